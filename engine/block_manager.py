@@ -448,6 +448,7 @@ class _Pool:
         self.by_key: dict[bytes, int] = {}
         self.cold: dict[bytes, int] = {}
         self.to_host = self.from_host = 0
+        self._on_the_way = set[bytes]()  # keys of those that go first, until they are used
         self._group, self._copy_blocks = group, copy_blocks
         self._empty_cold = list(range(shape.num_blocks + shape.cold, shape.num_blocks, -1))
         self._owners = [0] * (shape.num_blocks + 1)
@@ -478,6 +479,7 @@ class _Pool:
 
     def checkpoint_of(self, key: bytes) -> int:
         """The block with this key, marked as the most recently used one; on the device, if it is there."""
+        self._on_the_way.discard(key)
         if key in self.cold:
             self.cold[key] = self.cold.pop(key)
             if key not in self.by_key:
@@ -501,6 +503,7 @@ class _Pool:
         self.release([number])
         if evicted_first and number in self._kept:
             self._kept = {number: None, **self._kept}
+            self._on_the_way.add(self._keys[number])
 
     def blocks_of(self, keys: Seq[bytes], count: int) -> list[int]:
         """The cached blocks of keys[:count] that the next token attends to; none for states, which are not shared."""
@@ -536,9 +539,10 @@ class _Pool:
             if oldest is None:
                 return
             self._empty_cold.append(self.cold.pop(oldest))
-        self.cold[key] = self._empty_cold.pop()
+        target = self._empty_cold.pop()
+        self.cold = {key: target, **self.cold} if key in self._on_the_way else {**self.cold, key: target}
         self.to_host += 1
-        self._copy_blocks([BlockCopy(self._group, number, self.cold[key])])
+        self._copy_blocks([BlockCopy(self._group, number, target)])
 
     def release(self, blocks: Iterable[int]) -> None:
         for number in blocks:
@@ -576,6 +580,7 @@ class _Pool:
         if key in self.by_key:
             number = self.by_key.pop(key)
             del self._keys[number]
+            self._on_the_way.discard(key)
             if number in self._kept:
                 del self._kept[number]
                 self._empty.append(number)

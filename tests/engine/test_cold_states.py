@@ -164,6 +164,16 @@ def test_blocks_are_copied_before_they_are_given_away() -> None:
     assert manager.checkpoints == CheckpointCounts(0, 1, 1, 1)
 
 
+def test_states_on_the_way_through_a_prompt_leave_host_memory_first() -> None:
+    manager = BlockManager((CachePool(16), CachePool(2, is_state=True, checkpoints=1, cold=2)))
+    tables = manager.allocate([], 32)
+    assert tables is not None
+    (pool,) = manager._states
+    for n, on_the_way in enumerate((False, True, True, False, False)):
+        manager.checkpoint(tables.block_tables, bytes([n]), on_the_way)
+    assert list(pool.by_key) == [b"\4"] and list(pool.cold) == [b"\0", b"\3"]
+
+
 def test_host_memory_is_allocated_as_it_is_written_and_keeps_every_bit() -> None:
     parts = (torch.randn(3, 4, 2, 5), torch.randn(3, 4, 7))
     kept, size = [part.clone() for part in parts], 4 * 3 * (2 * 5 + 7)

@@ -1,11 +1,15 @@
 """States that two ranks share, of a tiny Qwen3.5: read and written as one rank has them, and copied on both."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from quengine import LLM, SamplingParams
+from quengine import LLM, SamplingParams, load
+from quengine.block_manager import CachePool
 from quengine.parallel.cached_rows import read_cached, write_cached
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
@@ -48,3 +52,24 @@ def test_they_are_copied_on_both(pair: tuple[LLM, LLM]) -> None:
         assert second.timings.cached_tokens == 96, "of 70 tokens and 39"
         found.append([first.tokens, second.tokens])
     assert found[0] == found[1]
+
+
+def test_checkpoints_move_to_host_memory_on_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA devices: each rank has host memory for its part of as many states."""
+    choose = load.choose_cache
+
+    def with_cold(*given: Any) -> tuple[int, list[CachePool]]:
+        ctx_size, pools = choose(*given)
+        return ctx_size, [replace(pool, cold=8) if pool.is_state else pool for pool in pools]
+
+    monkeypatch.setattr(load, "choose_cache", with_cold)
+    sizes = ModelSizes("qwen35", context=256)
+    path = write_tiny(tmp_path / "tiny.gguf", "qwen35", sizes=sizes)
+    options = {"parallel": 2, "state_checkpoints": 1, "ctx_size": 256, "tensor_parallel": 2}
+    prompts, params = [[n, *PROMPT[1:]] for n in range(4)], replace(GREEDY, max_tokens=5)
+    with LLM(path, "cpu", threads=2, **options) as llm:  # type: ignore[arg-type]
+        first = [llm.generate(prompt, params)[0] for prompt in prompts]
+        again = [llm.generate(prompt, params)[0] for prompt in prompts]
+        assert llm.scheduler.blocks.checkpoints.from_host >= 2
+    assert [each.tokens for each in first] == [each.tokens for each in again]
+    assert sum(each.timings.cached_tokens == 64 for each in again) >= 3
