@@ -23,6 +23,7 @@ from quengine.models.architectures import layers_of
 from quengine.models.blocks.block import SlotState
 from quengine.models.blocks.gated_delta import GatedDelta
 from quengine.models.checkpoint import Checkpoint
+from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.models.draft_decoder import DraftDecoder
 from quengine.models.tensor_split import SplitTensors
@@ -169,15 +170,16 @@ class Machine:
 
     def _drafts_on_device(self, layer: ModelRunner, target: ModelRunner) -> "DraftGraphs | None":
         """Steps in which the layer drafts on the device; None where a model has a state that cannot wait for them."""
-        if layer.graphs is None or target.device_decoder is None:
+        if (
+            layer.graphs is None
+            or target.device_decoder is None
+            or not _states_can_wait(target.decoder.config)
+        ):
             return None
         from quengine.runners.cuda_graphs import CudaGraphs
         from quengine.runners.draft_graphs import DraftGraphs
 
         assert isinstance(layer.graphs, CudaGraphs) and isinstance(target.graphs, CudaGraphs)
-        states = (block for block in layers_of(target.decoder.config) if isinstance(block.state, SlotState))
-        if any(not isinstance(block.mixer, GatedDelta) for block in states):
-            return None
         config = self.config
         made = DraftGraphs(target.graphs, layer.graphs, config.draft_mtp, draft_rows(config, "cuda"))
         target.device_decoder.drafting = made
@@ -203,18 +205,19 @@ class Machine:
             config.chunk_size or DEFAULT_CHUNK["cuda"],
             config.speculates,
             config.deterministic,
-            self._layer_plan(),
+            self._layer_plan(checkpoint.config),
         )
         compile_ahead(plan, gpu, self.progress)
 
-    def _layer_plan(self) -> "LayerPlan | None":
+    def _layer_plan(self, target: ModelConfig) -> "LayerPlan | None":
         from quengine.runners.compile_kernels import LayerPlan, stored_tensors
 
         if self.layer is None:
             return None
-        return LayerPlan(
-            self.layer.config, stored_tensors(self.layer.tensors), _graph_rows(self.config, True)
-        )
+        config, layer = self.config, self.layer
+        most = config.draft_mtp if _states_can_wait(target) else 0
+        slots, rows = _graph_rows(config, True), draft_rows(config, "cuda")
+        return LayerPlan(layer.config, stored_tensors(layer.tensors), slots, most, rows)
 
     def draft_steps(self, runner: ModelRunner, target: ModelRunner) -> DraftSteps:
         """Runs the decode steps of a model that drafts for `target`."""
@@ -229,6 +232,12 @@ class Machine:
         return DeviceDraftSteps(
             runner.graphs
         )  # other ranks, which have no model that drafts, get tokens of the host
+
+
+def _states_can_wait(config: ModelConfig) -> bool:
+    """Whether all states of a model's layers can wait for what is accepted of drafts (`ForwardBatch.pending`)."""
+    kept = (block for block in layers_of(config) if isinstance(block.state, SlotState))
+    return all(isinstance(block.mixer, GatedDelta) for block in kept)
 
 
 def _draft_note(draft: Checkpoint, cache: KVCache, ctx_size: int) -> str:

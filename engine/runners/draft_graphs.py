@@ -192,6 +192,17 @@ class DraftGraphs:
             if not kind.penalties:
                 self.capture(DraftKey(1, self.most_drafted(1), kind))
 
+    def run_ordinary(self) -> None:
+        """Runs steps of padding of ordinary requests, uncaptured, of all sizes: compiles their kernels."""
+        sizes = [size for size in DECODE_ROWS if self.most_drafted(size)]
+        kinds = [
+            SamplingKind.of(params) or GREEDY for params in (SamplingParams(temperature=0), SamplingParams())
+        ]
+        for kind in kinds:
+            for size in sizes:
+                for count in range(self.most_drafted(size), 0, -1):
+                    self.run(DraftKey(size, count, kind))
+
     @torch.no_grad()
     def run(self, key: DraftKey) -> Tensor:
         """Runs a step, uncaptured, on the sequences that were sent; returns the model's logits."""
