@@ -25,6 +25,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import PENDING, CudaGraphs, settings_of
 from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, UNMOVED_ROWS, SamplingKind, padded_rows
+from quengine.runners.static_inputs import aligned
 from quengine.sampler import Sampler
 from quengine.slot import Slot
 
@@ -242,11 +243,13 @@ class DraftGraphs:
     ) -> PlacedRows:
         sequences, device = len(drafting.slots), self._device
         rows = sequences * count
-        numbers = torch.empty(2, rows, dtype=torch.int32, device=device)
-        held = torch.empty(len(tables), rows, tables.shape[2], dtype=torch.int32, device=device)
-        last = torch.empty(sequences, dtype=torch.int32, device=device)
+        positions, slots, last = (
+            torch.empty(size, dtype=torch.int32, device=device) for size in (rows, rows, sequences)
+        )
+        # Each group's tables start where a kernel may load 16 bytes at a time.
+        held = torch.empty(len(tables), aligned(rows), tables.shape[2], dtype=torch.int32, device=device)
         tokens = torch.empty(rows, dtype=torch.int64, device=device)
-        placed = PlacedRows(tokens, numbers[0], held, numbers[1], last)
+        placed = PlacedRows(tokens, positions, held[:, :rows], slots, last)
         place(drafting, self._newest, known, tables, first, count, placed, pdl)
         return placed
 
