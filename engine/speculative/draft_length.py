@@ -90,7 +90,7 @@ class AcceptRate:
             self.value += ((number < accepted) - self.value) / _RATE_MEMORY
 
 
-class DraftPace:
+class TimedLength:
     """The length of drafts of a step that give most tokens a second, of up to `most` tokens.
 
     Steps of each length are timed; one that was not is taken to differ from those that were by a share of a step for

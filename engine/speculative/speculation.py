@@ -26,7 +26,7 @@ from quengine.slot import Slot
 from quengine.speculative.draft_length import (
     AcceptRate,
     DraftLength,
-    DraftPace,
+    TimedLength,
     divide,
     draft_rows,
     draft_tokens,
@@ -86,7 +86,7 @@ class Speculation:
         # of the drafts in flight
         self._lengths: WeakKeyDictionary[Sequence, DraftLength] = WeakKeyDictionary()
         # by number of sequences; of steps that draft on the device
-        self._paces: dict[int, DraftPace] = {}
+        self._timed_lengths: dict[int, TimedLength] = {}
         self._sequences = 1
         self._timed: tuple[tuple[int, int] | None, float] = None, 0.0
         self.clock: Callable[[], float] = time.perf_counter
@@ -120,7 +120,7 @@ class Speculation:
         if self._model is None or self._model.room(sequence) <= 0:
             return False
         if self._leaves_to_device(sequence):
-            return self._pace(self._sequences).due and not self._model.goes_on(sequence)
+            return self._timed_length(self._sequences).due and not self._model.goes_on(sequence)
         return drafting.model.due
 
     def committed(self, plan: StepPlan) -> None:
@@ -128,7 +128,7 @@ class Speculation:
         kind = (len(plan.sequences), max(plan.drafted, default=0)) if plan.phase == "decode" else None
         (before, began), now = self._timed, self.clock()
         if kind is not None and kind == before:
-            self._pace(kind[0]).note(kind[1], now - began)
+            self._timed_length(kind[0]).note(kind[1], now - began)
         self._timed = kind, now
 
     def take(self, sequence: Sequence, verified: Verified) -> str:
@@ -185,7 +185,9 @@ class Speculation:
         if not most:
             return False
         self._sequences = len(sequences)
-        count = self._pace(len(sequences)).next([self._drafting(each).rate.value for each in sequences], most)
+        count = self._timed_length(len(sequences)).next(
+            [self._drafting(each).rate.value for each in sequences], most
+        )
         for sequence in sequences:
             sequence.draft = ()
             if count:
@@ -201,9 +203,9 @@ class Speculation:
         kind = SamplingKind.of(sequence.params)
         return kind is not None and not kind.penalties
 
-    def _pace(self, sequences: int) -> DraftPace:
+    def _timed_length(self, sequences: int) -> TimedLength:
         size = padded_rows(min(sequences, DECODE_ROWS[-1]))
-        return self._paces.setdefault(size, DraftPace(self._most))
+        return self._timed_lengths.setdefault(size, TimedLength(self._most))
 
     def _drafts_on_device(self, sequence: Sequence) -> bool:
         """Whether the device can draft after a sequence's newest token, which it has or gets."""

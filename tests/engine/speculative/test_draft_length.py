@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quengine.speculative.draft_length import LONGEST_PAUSE, AcceptRate, DraftLength, DraftPace, divide
+from quengine.speculative.draft_length import LONGEST_PAUSE, AcceptRate, DraftLength, TimedLength, divide
 
 
 def lengths(length: DraftLength, steps: int, right: bool) -> list[int]:
@@ -68,30 +68,30 @@ def test_an_accept_rate_follows_what_was_accepted_where_it_could_be() -> None:
 
 
 def test_drafts_are_as_long_as_they_pay() -> None:
-    pace = DraftPace(6)
-    assert pace.next([0.95], 6) == 6 and pace.next([0.95], 2) == 2
-    assert 0 < pace.next([0.5], 6) < 6
+    timed = TimedLength(6)
+    assert timed.next([0.95], 6) == 6 and timed.next([0.95], 2) == 2
+    assert 0 < timed.next([0.5], 6) < 6
     for length, seconds in ((0, 5.0), (1, 5.5), (3, 6.5), (6, 8.0)):
-        pace.note(length, seconds)
-    cheap = pace.next([0.8], 6)
+        timed.note(length, seconds)
+    cheap = timed.next([0.8], 6)
     for _ in range(60):
         for length, seconds in ((0, 5.0), (1, 8.0), (3, 14.0), (6, 23.0)):
-            pace.note(length, seconds)
-    assert pace.next([0.8], 6) < cheap
+            timed.note(length, seconds)
+    assert timed.next([0.8], 6) < cheap
 
 
 def test_drafts_that_do_not_pay_pause_longer_each_time_until_they_do() -> None:
-    pace = DraftPace(3)
-    pace.note(0, 1.0)
-    pace.note(1, 1.6)
-    lengths = [pace.next([0.2], 3) for _ in range(40)]
+    timed = TimedLength(3)
+    timed.note(0, 1.0)
+    timed.note(1, 1.6)
+    lengths = [timed.next([0.2], 3) for _ in range(40)]
     assert lengths[:16] == [1, 0, 1, 0, 0, 1, *[0] * 4, 1, *[0] * 5] and sum(lengths) == 6
-    assert max(pace.next([0.99], 3) for _ in range(LONGEST_PAUSE + 1)) == 3 and pace.due
+    assert max(timed.next([0.99], 3) for _ in range(LONGEST_PAUSE + 1)) == 3 and timed.due
 
 
 def test_a_step_that_took_long_once_changes_little() -> None:
-    pace = DraftPace(3)
+    timed = TimedLength(3)
     for length in range(4):
-        pace.note(length, 1.0 + 0.1 * length)
-    pace.note(3, 100.0)
-    assert pace.next([0.9], 3) == 3
+        timed.note(length, 1.0 + 0.1 * length)
+    timed.note(3, 100.0)
+    assert timed.next([0.9], 3) == 3
