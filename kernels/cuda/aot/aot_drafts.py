@@ -30,7 +30,8 @@ def draft_cases(
 def _rows(context: int, backend: CudaBackend) -> None:
     numbers = partial(empty, dtype=torch.int32)
     of_sequences, slots = numbers(_SEQUENCES), _SEQUENCES + 1
-    drafting = Drafting(*[of_sequences] * 4, numbers(_SEQUENCES, _WINDOW))
+    recent = numbers(_SEQUENCES, _WINDOW)
+    drafting = Drafting(of_sequences, of_sequences, of_sequences, of_sequences, recent)
     history, turn = numbers(slots, context), numbers(1)
     newest = Newest(empty(slots, dtype=torch.int64), numbers(slots), history)
     tables = numbers(2, slots, context // BLOCK_SIZE)
