@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from math import log
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_rows import Drafted
+from quengine.runners.draft_graphs import DraftGraphs
 
 _CODE = """def area(shape):
     if shape.kind == "circle":
@@ -83,6 +85,21 @@ class Oracle:
         self._history = graphs.history if isinstance(graphs, CudaGraphs) else None
         self._draft, self._share, self._random = llm.loaded.draft.draft, share, random.Random(1)
         llm.loaded.draft.draft = self.draft  # type: ignore[method-assign]
+        decoder = llm.runner.device_decoder
+        if decoder is not None and decoder.drafting is not None:
+            self._replace_on_device(decoder.drafting)
+
+    def _replace_on_device(self, drafting: DraftGraphs) -> None:
+        """Within the steps that draft on the device: whether a token is right is up to its position."""
+        history, draft = drafting._drafted.history, drafting._draft
+        chances = torch.rand(history.shape, generator=torch.Generator().manual_seed(1))
+        tokens = (FORCED + (chances >= self._share)).to(history)
+
+        def drafted(*args: Any) -> None:
+            draft(*args)
+            history.copy_(tokens)
+
+        drafting._draft = drafted  # type: ignore[method-assign]
 
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
         return {each: self._replaced(each, draft) for each, draft in self._draft(counts).items()}

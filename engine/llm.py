@@ -413,6 +413,8 @@ class LLM:
             self.scheduler.failed(plan, launched=True)
             raise
         self.scheduler.commit(plan)
+        if self.speculation is not None:
+            self.speculation.committed(plan)
         texts = [(sequence, self._take(sequence, result)) for sequence, result in results]
         self.scheduler.release()
         if logger.isEnabledFor(logging.INFO):

@@ -24,6 +24,7 @@ from quengine.models.assistant_decoder import AssistantDecoder
 from quengine.models.blocks.block import SlotState
 from quengine.models.blocks.gated_delta import GatedDelta
 from quengine.models.checkpoint import Checkpoint
+from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.models.draft_decoder import DraftDecoder
 from quengine.models.eagle_checkpoint import EagleCheckpoint, Fusion
@@ -187,18 +188,19 @@ class Machine:
 
     def _drafts_on_device(self, layer: ModelRunner, target: ModelRunner) -> "DraftGraphs | None":
         """Steps in which the layer drafts on the device; None where a model has a state that cannot wait for them,
-        or image rows with three positions."""
+        image rows with three positions, or steps whose bits are to be those of any other (`deterministic`)."""
         if layer.graphs is None or target.device_decoder is None:
+            return None
+        shape = target.decoder.config
+        turned = self.takes_images and bool(
+            shape.rope_axes
+        )  # text after images is rotated by less than its position
+        if not _states_can_wait(shape) or turned or self.config.deterministic:
             return None
         from quengine.runners.cuda_graphs import CudaGraphs
         from quengine.runners.draft_graphs import DraftGraphs
 
         assert isinstance(layer.graphs, CudaGraphs) and isinstance(target.graphs, CudaGraphs)
-        states = (block for block in layers_of(target.decoder.config) if isinstance(block.state, SlotState))
-        if any(not isinstance(block.mixer, GatedDelta) for block in states):
-            return None
-        if self.takes_images and target.decoder.config.rope_axes:
-            return None  # rows after images are rotated by less than their positions
         config = self.config
         made = DraftGraphs(target.graphs, layer.graphs, config.draft_mtp, draft_rows(config, "cuda"))
         target.device_decoder.drafting = made
@@ -258,21 +260,22 @@ class Machine:
             config.chunk_size or DEFAULT_CHUNK["cuda"],
             config.speculates,
             config.deterministic,
-            self._layer_plan(),
+            self._layer_plan(checkpoint.config),
         )
         compile_ahead(plan, gpu, self.progress)
 
-    def _layer_plan(self) -> "LayerPlan | None":
+    def _layer_plan(self, target: ModelConfig) -> "LayerPlan | None":
         from quengine.runners.compile_kernels import LayerPlan, stored_tensors
 
         if self.layer is None or not self.layer.config.is_draft_layer:
             return None
-        tensors, rows = stored_tensors(self.layer.tensors), _graph_rows(self.config, True)
+        tensors, slots = stored_tensors(self.layer.tensors), _graph_rows(self.config, True)
         if isinstance(self.layer, EagleCheckpoint):
             fusion = stored_tensors(self.layer.fusion.tensors)
             reduced = self.layer.drafted is not None
-            return LayerPlan(self.layer.config, tensors, rows, fusion=fusion, is_reduced=reduced)
-        return LayerPlan(self.layer.config, tensors, rows)
+            return LayerPlan(self.layer.config, tensors, slots, fusion=fusion, is_reduced=reduced)
+        most = self.config.draft_mtp if _states_can_wait(target) and not self.config.deterministic else 0
+        return LayerPlan(self.layer.config, tensors, slots, most, draft_rows(self.config, "cuda"))
 
     def draft_steps(self, runner: ModelRunner, target: ModelRunner) -> DraftSteps:
         """Runs the decode steps of a model that drafts for `target`."""
@@ -287,6 +290,12 @@ class Machine:
         return DeviceDraftSteps(
             runner.graphs
         )  # other ranks, which have no model that drafts, get tokens of the host
+
+
+def _states_can_wait(config: ModelConfig) -> bool:
+    """Whether all states of a model's layers can wait for what is accepted of drafts (`ForwardBatch.pending`)."""
+    kept = (block for block in layers_of(config) if isinstance(block.state, SlotState))
+    return all(isinstance(block.mixer, GatedDelta) for block in kept)
 
 
 def _draft_note(draft: Checkpoint, cache: KVCache, ctx_size: int) -> str:

@@ -28,6 +28,7 @@ from quengine.models.fused_rows import FusedRows
 from quengine.platform.machine import cpu_quota, usable_cpus
 from quengine.platform.torch_import import PRELUDE
 from quengine.runners.cuda_graphs import CudaGraphs
+from quengine.runners.draft_graphs import DraftGraphs
 from quengine.runners.graph_keys import PREFILL_ROWS, GraphKey, SamplingKind, biased_keys, decode_key
 
 _TILE_ROWS = 128
@@ -50,12 +51,15 @@ _FIRST = (decode_key(1, _DEFAULT), GraphKey("prefill", PREFILL_ROWS[0], 1))
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The same of a layer that drafts: the model's own, or an EAGLE-3 draft model. slots: see `CudaGraphs`. fusion: the
-    tensors of the latter that the model's steps read. is_reduced: it drafts from some of the tokens."""
+    """The same of a layer that drafts: the model's own, or an EAGLE-3 draft model. slots: see `CudaGraphs`. most, rows:
+    see `DraftGraphs`; most 0: there are none. fusion: the tensors of an EAGLE-3 draft model that the model's steps
+    read. is_reduced: it drafts from some of the tokens."""
 
     config: ModelConfig
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     slots: int
+    most: int = 0
+    rows: int = 0
     fusion: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     is_reduced: bool = False
 
@@ -116,6 +120,12 @@ class KernelPlan:
             graphs.append(CudaGraphs(layer, own, self.layer.slots, *rest))
         return graphs
 
+    def drafts(self, graphs: Sequence[CudaGraphs]) -> DraftGraphs | None:
+        """Given `graphs`, the steps in which the layer drafts on the device; None: there are none."""
+        if self.layer is None or not self.layer.most:
+            return None
+        return DraftGraphs(graphs[0], graphs[1], self.layer.most, self.layer.rows)
+
     def marks(self) -> tuple[object, ...]:
         """The key of these kernels, together with the GPU."""
         tiles = -(-self.prefill_tokens // _TILE_ROWS)
@@ -164,22 +174,31 @@ def compilers() -> int:
 
 
 def compile_stages(*plans: KernelPlan) -> list[Callable[[], None]]:
-    """The stages of compilation: each step of a first short request by itself, then all other steps."""
-    made: list[CudaGraphs] = []
+    """The stages of compilation: each step of a first short request by itself, then those that draft, then all other
+    steps."""
+    made, drafts = list[CudaGraphs](), list[DraftGraphs]()
 
     @torch.no_grad()
     def first(key: GraphKey) -> None:
         if not made:
-            made.extend(graphs for plan in plans for graphs in plan.graphs())
+            for plan in plans:
+                graphs_of_plan = plan.graphs()
+                made.extend(graphs_of_plan)
+                if (drafting := plan.drafts(graphs_of_plan)) is not None:
+                    drafts.append(drafting)
         for graphs in made:
             graphs.run_padding(key)
+
+    def drafting_steps() -> None:
+        for steps in drafts:
+            steps.run_ordinary()
 
     @torch.no_grad()
     def rest() -> None:
         for graphs in made:
             run_all(graphs)
 
-    return [*(partial(first, key) for key in _FIRST), rest]
+    return [*(partial(first, key) for key in _FIRST), drafting_steps, rest]
 
 
 def run_all(graphs: CudaGraphs) -> None:

@@ -25,6 +25,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import PENDING, CudaGraphs, settings_of
 from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, UNMOVED_ROWS, SamplingKind, padded_rows
+from quengine.runners.static_inputs import aligned
 from quengine.sampler import Sampler
 from quengine.slot import Slot
 
@@ -192,6 +193,17 @@ class DraftGraphs:
             if not kind.penalties:
                 self.capture(DraftKey(1, self.most_drafted(1), kind))
 
+    def run_ordinary(self) -> None:
+        """Runs steps of padding of ordinary requests, uncaptured, of all sizes: compiles their kernels."""
+        sizes = [size for size in DECODE_ROWS if self.most_drafted(size)]
+        kinds = [
+            SamplingKind.of(params) or GREEDY for params in (SamplingParams(temperature=0), SamplingParams())
+        ]
+        for kind in kinds:
+            for size in sizes:
+                for count in range(self.most_drafted(size), 0, -1):
+                    self.run(DraftKey(size, count, kind))
+
     @torch.no_grad()
     def run(self, key: DraftKey) -> Tensor:
         """Runs a step, uncaptured, on the sequences that were sent; returns the model's logits."""
@@ -231,11 +243,13 @@ class DraftGraphs:
     ) -> PlacedRows:
         sequences, device = len(drafting.slots), self._device
         rows = sequences * count
-        numbers = torch.empty(2, rows, dtype=torch.int32, device=device)
-        held = torch.empty(len(tables), rows, tables.shape[2], dtype=torch.int32, device=device)
-        last = torch.empty(sequences, dtype=torch.int32, device=device)
+        positions, slots, last = (
+            torch.empty(size, dtype=torch.int32, device=device) for size in (rows, rows, sequences)
+        )
+        # Each group's tables start where a kernel may load 16 bytes at a time.
+        held = torch.empty(len(tables), aligned(rows), tables.shape[2], dtype=torch.int32, device=device)
         tokens = torch.empty(rows, dtype=torch.int64, device=device)
-        placed = PlacedRows(tokens, numbers[0], held, numbers[1], last)
+        placed = PlacedRows(tokens, positions, held[:, :rows], slots, last)
         place(drafting, self._newest, known, tables, first, count, placed, pdl)
         return placed
 

@@ -50,9 +50,9 @@ class DecodeInputs:
     def __init__(
         self, rows: int, slots: int, blocks: int, groups: int, device: torch.device, turns: bool = False
     ) -> None:
-        self.rows, self.slots, self.blocks, self.groups = _aligned(rows), slots, blocks, groups
+        self.rows, self.slots, self.blocks, self.groups = aligned(rows), slots, blocks, groups
         self.turns = turns
-        held = _aligned(slots + 1)
+        held = aligned(slots + 1)
         end = 4 * self.rows + groups * held * blocks
         self.all = torch.zeros(end + (held if turns else 0), dtype=torch.int32, device=device)
         self.step = StepRows(*self.all[: 4 * self.rows].view(4, self.rows))
@@ -128,7 +128,8 @@ class DecodeInputs:
         )
 
 
-def _aligned(rows: int) -> int:
+def aligned(rows: int) -> int:
+    """At least so many rows, of which a vector of int32 ends where a kernel may load 16 bytes at a time."""
     return -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
 
 
@@ -266,7 +267,7 @@ class PromptEnds:
     """
 
     def __init__(self, rows: int, turns: int, device: torch.device) -> None:
-        self.rows = _aligned(rows)
+        self.rows = aligned(rows)
         self._all = torch.zeros(2 * self.rows + 1, dtype=torch.int32, device=device)
         self.slots, self.positions = self._all[: self.rows], self._all[self.rows : 2 * self.rows]
         self.chosen = ChosenTokens(

@@ -1,4 +1,5 @@
-"""Draft lengths: adapted for each sequence to how its drafts went, and divided among the sequences of a step.
+"""Draft lengths: adapted for each sequence to how its drafts went, and divided among the sequences of a step; of steps
+that draft on the device, by what they were measured to give a second.
 
 They change the time that a completion takes, never its text.
 """
@@ -75,6 +76,80 @@ class DraftLength:
             self._pause = 0
         else:
             self._pause = self._left = min(LONGEST_PAUSE, 2 * self._pause or 1)
+
+
+class AcceptRate:
+    """How likely a drafted token of a sequence is accepted where those before it were."""
+
+    def __init__(self) -> None:
+        self.value = _FIRST_RATE
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Notes how many tokens of a draft were accepted; those after the first that was not say nothing."""
+        for number in range(min(drafted, accepted + 1)):
+            self.value += ((number < accepted) - self.value) / _RATE_MEMORY
+
+
+class TimedLength:
+    """The length of drafts of a step that give most tokens a second, of up to `most` tokens.
+
+    Steps of each length are timed; one that was not is taken to differ from those that were by a share of a step for
+    each drafted token. Where drafts do not pay, there is one of a single token after each pause, and pauses are twice
+    as long each time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._seconds: dict[int, float] = {}
+        self._pause = self._left = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step is to have drafts."""
+        return not self._left
+
+    def next(self, rates: Sequence[float], most: int) -> int:
+        """Number of tokens to draft in this step, up to `most` for each sequence, given their accept rates."""
+        if self._left:
+            self._left -= 1
+            return 0
+        lengths = range(min(self._most, most) + 1)
+        best = max(lengths, key=lambda length: _tokens(rates, length) / self._time_of(length))
+        if best:
+            self._pause = 0
+            return best
+        self._pause = self._left = min(LONGEST_PAUSE, 2 * self._pause or 1)
+        return 1
+
+    def note(self, length: int, seconds: float) -> None:
+        """Notes what a step with drafts of this length took; longer ones than usual have other reasons."""
+        if seconds > 0:
+            before = self._seconds.get(length, seconds)
+            self._seconds[length] = before + (min(seconds, 2 * before) - before) / _TIME_MEMORY
+
+    def _time_of(self, length: int) -> float:
+        """Seconds, or shares of a step while none was timed."""
+        nearest = min(self._seconds, key=lambda known: abs(known - length), default=None)
+        if nearest is None:
+            return _share(length)
+        return self._seconds[nearest] * _share(length) / _share(nearest)
+
+
+_FIRST_RATE = 0.7
+_RATE_MEMORY, _TIME_MEMORY = 12, 8
+"""Drafted tokens, and steps, over which a rate and a time are averaged."""
+
+_TOKEN_SHARE = 0.08
+"""Of a step without drafts, what a drafted token takes: a layer and a quarter of an output matrix, and its row."""
+
+
+def _share(length: int) -> float:
+    return 1 + _TOKEN_SHARE * length
+
+
+def _tokens(rates: Sequence[float], length: int) -> float:
+    """Tokens that a step gives on average, with drafts of this length."""
+    return sum(rate**drafted for rate in rates for drafted in range(length + 1))
 
 
 def divide(room: int, proposed: Sequence[int]) -> list[int]:

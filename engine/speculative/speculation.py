@@ -11,17 +11,26 @@ host then takes what was accepted as it takes sampled tokens. Sequences whose to
 their step, have their drafts from the host.
 """
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from quengine.config import EngineConfig
 from quengine.request.sequence import Sequence
-from quengine.runners.graph_keys import SamplingKind
+from quengine.runners.graph_keys import DECODE_ROWS, SamplingKind, padded_rows
 from quengine.sampler import Sample, Verified
 from quengine.scheduler import Scheduler
 from quengine.slot import Slot
-from quengine.speculative.draft_length import DraftLength, divide, draft_rows, draft_tokens
+from quengine.speculative.draft_length import (
+    AcceptRate,
+    DraftLength,
+    TimedLength,
+    divide,
+    draft_rows,
+    draft_tokens,
+)
 from quengine.speculative.draft_model import DraftModel
 from quengine.speculative.draft_ngram import NgramIndex
 from quengine.step_plan import StepPlan
@@ -35,6 +44,7 @@ class _Drafting:
     lookup: DraftLength
     model: DraftLength
     shifts: int
+    rate: AcceptRate = field(default_factory=AcceptRate)
 
     def wait(self) -> None:
         """Counts a step without a draft in the pauses."""
@@ -75,6 +85,11 @@ class Speculation:
         self._draftings: WeakKeyDictionary[Sequence, _Drafting] = WeakKeyDictionary()
         # of the drafts in flight
         self._lengths: WeakKeyDictionary[Sequence, DraftLength] = WeakKeyDictionary()
+        # by number of sequences; of steps that draft on the device
+        self._timed_lengths: dict[int, TimedLength] = {}
+        self._sequences = 1
+        self._timed: tuple[tuple[int, int] | None, float] = None, 0.0
+        self.clock: Callable[[], float] = time.perf_counter
 
     @classmethod
     def of(
@@ -102,9 +117,19 @@ class Speculation:
         drafting = self._drafting(sequence)
         if drafting.index is not None and drafting.lookup.due:
             return bool(drafting.index.draft(sequence.token_ids, 1))
-        if self._model is None or not drafting.model.due or self._model.room(sequence) <= 0:
+        if self._model is None or self._model.room(sequence) <= 0:
             return False
-        return not self._model.goes_on(sequence)
+        if self._leaves_to_device(sequence):
+            return self._timed_length(self._sequences).due and not self._model.goes_on(sequence)
+        return drafting.model.due
+
+    def committed(self, plan: StepPlan) -> None:
+        """Times the steps of one kind that follow each other: each takes the time from the end of the one before it."""
+        kind = (len(plan.sequences), max(plan.drafted, default=0)) if plan.phase == "decode" else None
+        (before, began), now = self._timed, self.clock()
+        if kind is not None and kind == before:
+            self._timed_length(kind[0]).note(kind[1], now - began)
+        self._timed = kind, now
 
     def take(self, sequence: Sequence, verified: Verified) -> str:
         """Appends the verified tokens of a sequence's draft; returns the text that becomes visible."""
@@ -126,7 +151,7 @@ class Speculation:
         text, accepted, is_whole = self._accept(sequence, verified, draft)
         if not is_whole:  # the device has gone on from no token
             sequence.slot = Slot(sequence.slot.index, sequence.slot.end)
-        self._drafting(sequence).model.update(len(draft), accepted)
+        self._drafting(sequence).rate.update(len(draft), accepted)
         sequence.draft_bytes += len(draft) * self._model.bytes_per_token
         return text
 
@@ -152,28 +177,41 @@ class Speculation:
 
     def _draft_on_device(self, plan: StepPlan) -> bool:
         """Leaves the drafts of a step to the device, if it can make those of all of its sequences; returns whether it
-        can. Those whose drafts pause have none; where all pause the step is a plain one."""
+        can. While drafts pause the step is a plain one."""
         model, sequences = self._model, plan.sequences
-        if model is None or self._longest or not all(map(self._drafts_on_device, sequences)):
+        if model is None or not all(map(self._drafts_on_device, sequences)):
             return False
-        most = model.most_on_device(len(sequences))
+        most = min(self._most, model.most_on_device(len(sequences)))
         if not most:
             return False
-        counts = [min(most, self._drafting(sequence).model.next()) for sequence in sequences]
-        for sequence, count in zip(sequences, counts, strict=True):
+        self._sequences = len(sequences)
+        count = self._timed_length(len(sequences)).next(
+            [self._drafting(each).rate.value for each in sequences], most
+        )
+        for sequence in sequences:
             sequence.draft = ()
-            if any(counts):
+            if count:
                 room = self._scheduler.device_draft(sequence, count)
                 model.begin_on_device(sequence, room.end)
                 plan.drafting.append(room)
         return True
 
+    def _leaves_to_device(self, sequence: Sequence) -> bool:
+        """Whether the device samples a sequence's tokens, and drafts them."""
+        if self._model is None or self._longest or not self._model.most_on_device(1):
+            return False
+        kind = SamplingKind.of(sequence.params)
+        return kind is not None and not kind.penalties
+
+    def _timed_length(self, sequences: int) -> TimedLength:
+        size = padded_rows(min(sequences, DECODE_ROWS[-1]))
+        return self._timed_lengths.setdefault(size, TimedLength(self._most))
+
     def _drafts_on_device(self, sequence: Sequence) -> bool:
         """Whether the device can draft after a sequence's newest token, which it has or gets."""
-        kind = SamplingKind.of(sequence.params)
-        if kind is None or kind.penalties or sequence.replay:
-            return False
         assert self._model is not None
+        if not self._leaves_to_device(sequence) or sequence.replay:
+            return False
         if self._model.goes_on(sequence):
             return True
         return sequence.next_is_newest and sequence.slot.launched == 1  # this step

@@ -14,6 +14,7 @@ import torch
 
 from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.aot.aot_drafts import draft_cases
 from quengine.kernels.cuda.aot.aot_experts import expert_cases
 from quengine.kernels.cuda.aot.aot_grouped import grouped_cases
 from quengine.kernels.cuda.aot.aot_latent import latent_cases
@@ -188,6 +189,7 @@ def cases() -> list[Case]:
         *_attention_cases(), *_fixed_cases(), *_width_cases(), *_sampling_cases(),
         *(Case(*fields) for fields in (*expert_cases(), *grouped_cases(), *rank_cases(_rank_steps()))),
         *(Case(f"vision {name}", False, archs, call) for name, archs, call in vision_cases(ARCHS)),
+        *(Case(*fields) for fields in _draft_cases()),
         *(Case(*fields) for fields in latent_cases(_latent_steps(), ARCHS, _fixed)),
     ]  # fmt: skip
 
@@ -271,6 +273,11 @@ def _gated_delta_cases() -> Iterator[Case]:
             yield Case(f"gated delta {name}, {step}", batch.phase == "decode", archs, call)
             if main and not batch.shares_sequences:
                 yield Case(f"deterministic gated delta {name}, {step}", False, archs, partial(_fixed, call))
+
+
+def _draft_cases() -> Iterator[tuple[str, bool, tuple[int, ...], Callable[[CudaBackend], object]]]:
+    net = partial(_gated_delta, *NETS["qwen3.6-35b-a3b 16/32x128"])
+    return draft_cases(CONTEXT, ARCHS, _decode(BATCH, shares_sequences=True), net)
 
 
 def _mamba2_cases() -> Iterator[Case]:

@@ -45,17 +45,20 @@ def enter(drafting: Drafting, newest: Newest, turn: torch.Tensor, turns: int, pd
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["unused", "context", "rows", "blocks", "first"])
+@triton.jit(
+    do_not_specialize=["unused", "context", "held_stride", "table_stride", "blocks", "first", "count"]
+)
 def _place_kernel(
     slot_ptr, count_ptr, end_ptr, newest_ptr, place_ptr, known_ptr, held_ptr,
-    token_ptr, position_ptr, table_ptr, row_slot_ptr, last_ptr, unused, context, held_stride, rows, blocks, first,
-    COUNT: tl.constexpr, ENTRIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDING: tl.constexpr, PDL: tl.constexpr,
+    token_ptr, position_ptr, table_ptr, row_slot_ptr, last_ptr, unused, context, held_stride, table_stride, blocks,
+    first, count,
+    ENTRIES: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_then_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    sequence = row // COUNT
-    offset = first + (row % COUNT).to(tl.int32)
+    sequence = row // count
+    offset = first + (row % count).to(tl.int32)
     slot = tl.load(slot_ptr + sequence)
     position = tl.load(place_ptr + slot) + offset
     live = (position >= 0) & (offset <= tl.load(count_ptr + sequence)) & (slot != unused)
@@ -70,10 +73,10 @@ def _place_kernel(
         tl.store(token_ptr + row, tl.where(live, tl.maximum(token, 0), 0))
         tl.store(position_ptr + row, position)
         tl.store(row_slot_ptr + row, slot.to(tl.int32))
-        if row % COUNT == COUNT - 1:
+        if row % count == count - 1:
             tl.store(last_ptr + sequence, position)
     source = held_ptr + group.to(tl.int64) * held_stride + slot * blocks
-    target = table_ptr + (group * rows + row) * blocks
+    target = table_ptr + group.to(tl.int64) * table_stride + row * blocks
     for begin in range(0, blocks, ENTRIES):
         entry = begin + tl.arange(0, ENTRIES)
         seen = (entry < blocks) & (entry <= position // BLOCK_SIZE)
@@ -91,16 +94,17 @@ def place(
     placed: PlacedRows,
     pdl: bool = False,
 ) -> None:
-    """Writes `rows_of(drafting, newest, tokens, tables, first, count)` to `placed`, whose parts are contiguous."""
+    """Writes `rows_of(drafting, newest, tokens, tables, first, count)` to `placed`, whose parts are contiguous, but for
+    the tables of groups."""
     groups, _, blocks = tables.shape
     rows = len(drafting.slots) * count
-    assert placed.tables.shape == (groups, rows, blocks) and placed.tables.is_contiguous()
+    assert placed.tables.shape == (groups, rows, blocks) and placed.tables[0].is_contiguous()
     assert tables[0].is_contiguous() and tokens.shape == newest.history.shape
     _place_kernel[(rows, groups)](
         drafting.slots, drafting.counts, drafting.ends, newest.tokens, newest.positions, tokens, tables,
         placed.tokens, placed.positions, placed.tables, placed.slots, placed.last, len(newest.tokens) - 1,
-        tokens.shape[1], tables.stride(0), rows, blocks, first,
-        COUNT=count, ENTRIES=_ENTRIES, BLOCK_SIZE=BLOCK_SIZE, PADDING=PADDING_BLOCK, PDL=pdl,
+        tokens.shape[1], tables.stride(0), placed.tables.stride(0), blocks, first, count,
+        ENTRIES=_ENTRIES, BLOCK_SIZE=BLOCK_SIZE, PADDING=PADDING_BLOCK, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -20,12 +20,12 @@ from quengine.kernels.cuda.launch.kernel import launches_handed_to
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_split import Rank
-from quengine.runners.compile_kernels import KernelPlan, stages_of
+from quengine.runners.compile_kernels import KernelPlan, compile_stages
 part = SplitCheckpoint(open_checkpoint(Path(sys.argv[1])), Rank(1, 2))
 plan = KernelPlan(part.config, part.tensors.stored(), 128, [CachePool(4)], 64, "f16", 1, 64)
 note = lambda kernel, grid, args, named: print(kernel.__name__) if named.get("RANKS") else None
 with assuming(Gpu("NVIDIA H200", (9, 0))), launches_handed_to(note):
-    for stage in stages_of(plan)[:-1]:  # what a first short request runs
+    for stage in compile_stages(plan)[:-1]:  # what a first short request runs
         stage()
 """
 

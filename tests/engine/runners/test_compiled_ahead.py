@@ -106,3 +106,53 @@ assert len(compiled) > 30 and not missing
 def test_no_prompt_waits_for_the_compiler(preset: str, ctx: int, blocks: int, arch: int, fixed: int) -> None:
     """On no device, in a process of its own: launches are recorded, which the interpreter's are not."""
     without_interpreter(CHECK, preset, ctx, blocks, arch, fixed)
+
+
+DRAFTS = """
+import torch
+from unittest import mock
+from quengine.block_manager import CachePool
+from quengine.kernels.cuda.aot.aot_compile import record
+from quengine.models.draft_layer import layer_config
+from quengine.models.synthetic.presets import find_preset
+from quengine.models.synthetic.synthetic import tensor_type
+from quengine.models.tensor_table import required_tensors
+from quengine.runners import cuda_graphs, draft_graphs
+from quengine.runners.compile_kernels import KernelPlan, LayerPlan, stages_of
+from quengine.runners.draft_graphs import DraftGraphs, DraftKey
+from quengine.runners.graph_keys import GREEDY
+
+for module in (cuda_graphs, draft_graphs):
+    module.has_dependent_launch = lambda _: True
+spec = find_preset("qwen3.5-mtp-tiny")
+config = spec.config()
+def stored(config):
+    return {name: (tensor_type(spec, name, shape), shape) for name, shape in required_tensors(config).items()}
+layer = layer_config(config)
+pools = [CachePool(16, is_state=group.is_state) for group in config.cache_groups]
+plan = KernelPlan(config, stored(config), 128, pools, 64, "f16", 16, 64, True, False,
+                  LayerPlan(layer, stored(layer), 8, 3, 16))
+stages = stages_of(plan)
+record(stages[0])
+kernels = {launch.key: launch.name for launch in record(stages[2])}
+print(sorted(set(kernels.values())))
+graphs = plan.graphs()
+drafts = DraftGraphs(graphs[0], graphs[1], 3, 16)
+assert [drafts.most_drafted(n) for n in (1, 2, 3, 4, 8, 9)] == [3, 3, 3, 3, 1, 0]
+for key in (DraftKey(1, 3, GREEDY), DraftKey(4, 2, GREEDY)):
+    missing = {launch.name: launch.key for launch in record(lambda: drafts.run(key)) if launch.key not in kernels}
+    assert not missing, missing
+"""
+
+
+def test_no_draft_waits_for_the_compiler() -> None:
+    names = without_interpreter(DRAFTS)
+    for kernel in (
+        "enter_kernel",
+        "place_kernel",
+        "accept_kernel",
+        "advance_kernel",
+        "by_rows_kernel",
+        "join_kernel",
+    ):
+        assert kernel in names

@@ -24,14 +24,14 @@ from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.record_kernels import record_kernels
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.synthetic.synthetic import write_synthetic
-from quengine.runners.compile_kernels import KernelPlan, stages_of, stored_tensors
+from quengine.runners.compile_kernels import KernelPlan, compile_stages, stored_tensors
 from quengine.runners.kernel_packs import PackPlan, _plans, _shape
 
 name, arch = sys.argv[1], int(sys.argv[2])
 gpu = Gpu("", divmod(arch, 10))
 
 def keys(*plans):
-    return set(record_kernels(stages_of(*plans), gpu))
+    return set(record_kernels(compile_stages(*plans), gpu))
 
 pack = keys(*_plans(_shape(name), PackPlan([name], [arch], 64)))
 checkpoint = open_checkpoint(write_synthetic(Path(sys.argv[3]), name))
@@ -81,11 +81,11 @@ RECORDED = """
 import sys
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.record_kernels import record_kernels
-from quengine.runners.compile_kernels import stages_of
+from quengine.runners.compile_kernels import compile_stages
 from quengine.runners.kernel_packs import PackPlan, _plans, _shape
 for name in ("tiny", "gpt-oss-tiny"):
     plan = _plans(_shape(name), PackPlan([name], [90]))[-1]
-    print(name, *sorted(record_kernels(stages_of(plan), Gpu("NVIDIA H200", (9, 0)))))
+    print(name, *sorted(record_kernels(compile_stages(plan), Gpu("NVIDIA H200", (9, 0)))))
 """
 
 

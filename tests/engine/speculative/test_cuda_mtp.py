@@ -13,6 +13,7 @@ from quengine.models.synthetic.presets import PRESETS
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import CudaGraphs
+from quengine.runners.draft_graphs import DraftGraphs
 from quengine.speculative.device_drafts import DeviceDraftSteps
 from quengine.speculative.draft_model import HostDraftSteps
 from quengine.speculative.draft_mtp import MtpDrafts
@@ -38,6 +39,9 @@ def test_texts_stay_as_they_are_but_for_near_ties(path: Path, params: SamplingPa
     for parallel in (1, 4):
         with LLM(path, "cuda", CTX, parallel=parallel, draft_mtp=3) as llm:
             got = llm.generate(PROMPTS, params)
+            assert llm.runner.device_decoder is not None
+            drafting = llm.runner.device_decoder.drafting
+            assert isinstance(drafting, DraftGraphs) and (drafting._launched > 0) == (params is not PENALIZED)
         same = [ours == theirs for ours, theirs in zip(tokens(got), expected, strict=True)]
         assert sum(same) >= len(PROMPTS) - 1, same
         assert sum(c.timings.drafted_tokens for c in got) > 0
@@ -66,6 +70,7 @@ def test_captured_steps_draft_what_eager_ones_do(path: Path) -> None:
     with LLM(path, "cuda", CTX, draft_mtp=4) as llm:
         drafts = llm.loaded.draft
         assert isinstance(drafts, MtpDrafts) and isinstance(drafts._runner.graphs, CudaGraphs)
+        drafts._on_device = None  # the host asks for each draft
         device, host = drafts._steps, HostDraftSteps(drafts._runner)
         assert isinstance(device, DeviceDraftSteps)
         draft, pairs = drafts.draft, list[tuple[list[int], list[int]]]()
@@ -86,3 +91,32 @@ def test_captured_steps_draft_what_eager_ones_do(path: Path) -> None:
             llm.generate(PROMPTS, params)
     same = sum(captured == eager for captured, eager in pairs)
     assert len(pairs) > 10 and same > 0.9 * len(pairs), f"{same} of {len(pairs)}"
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_steps_that_draft_on_the_device_accept_what_the_host_would(
+    path: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right drafts and wrong ones, by a layer that is told the text: the tokens are those without drafts to the bit."""
+    with LLM(path, "cuda", CTX, deterministic=True) as plain:
+        texts = [plain.generate([prompt], params)[0].tokens for prompt in PROMPTS]
+    with LLM(path, "cuda", CTX, deterministic=True, draft_mtp=3) as llm:
+        assert llm.runner.device_decoder is not None
+        drafting = llm.runner.device_decoder.drafting
+        assert isinstance(drafting, DraftGraphs) and llm.speculation is not None
+        llm.speculation.clock = lambda: 0.0
+        right = torch.zeros_like(drafting._drafted.history)
+        draft = drafting._draft
+
+        def drafted(*args: object) -> None:
+            draft(*args)  # type: ignore[arg-type]
+            drafting._drafted.history.copy_(right)
+
+        monkeypatch.setattr(drafting, "_draft", drafted)
+        for prompt, text in zip(PROMPTS, texts, strict=True):
+            whole = torch.tensor([*prompt, *text], dtype=torch.int32)[: right.shape[1]]
+            whole[len(prompt) + 4 :: 5] = 3
+            right[:, : len(whole)] = whole.to(right.device)
+            got = llm.generate([prompt], params)[0]
+            assert got.tokens == text
+            assert got.timings.drafted_tokens > got.timings.accepted_tokens > 0

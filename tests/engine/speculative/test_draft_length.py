@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quengine.speculative.draft_length import LONGEST_PAUSE, DraftLength, divide
+from quengine.speculative.draft_length import LONGEST_PAUSE, AcceptRate, DraftLength, TimedLength, divide
 
 
 def lengths(length: DraftLength, steps: int, right: bool) -> list[int]:
@@ -48,3 +48,50 @@ def test_a_share_is_never_more_than_wanted_and_nobody_gets_two_more_than_another
     assert sum(granted) == min(sum(wanted), max(0, room))
     short = [got for got, want in zip(granted, wanted, strict=True) if got < want]
     assert not short or max(granted) - min(short) <= 1
+
+
+def test_an_accept_rate_follows_what_was_accepted_where_it_could_be() -> None:
+    rate = AcceptRate()
+    for _ in range(40):
+        rate.update(3, 3)
+    assert rate.value > 0.99
+    for _ in range(40):
+        rate.update(3, 0)
+    assert rate.value < 0.05
+    before = rate.value
+    rate.update(0, 0)
+    assert rate.value == before
+    one, three = AcceptRate(), AcceptRate()
+    one.update(1, 0)
+    three.update(3, 0)
+    assert one.value == three.value, "after the first one that is wrong no other could be accepted"
+
+
+def test_drafts_are_as_long_as_they_pay() -> None:
+    timed = TimedLength(6)
+    assert timed.next([0.95], 6) == 6 and timed.next([0.95], 2) == 2
+    assert 0 < timed.next([0.5], 6) < 6
+    for length, seconds in ((0, 5.0), (1, 5.5), (3, 6.5), (6, 8.0)):
+        timed.note(length, seconds)
+    cheap = timed.next([0.8], 6)
+    for _ in range(60):
+        for length, seconds in ((0, 5.0), (1, 8.0), (3, 14.0), (6, 23.0)):
+            timed.note(length, seconds)
+    assert timed.next([0.8], 6) < cheap
+
+
+def test_drafts_that_do_not_pay_pause_longer_each_time_until_they_do() -> None:
+    timed = TimedLength(3)
+    timed.note(0, 1.0)
+    timed.note(1, 1.6)
+    lengths = [timed.next([0.2], 3) for _ in range(40)]
+    assert lengths[:16] == [1, 0, 1, 0, 0, 1, *[0] * 4, 1, *[0] * 5] and sum(lengths) == 6
+    assert max(timed.next([0.99], 3) for _ in range(LONGEST_PAUSE + 1)) == 3 and timed.due
+
+
+def test_a_step_that_took_long_once_changes_little() -> None:
+    timed = TimedLength(3)
+    for length in range(4):
+        timed.note(length, 1.0 + 0.1 * length)
+    timed.note(3, 100.0)
+    assert timed.next([0.9], 3) == 3

@@ -39,7 +39,7 @@ def drafting_on(device: torch.device) -> Drafting:
 
 def placed_on(device: torch.device, rows: int, blocks: int) -> PlacedRows:
     """Full of what earlier steps have left."""
-    table = torch.full((2, rows, blocks), 99, dtype=torch.int32, device=device)
+    table = torch.full((2, rows + 3, blocks), 99, dtype=torch.int32, device=device)[:, :rows]
     numbers = torch.full((rows,), 98, dtype=torch.int32, device=device)
     return PlacedRows(numbers.long(), numbers.clone(), table, numbers.clone(), numbers[:5].clone())
 
