@@ -21,7 +21,8 @@ def without_interpreter(code: str, *arguments: object) -> str:
     Raises:
         AssertionError: the program failed; with what it said.
     """
-    server = fork_server(("quengine.kernels.cuda.aot.aot",), without=("TRITON_INTERPRET",))
+    # The first operation on the meta device imports torch._dynamo, and that more than a second's modules.
+    server = fork_server(("quengine.kernels.cuda.aot.aot", "torch._dynamo"), without=("TRITON_INTERPRET",))
     return server.run(code, *arguments)
 
 

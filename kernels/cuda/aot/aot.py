@@ -80,10 +80,18 @@ class Report:
 
 
 @cache
+def _cases_of(arch: int) -> list[Case]:
+    """The cases, made once for a GPU of compute capability `arch`: there are hundreds, each with its batches, which
+    keep what they computed for that GPU."""
+    del arch
+    return cases()
+
+
+@cache
 def launches(case: int, arch: int) -> list[RecordedLaunch]:
     """The launches of a case on a GPU of compute capability `arch`."""
     with backend_for(arch) as backend:
-        return record(partial(cases()[case].call, backend))
+        return record(partial(_cases_of(arch)[case].call, backend))
 
 
 def variants(archs: Sequence[int], only: str = "") -> list[Variant]:
@@ -110,7 +118,7 @@ def _compile_for(variant: Variant, arch: int) -> Report:
     began = time.perf_counter()
     # Launches are numbered as for the first of these GPUs; the others have the same launch.
     launch = launches(variant.case, variant.archs[0])[variant.launch]
-    report = partial(Report, cases()[variant.case].name, launch.name, arch, variant.decode)
+    report = partial(Report, _cases_of(arch)[variant.case].name, launch.name, arch, variant.decode)
     try:
         made = compile_launch(launch, arch)
     except Exception as error:  # the compiler's errors have no common base class

@@ -118,7 +118,7 @@ from quengine.models.synthetic.presets import find_preset
 from quengine.models.synthetic.synthetic import tensor_type
 from quengine.models.tensor_table import required_tensors
 from quengine.runners import cuda_graphs, draft_graphs
-from quengine.runners.compile_kernels import KernelPlan, LayerPlan, stages_of
+from quengine.runners.compile_kernels import KernelPlan, LayerPlan, compile_stages
 from quengine.runners.draft_graphs import DraftGraphs, DraftKey
 from quengine.runners.graph_keys import GREEDY
 
@@ -132,7 +132,7 @@ layer = layer_config(config)
 pools = [CachePool(16, is_state=group.is_state) for group in config.cache_groups]
 plan = KernelPlan(config, stored(config), 128, pools, 64, "f16", 16, 64, True, False,
                   LayerPlan(layer, stored(layer), 8, 3, 16))
-stages = stages_of(plan)
+stages = compile_stages(plan)
 record(stages[0])
 kernels = {launch.key: launch.name for launch in record(stages[2])}
 print(sorted(set(kernels.values())))

@@ -210,11 +210,12 @@ def reference_run(root: Path, name: str, kind: str, vocab: int) -> ReferenceRun:
 def fp16_logits(
     config: ModelConfig, tensors: Tensors, backend: Backend, vocab: int, decode: bool = False
 ) -> Tensor:
-    """[TOKENS, vocab] over a cache in fp16, operation by operation: a prompt of 40 tokens, or of 20 and single ones."""
+    """[TOKENS, vocab] over a cache in fp16, operation by operation: a prompt of 40 tokens, or of 28 and single ones,
+    which begin in the first block of the cache and go on in the second."""
     ids = token_ids(vocab)
     decoder = Decoder(config, tensors, backend, 64, 64)
     cache = KVCache.allocate(config, 64, torch.device("cpu")).layers
-    cuts = [0, 20, *range(21, TOKENS + 1)] if decode else [0, TOKENS]
+    cuts = [0, 28, *range(29, TOKENS + 1)] if decode else [0, TOKENS]
     rows = [forward(decoder, ids[a:b], cache, a, all_logits=True) for a, b in pairwise(cuts)]
     return torch.cat(rows).double()
 
