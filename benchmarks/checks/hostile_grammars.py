@@ -71,8 +71,28 @@ def lark(rng: random.Random) -> str:
     )
 
 
+def chain(rng: random.Random) -> tuple[str, str]:
+    """Rules or definitions that lead to each other, up to as many as a specification may have."""
+    count, kind = rng.choice((100, 1000, 1700)), rng.choice(("gbnf", "lark", "terminals", "schema"))
+    if kind == "schema":
+        keyword = rng.choice(("items", "anyOf", "allOf", "additionalProperties", "if", "prefixItems"))
+        last = rng.choice(({"type": "null"}, {"$ref": "#/$defs/0"}, {"const": 2**64}))
+
+        def link(n: int) -> Any:
+            other: Any = {"$ref": f"#/$defs/{n + 1}"}
+            return {keyword: [other] if keyword in ("anyOf", "allOf", "prefixItems") else other}
+
+        links = {str(n): link(n) for n in range(count)} | {str(count): last}
+        return kind, json.dumps({"$ref": "#/$defs/0", "$defs": links})
+    name, sign = {"gbnf": ("r", "::="), "lark": ("r", ":"), "terminals": ("R", ":")}[kind]
+    end = rng.choice((f"{name}0", '"b"'))
+    rules = [f'{name}{n} {sign} "a" {name}{n + 1}' for n in range(4 * count - 1)]
+    start = f"{'root' if kind == 'gbnf' else 'start'} {sign} {name}0"
+    return kind, "\n".join([start, *rules, f"{name}{4 * count - 1} {sign} {end}"])
+
+
 def schema(rng: random.Random, depth: int = 4) -> Any:
-    how = rng.randrange(9)
+    how = rng.randrange(10)
     if depth == 0 or how == 0:
         return {"type": "string", "pattern": regex(rng, 3)}
     if how == 1:
@@ -93,13 +113,20 @@ def schema(rng: random.Random, depth: int = 4) -> Any:
         for _ in range(rng.choice((10, 90, 300))):
             made = {"items": made}
         return made
+    if how == 9:
+        number = rng.choice((-(2**63), 2**63, 2**64, 10**30, 1e300, -1e-300, 2**53 + 1))
+        keyword = rng.choice(("const", "minimum", "exclusiveMaximum", "multipleOf"))
+        part = {keyword: abs(number) if keyword == "multipleOf" else number}
+        return {"if": {"properties": {"k": part}}, "then": part, "properties": {"k": {"enum": [1, number]}}}
     if how == 7:
         return {"properties": {f"k{n}": schema(rng, depth - 1) for n in range(6)}, "minProperties": 3}
     return {"if": schema(rng, depth - 1), "then": schema(rng, depth - 1), "not": schema(rng, depth - 1)}
 
 
 def hostile(rng: random.Random) -> tuple[str, str]:
-    kind = rng.choice(("regex", "gbnf", "lark", "schema", "schema"))
+    kind = rng.choice(("regex", "gbnf", "lark", "schema", "schema", "chain"))
+    if kind == "chain":
+        return chain(rng)
     if kind == "schema":
         return kind, json.dumps(schema(rng))
     return kind, {"regex": regex, "gbnf": gbnf, "lark": lark}[kind](rng)

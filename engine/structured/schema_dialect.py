@@ -25,6 +25,8 @@ _TYPES |= {"str": "string", "float": "number", "double": "number", "int": "integ
 _TYPES |= {"dict": "object", "list": "array", "tuple": "array", "none": "null"}
 _ANY_TYPE = frozenset({"any", "type_unspecified"})
 _MAX_LEVELS = 100
+_MAX_SCHEMAS = 20_000
+"""Of more the grammar is longer than `constraint_spec.MAX_CHARACTERS`, which would take seconds to find out."""
 
 _COUNTS = frozenset(
     {
@@ -95,6 +97,7 @@ def conjunction(*schemas: Schema) -> Schema:
 class _Reader:
     root: Any
     dropped: list[str] = field(default_factory=list)
+    _schemas_read: int = 0
     _numbers: dict[str, int] = field(default_factory=dict)  # of definitions, by their places
     _waiting: deque[tuple[str, Any]] = field(default_factory=deque)
 
@@ -113,6 +116,9 @@ class _Reader:
             _fail(at, given, "must be a schema: an object, true or false")
         if level > _MAX_LEVELS:
             raise EngineError(f"{_excerpt(at)}: nested too deeply, a schema has at most {_MAX_LEVELS} levels")
+        self._schemas_read += 1
+        if self._schemas_read > _MAX_SCHEMAS:
+            raise EngineError(f"more than the {_MAX_SCHEMAS} schemas within it that are accepted")
         made: dict[str, Any] = {}
         for keyword, value in given.items():
             if value is not None or keyword in ("const", "properties"):

@@ -27,6 +27,7 @@ from quengine.structured.schema_check import (
     value_violation,
 )
 from quengine.structured.schema_dialect import Schema, conjunction, without
+from quengine.structured.schema_impossible import without_impossible
 from quengine.structured.schema_keys import Absent, Keys, KnownKeys
 from quengine.structured.schema_numbers import (
     NUMERIC,
@@ -64,7 +65,7 @@ def grammar_schema(standard: Schema) -> GrammarSchema:
     schema = builder.build(without(standard, "$defs"), Keys())
     if isinstance(schema, dict) and (built := builder.definitions()):
         schema = {**schema, "$defs": built}
-    return GrammarSchema(schema, tuple(dict.fromkeys(builder.dropped)))
+    return GrammarSchema(without_impossible(schema), tuple(dict.fromkeys(builder.dropped)))
 
 
 @dataclass(frozen=True)

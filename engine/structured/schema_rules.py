@@ -100,7 +100,7 @@ def _parts(schema: Schema) -> list[Schema]:
     ]
 
 
-def _references(schema: Schema) -> set[str]:
+def references(schema: Schema) -> set[str]:
     """The definitions that a schema and those within it refer to."""
     found, waiting = set[str](), [schema]
     while waiting:
@@ -131,7 +131,7 @@ def _with_exact(definitions: Mapping[str, Schema]) -> frozenset[str]:
     found = {name for name, part in definitions.items() if _mark_exact(part, frozenset(), set())}
     users: dict[str, list[str]] = {}
     for user, part in definitions.items() if found else ():
-        for name in _references(part):
+        for name in references(part):
             users.setdefault(name, []).append(user)
     waiting = [*found]
     while waiting:
@@ -212,14 +212,14 @@ class _Writer:
 
     def _schema(self, schema: dict[str, Any]) -> str:
         """A schema that llguidance compiles, with the definitions that it refers to."""
-        needed, waiting = dict[str, Schema](), sorted(_references(schema))
+        needed, waiting = dict[str, Schema](), sorted(references(schema))
         while waiting:
             if (name := waiting.pop()) in needed:
                 continue
             given = name.removesuffix("-inexact")
             part = self.definitions[given]
             needed[name] = part if given == name else _inexact(part, self.exact)
-            waiting += sorted(_references(needed[name]))
+            waiting += sorted(references(needed[name]))
         definitions = {"$defs": dict(sorted(needed.items()))} if needed else {}
         return self._named("s", _json({**schema, **definitions}))
 

@@ -111,3 +111,9 @@ def test_a_response_format_is_openais() -> None:
 def test_another_response_format_is_one_line(wrong: object) -> None:
     with pytest.raises(EngineError, match="response_format"):
         ConstraintSpec.from_response_format(wrong)
+
+
+def test_a_schema_of_too_many_parts_is_refused_before_a_grammar_is_made() -> None:
+    schema = {"properties": {str(n): {"properties": {"a": {}}} for n in range(15_000)}}
+    with pytest.raises(EngineError, match=r"^JSON schema: more than the 20000 schemas within it"):
+        ConstraintSpec.json_schema(schema)

@@ -245,6 +245,29 @@ def test_keys_of_joined_schemas_come_in_their_order(
         assert allows(compiler.compile(ConstraintSpec.json_schema(schema)), ids, text) is None
 
 
+IMPOSSIBLE = {"type": "object", "properties": {"a": False}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        (
+            {"type": ["object", "null"], "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"]},
+            None,
+            {},
+        ),
+        ({"properties": {"a": {"$ref": "#/$defs/x"}, "b": True}}, {"b": 1}, {"a": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/y"}, {"type": "null"}]}, None, {}),
+        ({"prefixItems": [{"type": "null"}, {"$ref": "#/$defs/y"}]}, [None], [None, {}]),
+    ],
+)
+def test_a_definition_under_which_nothing_is_valid_costs_no_other_value(
+    compiler: ConstraintCompiler, schema: dict[str, Any], valid: Any, invalid: Any
+) -> None:
+    schema = {**schema, "$defs": {"x": IMPOSSIBLE, "y": {"allOf": [{"$ref": "#/$defs/x"}]}}}
+    assert takes(compiler, schema, valid) and not takes(compiler, schema, invalid)
+
+
 def test_more_required_keys_than_there_may_be_are_no_object(compiler: ConstraintCompiler) -> None:
     schema = {"properties": {"a": True}, "required": ["a"], "maxProperties": 0}
     with pytest.raises(EngineError, match="no text can be"):

@@ -1,0 +1,94 @@
+"""Parts of a schema under which nothing is valid, taken out of what they are part of.
+
+    possible = without_impossible(nearest_schema)
+
+llguidance leaves out an alternative or an optional property that nothing is valid under, but not one that is a
+reference: of a definition that is impossible it makes an error of the whole schema.
+"""
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+from quengine.structured.schema_dialect import Schema, without
+from quengine.structured.schema_rules import references
+
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+
+
+def without_impossible(schema: Schema) -> Schema:
+    """The same schema, where a reference to an impossible definition is `false`; false where nothing is valid."""
+    if isinstance(schema, bool):
+        return schema
+    definitions: dict[str, Schema] = schema.get("$defs", {})
+    impossible = _impossible(definitions)
+    if not impossible:
+        return schema
+    root = _possible(without(schema, "$defs"), impossible)
+    rest = {name: _possible(part, impossible) for name, part in definitions.items() if name not in impossible}
+    return {**root, "$defs": rest} if isinstance(root, dict) and rest else root
+
+
+def _impossible(definitions: Mapping[str, Schema]) -> set[str]:
+    """The definitions under which nothing is valid, by themselves or for those that they refer to."""
+    found = {name for name, part in definitions.items() if _possible(part, frozenset()) is False}
+    users: dict[str, list[str]] = {}
+    for user, part in definitions.items() if found else ():
+        for name in references(part):
+            users.setdefault(name, []).append(user)
+    waiting = [*found]
+    while waiting:
+        others = [user for user in users.get(waiting.pop(), ()) if user not in found]
+        more = {user for user in others if _possible(definitions[user], found) is False}
+        found |= more
+        waiting += more
+    return found
+
+
+def _possible(schema: Schema, impossible: Set[str]) -> Schema:
+    """A schema without impossible parts; false where it is one."""
+    if isinstance(schema, bool):
+        return schema
+    if str(schema.get("$ref", "")).rpartition("/")[2] in impossible:
+        return False
+    made = {**schema}
+    for key in ("allOf", "anyOf", "prefixItems"):
+        if key in made:
+            made[key] = [_possible(part, impossible) for part in made[key]]
+    for key in ("items", "additionalProperties"):
+        if key in made:
+            made[key] = _possible(made[key], impossible)
+    for key in ("properties", "patternProperties"):
+        if key in made:
+            made[key] = {name: _possible(part, impossible) for name, part in made[key].items()}
+    if False in made.get("allOf", ()):
+        return False
+    if "anyOf" in made:
+        made["anyOf"] = [part for part in made["anyOf"] if part is not False]
+        if not made["anyOf"]:
+            return False
+    return _without_types(made)
+
+
+def _without_types(schema: dict[str, Any]) -> Schema:
+    """A schema without the types of which no value can be: objects that need an impossible key, arrays an item."""
+    types: Any = schema.get("type", list(_TYPES))
+    types = [types] if isinstance(types, str) else types
+    lost = set[str]()
+    if any(_of_key(schema, name) is False for name in schema.get("required", ())):
+        lost.add("object")
+    if False in schema.get("prefixItems", ())[: schema.get("minItems", 0)]:
+        lost.add("array")
+    rest = [each for each in types if each not in lost]
+    if not rest:
+        return False
+    return schema if len(rest) == len(types) else {**schema, "type": rest}
+
+
+def _of_key(schema: Mapping[str, Any], name: str) -> Schema:
+    """What holds for the value of a key, patterns of keys aside."""
+    if name in schema.get("properties", {}):
+        part: Schema = schema["properties"][name]
+        return part
+    return (
+        True if "patternProperties" in schema else bool(schema.get("additionalProperties", True) is not False)
+    )
