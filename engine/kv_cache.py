@@ -114,7 +114,7 @@ class KVCache:
         return cache
 
     def copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
-        """Copy blocks within their groups, in stream order after the steps that were launched before."""
+        """Copy blocks within their groups, behind the steps that were launched before."""
         for group, source, target in copies:
             for part in self.states[group]:
                 part[:, target].copy_(part[:, source])
