@@ -99,7 +99,7 @@ def keep_hidden(
     )  # fmt: skip
 
 
-def embedding_beside_hidden(
+def joined(
     batch: ForwardBatch,
     x: torch.Tensor,
     norm: RMSNorm,

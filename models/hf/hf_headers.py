@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quengine.errors import EngineError
-from quengine.models.config import ModelPooling
+from quengine.models.config import Pooling
 from quengine.models.hf.json_file import read_json, read_lenient_text
 
 _ITEM_BYTES = {
@@ -36,14 +36,14 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return read_json(folder / "config.json")
 
 
-def read_pooling(folder: Path) -> ModelPooling | None:
+def read_pooling(folder: Path) -> Pooling | None:
     """What the model makes of a text's rows, as sentence-transformers saves it; None where it has not.
 
     Raises EngineError for a file that is no JSON.
     """
     path = folder / "1_Pooling" / "config.json"
     given = read_json(path) if path.is_file() else {}
-    flags: dict[str, ModelPooling] = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
+    flags: dict[str, Pooling] = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
     return next((kind for flag, kind in flags.items() if given.get(f"pooling_mode_{flag}") is True), None)
 
 
