@@ -3,9 +3,10 @@
 The layers of a model form cache groups (ModelConfig.cache_groups). Each group has a pool of blocks, and each sequence
 has one block table per group. A block may be owned by several sequences, and is owned by each whose table lists it.
 Only full blocks are shared, and only if all tokens up to the block's end are equal, so a shared block is never written
-again. Of a block that begins as a prompt goes on, a full one or the last one of a sequence that has ended, the prompt
-takes a copy, and computes the rows from the first token on that differs. A free block keeps its content, and can be
-found by it (prefix cache), until the block is reallocated; the least recently used block goes first.
+again. Where the beginning of a block has the next tokens of a prompt, be the block full or the last one of a sequence
+that has ended, the prompt takes a copy of it, and computes the rows from the first different token on. A free block
+keeps its content, and can be found by it (prefix cache), until the block is reallocated; the least recently used block
+goes first.
 
 In a group whose attention has a window W, the token at position p attends to positions p-W+1 .. p. A block that no
 remaining position attends to is released, and its entry in the table becomes the padding block.
@@ -31,9 +32,10 @@ from typing import NamedTuple
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, blocks_for
 
 LEAST_COPIED = 8
-"""Tokens that a block has to begin with as a prompt goes on to be copied: fewer are computed as quickly."""
+"""Least tokens that a prompt must have in common with the beginning of a block for it to be copied: fewer are computed
+as quickly."""
 _MOST_BEGINNINGS = 4
-"""Blocks after one block that are known by their tokens."""
+"""Most blocks after one block that are registered by their tokens."""
 _FEW = 1024
 
 
@@ -41,10 +43,10 @@ _FEW = 1024
 class CachePool:
     """The blocks of one cache group: the padding block 0, and blocks 1 .. `num_blocks`.
 
-    window: how many positions, the token's own among them, attention sees; None: all.
+    window: positions that attention sees, the token's own included; None: all.
     chunk: most tokens of a sequence that a step computes; it counts where there is a window.
     is_state: a block is the state of a sequence, whatever its length.
-    rewinds: a state serves to go on from that many positions before its newest one.
+    rewinds: positions by which a state can be rolled back.
     spares: copies that each sequence has beside its state.
     checkpoints: blocks beyond those that sequences need, for checkpoints.
     cold: blocks num_blocks + 1 .. num_blocks + `cold`, in host memory, for checkpoints that had to make room.
@@ -64,7 +66,7 @@ class CachePool:
         return 0 if self.window is None else max(0, position - self.window + 1) // BLOCK_SIZE
 
     def most_blocks(self, positions: int) -> int:
-        """Blocks that a sequence of so many positions owns at once."""
+        """Blocks that a sequence of `positions` positions owns at once."""
         every = 1 + self.spares if self.is_state else blocks_for(positions)
         return every if self.window is None else min(every, blocks_for(self.window + self.chunk) + 1)
 
@@ -94,10 +96,10 @@ class CheckpointCounts(NamedTuple):
 class Allocation:
     """New block tables, one per cache group, whose blocks already hold the first `num_cached_tokens` tokens.
 
-    copies: what is to be copied before the next step: of each group with a state its checkpoint; of others the block
-        that begins as the prompt goes on.
-    num_held_tokens: those whose keys and values are in the cache; more than `num_cached_tokens` where no checkpoint is
-        at their end.
+    copies: copies to make before the next step: for each group with a state its checkpoint; for other groups the block
+    whose beginning has the prompt's next tokens.
+    num_held_tokens: the tokens whose keys and values are in the cache; more than `num_cached_tokens` where there is no
+    checkpoint at their end.
     """
 
     block_tables: tuple[list[int], ...]
@@ -121,7 +123,7 @@ def _key(before: bytes, tokens: Seq[int]) -> bytes:
 
 
 class _Beginning(NamedTuple):
-    """A cached block that others may begin as: its key, and its tokens."""
+    """A cached block whose beginning others may have in common: its key, and its tokens."""
 
     key: bytes
     tokens: Seq[int]
@@ -137,17 +139,18 @@ class BlockManager:
         self._paged_groups = [n for n, pool in enumerate(pools) if not pool.is_state]
         self._paged = [self._pools[n] for n in self._paged_groups]
         self._states = [pool for pool in self._pools if pool.shape.is_state]
-        self._kept_copies = 0  # sequences with a copy of the state at the end of a block
+        self._kept_copies = 0  # number of sequences with a copy of the state at the end of a block
         self._beginnings: dict[bytes, list[_Beginning]] = {}  # the newest ones after the block with each key
 
     @property
     def num_free(self) -> int:
-        """Number of free blocks in the pool that has fewest, pools of states aside (sequences never outgrow those)."""
+        """Number of free blocks in the pool that has the fewest, pools of states aside (sequences never outgrow
+        those)."""
         return min(pool.num_free for pool in self._paged)
 
     @property
     def num_used(self) -> int:
-        """Number of owned blocks in the pool that has most, pools of states aside."""
+        """Number of owned blocks in the pool that has the most, pools of states aside."""
         return max(pool.shape.num_blocks - pool.num_free for pool in self._paged)
 
     @property
@@ -177,9 +180,10 @@ class BlockManager:
     ) -> Allocation | None:
         """Block tables for `positions` positions, which share the blocks of the longest prefix that all groups hold.
 
-        `keys`: the keys of the prompt's full blocks. `tokens`: the prompt's, of which `most` may come from the cache; a
-        block that begins as they go on is found by them. In a group with a window the table covers as much as the first
-        steps need. Returns None, with no block allocated, if fewer than `reserve` blocks of a pool would be left free.
+        `keys`: the keys of the prompt's full blocks. `tokens`: those of the prompt, of which `most` may come from the
+        cache; a block whose beginning has the next ones is found by them. In a group with a window the table covers as
+        much as the first steps need. Returns None, with no block allocated, if fewer than `reserve` blocks of a pool
+        would be left free.
         """
         found = _match(self._pools, keys)
         held = _match(self._paged, keys) if self._states else found
@@ -211,8 +215,8 @@ class BlockManager:
         return Allocation(tuple(tables), cached, tuple(copies), max(cached, held * BLOCK_SIZE))
 
     def _beginning_of(self, before: bytes, tokens: Seq[int]) -> tuple[bytes, int]:
-        """The key of a cached block after the one with key `before`, and how many tokens it begins with as `tokens`, if
-        these are worth a copy; else none."""
+        """The key of a cached block after the one with key `before`, and the number of tokens that its beginning has in
+        common with `tokens`, if these are worth a copy; else none."""
         best, most = b"", 0
         if len(tokens) >= LEAST_COPIED and not self._states:
             for known in filter(self._is_cached, self._beginnings.get(before, ())):
@@ -224,8 +228,8 @@ class BlockManager:
         return all(beginning.key in pool.by_key for pool in self._paged)
 
     def keep_beginning(self, tables: Seq[Seq[int]], keys: Seq[bytes], tokens: Seq[int]) -> None:
-        """Registers the block after those with `keys`, which are all full ones of a sequence that ends, under the
-        tokens that it holds: fewer than a block's."""
+        """Registers the last block of a sequence that ends, which is not full, by its tokens. `keys`: those of the full
+        blocks before it."""
         index = len(keys)
         if (
             self._states
@@ -252,7 +256,7 @@ class BlockManager:
 
     @property
     def rewinds(self) -> int:
-        """How many positions before the newest one all states serve to go on from."""
+        """Positions by which all states can be rolled back."""
         return min((pool.shape.rewinds for pool in self._states), default=0)
 
     def checkpoint(self, tables: Seq[Seq[int]], key: bytes, on_the_way: bool = False) -> list[BlockCopy]:
@@ -282,8 +286,8 @@ class BlockManager:
                 pool.keep(number, key, on_the_way)
 
     def spares(self, tables: Seq[Seq[int]]) -> list[BlockCopy]:
-        """What brings a sequence's states back to the copies that were made of them before its draft; empty where
-        there are none (CachePool.spares)."""
+        """The copies that restore a sequence's states to those before its draft; empty where the pool has
+        no spares (CachePool.spares)."""
         return [
             BlockCopy(group, table[1], table[0])
             for group, (pool, table) in enumerate(zip(self._pools, tables, strict=True))
@@ -292,7 +296,8 @@ class BlockManager:
 
     def add_copies(self, tables: Seq[list[int]]) -> bool:
         """Give a sequence a further block of each group with a state, the last of its table, for copies of its states
-        at the ends of full blocks. False where it has them, or half of the room for checkpoints is taken by such."""
+        at the ends of full blocks. False if it has them already, or if such blocks take half of the room for
+        checkpoints."""
         if self.has_copies(tables) or any(
             2 * self._kept_copies >= pool.shape.checkpoints or not pool.num_free for pool in self._states
         ):
@@ -412,8 +417,8 @@ class BlockManager:
                 pool.release([number])
 
     def discard(self, keys: Seq[bytes], tokens: Seq[int] = ()) -> None:
-        """Removes the cached blocks with these keys from the prefix cache, and those that begin as `tokens`, whose full
-        blocks have the keys, go on."""
+        """Removes the cached blocks with these keys from the prefix cache, and those whose beginning has the next of
+        `tokens`, whose full blocks have the keys."""
         removed = [*keys]
         for index, before in enumerate((b"", *keys) if tokens else ()):
             own = tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
@@ -431,7 +436,7 @@ class BlockManager:
 
 
 def _alike(some: Seq[int], others: Seq[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """The number of equal tokens at the beginning of two texts."""
     pairs = enumerate(zip(some, others, strict=False))
     return next((index for index, (one, other) in pairs if one != other), min(len(some), len(others)))
 
@@ -596,7 +601,7 @@ def _match(pools: Seq[_Pool], keys: Seq[bytes], on_device: bool = False) -> int:
     """Full blocks of the longest prefix of which each of these groups holds what the token behind it sees.
     `on_device`: checkpoints in host memory do not count."""
     longest = 0
-    held_from = [0] * len(pools)  # since which index all blocks were found
+    held_from = [0] * len(pools)  # index from which on all blocks were found
     for index, key in enumerate(keys):
         for group, pool in enumerate(pools):
             if key not in pool.by_key and (on_device or key not in pool.cold):

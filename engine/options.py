@@ -182,7 +182,7 @@ def table_values(
 
 
 def _table_value(field: Field[Any], value: Any) -> Any:
-    """Converts a TOML value to the field's type. Raises TypeError, with the rule, if it is of another type."""
+    """Converts a TOML value to the field's type. Raises TypeError, with the rule, if its type does not fit."""
     kind, flag = value_type(field), flag_of(field)
     if kind in (tuple, Mapping):
         texts = [value] if isinstance(value, str) else value

@@ -40,34 +40,37 @@ _LEAST_OPENING = 256
 begin with it and go on from there."""
 
 _CHANGED_TAIL = 8
-"""Tokens at the end of a prompt that a template may write otherwise once the answer follows, as where it opens a block
-of reasoning that later turns leave out."""
+"""Tokens at the end of a prompt that a template may write differently once the answer follows, as where it opens a
+block of reasoning that later turns leave out."""
 
 PENDING = 4
-"""Positions behind the tokens that the host knows which steps launched ahead may have computed, drafts aside."""
+"""Positions after the tokens that the host knows that steps launched ahead may have computed, drafts aside."""
 
 _COPY_EVERY = 4 * BLOCK_SIZE
-"""Tokens from one copy of a sequence's states to the next after which drafts are cut short for it."""
+"""Tokens since the last copy of a sequence's states after which its drafts are cut short, so that a copy can be
+made."""
 
 _MOST_PARTINGS = 64
-"""Waiting sequences that are looked at for where they part from the one that is computed."""
+"""Most waiting sequences that are compared with the one being computed, to find where they diverge from it."""
 
 
 class Scheduler:
     """Owns the queue of sequences and the cache blocks.
 
     Args:
-        cache: whose blocks are handed out.
+        cache: the cache whose blocks sequences are given.
         parallel: most sequences that run at once.
         chunk_size: most tokens of a prompt in a step while nothing else runs.
         mixed_chunk: most tokens of a prompt in a step while other sequences wait for their next token.
-        mixed_seconds: how long such a step may take, going by the last one; fewer tokens then. None: no limit.
-        deterministic: what was computed token by token is never taken for, nor computed again as, part of a prompt.
+        mixed_seconds: most seconds that such a step may take, estimated from the last one; it gets fewer tokens to stay
+        below. None: no limit.
+        deterministic: tokens that were computed one by one are never reused as part of a prompt, nor recomputed in
+        chunks.
         packed: a step may hold the chunks of several prompts.
-        shares: blocks that hold the beginning of a prompt already are taken for it.
+        shares: blocks that already hold the beginning of a prompt are used for it.
         backlog_chunk: `mixed_chunk` while more tokens of prompts wait than `chunk_size`.
-        copy_blocks: copies blocks behind the steps that were launched before (ModelRunner.copy_blocks).
-        ahead: positions behind the tokens that the host knows which steps launched ahead may have computed.
+        copy_blocks: copies blocks, in stream order after the steps launched so far (ModelRunner.copy_blocks).
+        ahead: positions after the tokens that the host knows that steps launched ahead may have computed.
         most_ahead: most rows of a decode step that is launched ahead; None: no limit.
     """
 
@@ -97,7 +100,7 @@ class Scheduler:
         self._copy_blocks = copy_blocks or (lambda _copies: None)
         self.blocks = BlockManager(cache.pools, lambda copies: self._copy_blocks(copies))
         self._ahead, self._most_ahead = ahead, most_ahead
-        # States that cannot go back to the last full block are copied as they come to its end.
+        # States that cannot be rolled back to the last full block are copied when they reach its end.
         self._keeps_copies = (
             self.blocks.has_states
             and shares
@@ -118,7 +121,7 @@ class Scheduler:
         self._preempts = True
         self._keeps_all = all(pool.window is None for pool in cache.pools)
         self._alone: deque[Sequence] = deque()
-        self._restarted: set[Sequence] = set()  # of these, those that begin again
+        self._restarted: set[Sequence] = set()  # those of `_alone` that begin again
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -127,12 +130,12 @@ class Scheduler:
 
     @property
     def cache_used(self) -> int:
-        """Number of cache positions owned by sequences, in the cache group where they own most."""
+        """Number of cache positions owned by sequences, in the cache group where they own the most."""
         return self.blocks.num_used * BLOCK_SIZE
 
     @property
     def cache_size(self) -> int:
-        """Number of cache positions, in the cache group that has most."""
+        """Number of cache positions, in the cache group that has the most."""
         return max(pool.num_blocks for pool in self.cache.pools) * BLOCK_SIZE
 
     def add(self, sequence: Sequence) -> None:
@@ -148,7 +151,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Take a sequence out wherever it is, and free its blocks."""
+        """Remove a sequence from the queue or from the running ones, and free its blocks."""
         self._restarted.discard(sequence)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -179,7 +182,7 @@ class Scheduler:
         plan = plan or self.current
         assert plan is not None
         self._decode_is_due = plan.phase == "prefill"
-        # Of steps in flight together, each takes the time from the end of the one before it.
+        # A step that was in flight beside others took the time since the end of the one before it.
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         if plan.phase == "decode":
@@ -189,9 +192,7 @@ class Scheduler:
                 slot.launched -= 1
                 slot.drafted -= drafted
                 slot.waits = False
-                if (
-                    self.blocks.has_states and not sequence.draft
-                ):  # else Speculation.take says what the states lack
+                if self.blocks.has_states and not sequence.draft:  # else Speculation.take sets it
                     sequence.replay = 0
                 if (sequence.num_cached_tokens + 1) % BLOCK_SIZE:
                     sequence.num_cached_tokens += 1
@@ -249,14 +250,14 @@ class Scheduler:
             self._alone.extend(self.current.sequences)
 
     def failed(self, plan: StepPlan, launched: bool = False) -> None:
-        """A step could not be launched, or, `launched`, its results are lost: prompts whose first token is among them
-        are computed again. It may have changed some of the states that it computes: where these cannot be computed
-        again from themselves, the sequences begin again."""
+        """Handles a step that could not be launched or, if `launched`, whose results are lost: prompts whose first
+        token is among them are computed again. The step may have changed some of its states; sequences whose states
+        cannot be rolled back begin again."""
         if plan.phase == "decode":
             for sequence, slot, drafted in zip(plan.sequences, plan.slots, plan.drafted, strict=True):
                 if sequence.slot is not slot:
                     continue
-                if launched:  # steps in flight go on from what is lost
+                if launched:  # steps in flight continue from lost tokens
                     sequence.slot = Slot(slot.index, slot.end)
                     continue
                 slot.launched -= 1
@@ -273,7 +274,8 @@ class Scheduler:
                 self._preempt(sequence, keeps=False)
 
     def roll_back(self, sequence: Sequence, base: int) -> None:
-        """Its states are those behind its first `base` tokens again, as they were copied before its draft."""
+        """Restore the states of a sequence to those after its first `base` tokens, from the copies made before its
+        draft."""
         copies = self.blocks.spares(sequence.block_tables)
         if copies:
             self._copy_blocks(copies)
@@ -290,7 +292,8 @@ class Scheduler:
 
     @property
     def _running(self) -> list[Sequence]:
-        """The sequences that own blocks, those that decode first, each in order of arrival."""
+        """The sequences that own blocks: those that decode, then those whose prompts are computed, each in order of
+        arrival."""
         return self.decoding + self.prefilling
 
     def _prompt_end(self, sequence: Sequence) -> int:
@@ -304,8 +307,8 @@ class Scheduler:
         return end if end > 1 else 0
 
     def _cache_prompts(self, plan: StepPlan) -> None:
-        """Notes that the tokens of prompt chunks are in the cache, unless that has been noted before. Sequences whose
-        prompts end with these are decoding from then on."""
+        """Notes that the tokens of prompt chunks are in the cache, unless it is noted already. Sequences whose prompts
+        end with them decode from then on."""
         for sequence, chunk in plan.running():
             if sequence.block_tables and not sequence.finished and sequence.num_cached_tokens < chunk.end:
                 self._cached(sequence, chunk.end - sequence.num_cached_tokens)
@@ -318,8 +321,8 @@ class Scheduler:
                 self._add_copies(sequence)
 
     def _keep_checkpoints(self, sequence: Sequence, chunk: SequenceRows) -> None:
-        """The step of a chunk is launched: the states that it writes on its way are found from now on, or, where they
-        go back, copies of those that it ends with."""
+        """Registers the checkpoints of a chunk whose step was launched: the states that the step writes on its way or,
+        if states can be rolled back, copies of those at its end."""
         for end, blocks in sequence.checkpoints_begun:
             key = self._keys(sequence, end)[-1]
             self.blocks.give_checkpoint(blocks, key, self._is_on_the_way(sequence, end))
@@ -333,7 +336,8 @@ class Scheduler:
         return is_due and end != sequence.checkpoints_at[-1]
 
     def _begin_checkpoints(self, sequence: Sequence, chunk: range) -> tuple[list[int], ...]:
-        """Block tables for a chunk of a prompt, which of groups with states name the checkpoints that it writes."""
+        """Block tables for a chunk of a prompt; those of groups with states list the checkpoints that the step
+        writes."""
         self._drop_checkpoints(sequence)
         passed = [end for end in sequence.checkpoints_at if chunk.start < end <= chunk.stop]
         for end in passed if not self.blocks.rewinds else ():
@@ -349,21 +353,21 @@ class Scheduler:
         )
 
     def _drop_checkpoints(self, sequence: Sequence) -> None:
-        """Whether a step writes a sequence's checkpoints is not known: what their blocks hold is not used."""
+        """Discard the checkpoints that a sequence has begun, since their step may not have written them."""
         for _, blocks in sequence.checkpoints_begun:
             self.blocks.give_checkpoint(blocks)
         sequence.checkpoints_begun.clear()
 
     def _checkpoint(self, sequence: Sequence, end: int, on_the_way: bool = False) -> None:
-        """Keep the states of a sequence, which serve to go on behind its first `end` tokens, for prompts that begin
-        with these: whole blocks. `on_the_way`: its prompt goes on, and no other was seen to part from it here."""
+        """Keep the states of a sequence after its first `end` tokens, whole blocks, for prompts that begin with these.
+        `on_the_way`: its prompt continues, and no other is known to diverge from it here."""
         key = self._keys(sequence, end)[-1]
         if copies := self.blocks.checkpoint(sequence.block_tables, key, on_the_way):
             self._copy_blocks(copies)
 
     def _checkpoint_end(self, sequence: Sequence, ahead: int) -> None:
-        """Keep the states of a sequence that ends, or is preempted, at its last full block if they serve there, else
-        the copy that it has. ahead: positions that may have been computed behind those that are cached."""
+        """Keep the states of a sequence that ends, or is preempted, at its last full block if they can be rolled back
+        to it, else its copy of them. ahead: positions after the cached ones that may have been computed."""
         known = sequence.num_cached_tokens - sequence.replay
         if not self.blocks.spares(sequence.block_tables):
             ahead += max(sequence.drafts_by_length, default=0)
@@ -377,12 +381,12 @@ class Scheduler:
             self.blocks.name_copies(sequence.block_tables, key)
 
     def _add_copies(self, sequence: Sequence) -> None:
-        """Let a sequence keep a copy of its states at the end of its last full block, where there is room."""
+        """Give a sequence a block for a copy of its states at the end of its last full block, where there is room."""
         if self._keeps_copies and sequence.pool is None and sequence.block_tables:
             self.blocks.add_copies(sequence.block_tables)
 
     def _copy_is_due(self, sequence: Sequence) -> bool:
-        """Whether its states were not copied since its prompt, or many tokens."""
+        """Whether the states of a sequence have not been copied since its prompt, or for many tokens."""
         since = len(sequence.token_ids) - sequence.state_copy_at
         is_due = not sequence.state_copy_at or since > _COPY_EVERY
         return is_due and self.blocks.has_copies(sequence.block_tables)
@@ -401,8 +405,8 @@ class Scheduler:
         return sorted(place for place in places if start < place <= last)
 
     def _next_checkpoints(self, sequence: Sequence) -> list[int]:
-        """Behind how many of its first tokens its states are yet to be kept; also where waiting sequences part from
-        it, which then go on from there."""
+        """The numbers of tokens after which the states of a sequence are still to be kept, those where waiting
+        sequences diverge from it included, which can then continue from there."""
         start, keys = sequence.num_cached_tokens, self._keys(sequence, self._most_shared(sequence))
         for waiting in islice(self.waiting, _MOST_PARTINGS):
             others = self._keys(waiting, self._most_shared(waiting))
@@ -428,7 +432,7 @@ class Scheduler:
         return sequence.block_keys[: tokens // BLOCK_SIZE]
 
     def _next_alone(self) -> StepPlan | None:
-        """A step of the first sequence that is to be computed alone; of one that begins again all of its prompt."""
+        """A step of the first sequence that is to be computed alone; if it begins again, a chunk of its prompt."""
         while self._alone:
             sequence = self._alone[0]
             if sequence in self.waiting:
@@ -482,8 +486,7 @@ class Scheduler:
         return StepPlan.decode(ready) if known and len(ready) == len(known) and fits else None
 
     def _is_known(self, sequence: Sequence) -> bool:
-        """Whether the input of a sequence's next step is known on the host, or will be on the device, and there is such
-        a step."""
+        """Whether a sequence has a next step whose input is known on the host, or will be on the device."""
         slot = sequence.slot
         if slot.launched:
             if slot.waits:
@@ -518,7 +521,7 @@ class Scheduler:
         return StepPlan.prefill(under_way[: len(chunks)], chunks) if chunks else None
 
     def _under_way(self) -> list[Sequence]:
-        """Sequences with prompt tokens that no step has taken yet, in order of arrival."""
+        """Sequences with prompt tokens that are in no step yet, in order of arrival."""
         return [each for each in self.prefilling if each.num_cached_tokens < self._prompt_end(each)]
 
     def _can_join(self) -> bool:
@@ -531,7 +534,8 @@ class Scheduler:
         return not any(self._will_share(self.waiting[0], sequence) for sequence in self.prefilling)
 
     def _will_share(self, waiting: Sequence, running: Sequence) -> bool:
-        """Whether both sequences begin alike, up to the end of a full block that `running` has yet to compute."""
+        """Whether both sequences have the same beginning, up to the end of a full block that `running` is still to
+        compute."""
         most = min(self._most_shared(waiting), self._prompt_end(running))
         ahead = (running.num_cached_tokens // BLOCK_SIZE + 1) * BLOCK_SIZE
         return ahead <= most and waiting.key_ids[:ahead] == running.key_ids[:ahead]
@@ -599,14 +603,14 @@ class Scheduler:
         if places := self._next_checkpoints(sequence):
             end = self._chunk_end(end, places)
             if end < places[-1]:
-                # Up to the end of a block, behind which the states can be kept if the sequence is preempted.
+                # Up to the end of a block, where the states can be kept if the sequence is preempted.
                 end -= end % BLOCK_SIZE if end - end % BLOCK_SIZE > start else 0
         tables = self._begin_checkpoints(sequence, range(start, end))
         return SequenceRows(sequence.token_ids[start:end], start, tables, angles_of(sequence, start, end))
 
     def _chunk_end(self, end: int, places: Seq[int]) -> int:
-        """`end`, or where a chunk ends earlier that passes these places of checkpoints: a step writes few states on its
-        way, and a state that goes back serves for places that are not far."""
+        """The end of a chunk that passes these checkpoints: `end`, or an earlier one, since a step writes few states on
+        its way, and a state can be rolled back only a few positions."""
         if self.blocks.rewinds:
             return min(end, places[0] + self.blocks.rewinds)
         return min(end, places[MOST_CHECKPOINTS - 1]) if len(places) > MOST_CHECKPOINTS else end
@@ -661,8 +665,8 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, keeps: bool = True) -> None:
-        """Take a sequence's blocks; it comes first among those that wait, and keeps what it has generated. `keeps`: its
-        states too, for itself and others."""
+        """Take a sequence's blocks; it becomes the first of the waiting ones, and keeps its generated tokens. `keeps`:
+        its states are kept as well, for itself and others."""
         self._remove(sequence, keeps)
         sequence.num_cached_tokens = 0
         self.waiting.appendleft(sequence)
@@ -685,7 +689,8 @@ class Scheduler:
         sequence.block_tables, sequence.slot = (), Slot()
 
     def _keep_beginning(self, sequence: Sequence) -> None:
-        """Let prompts that go on as a sequence did find what its last block holds, if that is not full."""
+        """Register the last block of a sequence, if it is not full, so that prompts that continue in the same way find
+        it."""
         known = min(sequence.num_cached_tokens, self._prompt_end(sequence))
         if self.shares and sequence.pool is None and known % BLOCK_SIZE:
             keys = self._keys(sequence, known)
@@ -700,6 +705,6 @@ def _whole(tokens: int) -> int:
 
 
 def _common(keys: Seq[bytes], others: Seq[bytes]) -> int:
-    """How many keys two lists begin with alike; a key stands for all before it."""
+    """The number of equal keys at the beginning of two lists; a key stands for all before it."""
     most = min(len(keys), len(others))
     return bisect_left(range(most), 1, key=lambda index: keys[index] != others[index])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quengine.kernels.rope import RopeSpec
 
 RopeLayout = Literal["pairs", "halves"]
-ModelPooling = Literal["mean", "cls", "last", "rank"]
+Pooling = Literal["mean", "cls", "last", "rank"]
 RopeScalingKind = Literal["none", "linear", "yarn", "llama3", "longrope"]
 
 # Far above any model of these architectures, and below what would overflow or exhaust memory.
@@ -508,7 +508,7 @@ class ModelConfig:
     attention_chunk: int = 0
     experts: ExpertConfig | None = None
     draft_layers: int = 0
-    pooling: ModelPooling | None = None
+    pooling: Pooling | None = None
     unrotated_layers: tuple[int, ...] = ()
     recurrent_layers: tuple[int, ...] = ()
     conv_taps: int = 0

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.cuda.cuda_timing import compile_ahead, graph_time, random_part
-from quengine.kernels.cuda.aot.aot_grouped import MODELS, Experts
+from quengine.kernels.cuda.aot.aot_grouped import MODELS, ExpertSizes
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm.workspace import FEW_ROWS, MatmulWorkspace
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
@@ -59,7 +59,7 @@ MMA_BLOCKS = 16
 """Rows of the largest block that is timed on m16n8k16 too."""
 
 
-def experts_of(model: Experts) -> tuple[ExpertWeights, ExpertWeights]:
+def experts_of(model: ExpertSizes) -> tuple[ExpertWeights, ExpertWeights]:
     gate, _, down = model.types
     count, hidden, ffn = model.count, model.hidden, model.ffn
     biases = [torch.randn(count, n, device="cuda") if model.bias else None for n in (2 * ffn, hidden)]
@@ -70,13 +70,13 @@ def experts_of(model: Experts) -> tuple[ExpertWeights, ExpertWeights]:
     )
 
 
-def random_routing(rows: int, model: Experts) -> Routing:
+def random_routing(rows: int, model: ExpertSizes) -> Routing:
     chosen = torch.rand(rows, model.count, device="cuda").topk(model.used).indices.sort().values
     return Routing(chosen.to(torch.int32), torch.full((rows, model.used), 1.0 / model.used, device="cuda"))
 
 
 def layer_time(
-    model: Experts,
+    model: ExpertSizes,
     layers: list[tuple[ExpertWeights, ExpertWeights]],
     rows: int,
     block: int,
@@ -105,12 +105,12 @@ def layer_time(
     return time, chosen / model.count * sum(each.nbytes for each in layers[0])
 
 
-def rows_of_expert(model: Experts, rows: int) -> int:
+def rows_of_expert(model: ExpertSizes, rows: int) -> int:
     """On average, rounded up."""
     return -(-rows * model.used // model.count)
 
 
-def tried_blocks(model: Experts, rows: int) -> list[int]:
+def tried_blocks(model: ExpertSizes, rows: int) -> list[int]:
     mean = rows_of_expert(model, rows)
     return [block for block in BLOCKS if mean / 4 <= block <= max(16, 4 * mean)]
 

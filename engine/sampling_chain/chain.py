@@ -1,4 +1,4 @@
-"""The samplers of a request, one behind the other, from the logits of a position to a token and the probabilities."""
+"""The samplers of a request, one after the other, from the logits of a position to a token and the probabilities."""
 
 import math
 from collections.abc import Callable

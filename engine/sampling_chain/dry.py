@@ -1,8 +1,8 @@
-"""DRY ("don't repeat yourself", by p-e-w and pi6am): the longer the repetition that a token would go on with, the less
+"""DRY ("don't repeat yourself", by p-e-w and pi6am): the longer the repetition that a token would continue, the less
 likely it becomes.
 
-The end of the history is looked for in its last `dry_penalty_last_n` tokens. Where it stands there too, L tokens long,
-the token behind it loses `dry_multiplier * dry_base^(L - dry_allowed_length)` of its logit, if L is at least
+The end of the history is searched in its last `dry_penalty_last_n` tokens. Where its last L tokens occur there too, the
+token after them loses `dry_multiplier * dry_base^(L - dry_allowed_length)` of its logit, if L is at least
 `dry_allowed_length`. A repetition does not reach over a sequence breaker, and a token that has one in it loses nothing.
 """
 
@@ -20,11 +20,11 @@ from quengine.models.tokenizer import Tokenizer
 from quengine.request.sampling_params import SamplingParams
 
 MAX_TAIL = 20
-"""Tokens of a breaker behind the one that it begins in."""
+"""Most tokens of a breaker after the one that it begins in."""
 _LOG_MAX = 88.7228391
 """The logarithm of the largest fp32 number, from which llama.cpp derives the largest exponent."""
 _FEW = 16
-"""Up to so many new tokens are added one by one."""
+"""Up to this number, new tokens are added one by one."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Breakers:
         return cls(tails, begin, whole)
 
     def distance(self, tokens: Ids) -> int:
-        """How many tokens come behind the last breaker in `tokens` [n]; n without one."""
+        """The number of tokens after the last breaker in `tokens` [n]; n without one."""
         places: list[int] = np.flatnonzero(self.begin[tokens])[::-1].tolist()
         for place in places:
             behind = len(tokens) - 1 - place
@@ -99,7 +99,7 @@ class BreakerFinder:
 
 
 class _Words:
-    """The bytes of all tokens, one behind the other, to be searched in a few passes."""
+    """The bytes of all tokens, one after the other, to be searched in a few passes."""
 
     def __init__(self, words: Seq[bytes]) -> None:
         self._sizes = np.array([len(word) for word in words], dtype=np.int64)
@@ -155,7 +155,8 @@ class Dry:
 
 
 class _Repeats:
-    """The last `window` tokens of a growing history (-1: all), and how long its end is repeated behind each of them."""
+    """The last `window` tokens of a growing history (-1: all), and the length of the history's end that is repeated up
+    to each of them."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -163,7 +164,7 @@ class _Repeats:
         self._tokens = self._lengths = np.empty(0, np.int64)
 
     def of(self, history: Seq[int]) -> tuple[Ids, Ids]:
-        """tokens [n] and lengths [n]: tokens[i - L + 1 .. i] are the last L tokens; the last length says nothing."""
+        """tokens [n] and lengths [n]: tokens[i - L + 1 .. i] are the last L tokens; the last length has no meaning."""
         new, last = len(history) - self._end, 0 if self._window < 0 else max(0, len(history) - self._window)
         if 0 <= new <= _FEW and self._end:
             for token in history[self._end :]:
@@ -180,7 +181,8 @@ class _Repeats:
 
 
 def _suffix_lengths(tokens: Seq[int]) -> list[int]:
-    """For each place but the last, how many tokens up to there are also the last ones (the Z algorithm, backwards)."""
+    """For each place but the last, the number of tokens up to there that are also the last ones (the Z algorithm,
+    backwards)."""
     reverse, count = tokens[::-1], len(tokens)
     lengths, begin, end = [0] * count, 0, 0
     for k in range(1, count):

@@ -19,7 +19,7 @@ LETTERS = {
 """The letter of each sampler, in the default order; `infill` is not among the default ones."""
 DEFAULT_ORDER = tuple(name for name in LETTERS if name != "infill")
 MAX_SAMPLERS = 32
-"""Of an order; one may be there several times."""
+"""Most samplers of an order; a sampler may occur several times."""
 
 OFF = ("adaptive_p", "adaptive-p", "a", "tfs_z")
 """Names and a letter of samplers of llama.cpp that clients list and that are off here: `adaptive_target`

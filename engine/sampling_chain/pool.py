@@ -32,7 +32,8 @@ class Infill:
     shown: Callable[[int], bytes]
 
     def kept(self, ranked: Candidates, count: int, logits: Logits) -> Candidates:
-        """What is left of the `count` candidates. `logits` [V] say which end tokens are not banned."""
+        """The candidates that are kept of the `count` ranked ones. `logits` [V] show which end tokens are not
+        banned."""
         mass = sampling.masses(ranked.logits[0] - ranked.logits, sampling.sharpness(1.0))
         p = mass / int(mass.sum())
         end = np.isin(ranked.ids, list(self.ends))
@@ -145,7 +146,7 @@ class CandidatePool:
             self.change(lambda logits: _top_n_sigma(logits, n))
 
     def xtc(self, threshold: float) -> None:
-        """Of the tokens that are at least so likely, drop all but the least likely (XTC, p-e-w)."""
+        """Drop all but the least likely of the tokens that are at least this likely (XTC, p-e-w)."""
         ranked = self.at_temperature()
         mass = sampling.masses(ranked.logits[0] - ranked.logits, sampling.sharpness(1.0))
         dropped = max(0, int(np.count_nonzero(mass >= threshold * int(mass.sum()))) - 1)

@@ -53,7 +53,7 @@ from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
-from quengine.kernels.cuda.hidden_rows import embedding_beside_hidden, hidden_before, keep_hidden
+from quengine.kernels.cuda.hidden_rows import hidden_before, joined, keep_hidden
 from quengine.kernels.cuda.latent.latent_attention import LatentOperations
 from quengine.kernels.cuda.latent.shapes import check_latent
 from quengine.kernels.cuda.launch.gpu import gpu_of
@@ -460,9 +460,7 @@ class CudaBackend:
         weight: PackedWeight,
     ) -> Tensor:
         assert isinstance(norm, RMSNorm) and isinstance(kept_norm, RMSNorm)
-        rows = embedding_beside_hidden(
-            batch, _stream(x), norm, kept, kept_norm, self._sequences_of(batch), self.pdl
-        )
+        rows = joined(batch, _stream(x), norm, kept, kept_norm, self._sequences_of(batch), self.pdl)
         return self._matmul(batch, rows, weight, None)
 
     def hidden_before(self, batch: ForwardBatch, kept: Tensor, norm: Norm | None) -> Tensor:

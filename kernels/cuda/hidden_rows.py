@@ -139,7 +139,7 @@ def hidden_before(
     return out
 
 
-def embedding_beside_hidden(
+def joined(
     batch: ForwardBatch,
     x: torch.Tensor,
     norm: RMSNorm,

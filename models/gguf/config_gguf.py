@@ -17,7 +17,7 @@ from quengine.models.config import (
     LIMITS,
     LayerSizes,
     ModelConfig,
-    ModelPooling,
+    Pooling,
     RopeScaling,
     RopeScalingKind,
     yarn_attention_factor,
@@ -81,7 +81,7 @@ ROPE_FREQS, ROPE_SHORT, ROPE_LONG = (
     f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")
 )
 _QKV_BIASES = frozenset({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"})
-_POOLINGS: Mapping[int, ModelPooling] = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
+_POOLINGS: Mapping[int, Pooling] = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _GGUF_SCALINGS = frozenset({"linear", "yarn", "longrope"})  # llama3 has no name, but a tensor
 
 # Keys whose presence with another value than the neutral one means a computation that the decoder lacks.

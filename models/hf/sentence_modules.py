@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quengine.errors import EngineError
-from quengine.models.config import EncoderSizes, ModelPooling
+from quengine.models.config import EncoderSizes, Pooling
 from quengine.models.hf.json_file import read_json, read_json_array
 
-_POOLINGS: Mapping[str, ModelPooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+_POOLINGS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 _FLAG = "pooling_mode_"
-_FLAGS: Mapping[str, ModelPooling] = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
+_FLAGS: Mapping[str, Pooling] = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
 _IDENTITY = ("torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Identity")
 
 
@@ -26,7 +26,7 @@ class Projection(NamedTuple):
     rows: int
 
 
-def read_pooling(folder: Path) -> ModelPooling | None:
+def read_pooling(folder: Path) -> Pooling | None:
     """What the model makes of a text's rows; None where the folder does not say.
 
     Raises EngineError for a file that is no JSON, and for a pooling that is not implemented.

@@ -227,7 +227,7 @@ def test_the_buffers_of_grouped_rows_are_counted(
 ) -> None:
     """What a Hopper GPU holds after a batch and a prompt, and not much more; without experts nothing."""
     monkeypatch.setattr(grouped, "is_hopper", lambda *_: True)
-    monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
+    monkeypatch.setattr(launch_table, "table_key", lambda: "a GPU without a table")
     room, plane = MatmulWorkspace(0, "meta"), torch.empty(0, dtype=torch.uint8)
     part = PackedPart(
         packed_layout(FORMATS["Q4_0"], hidden), 2 * ffn * count, hidden, plane, plane, plane, plane, 1, 1

@@ -10,7 +10,7 @@ import torch
 from quengine.block_manager import CachePool
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
-from quengine.kernels.cuda.hidden_rows import embedding_beside_hidden, hidden_before, keep_hidden
+from quengine.kernels.cuda.hidden_rows import hidden_before, joined, keep_hidden
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.hidden_rows import keep_rows, rows_before
 from quengine.kernels.reference import ReferenceBackend
@@ -56,7 +56,7 @@ def test_rows_are_those_of_the_definition(step: str, device: torch.device) -> No
     before = rows_before(plain, kept)
     halves = [rms_norm(rows, norm.weight, norm.eps) for rows, norm in zip((x, before), norms, strict=True)]
     stored = kept.clone().to(device)
-    both = embedding_beside_hidden(ours, x.to(device), here[0], stored, here[1], sequences)
+    both = joined(ours, x.to(device), here[0], stored, here[1], sequences)
     torch.testing.assert_close(both.cpu(), torch.cat(halves, 1), rtol=1e-5, atol=1e-6)
     for newest in (True, False) if step == "decode" else (False,):
         changed, stored = kept.clone(), kept.clone().to(device)

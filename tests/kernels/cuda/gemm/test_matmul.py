@@ -579,12 +579,12 @@ def test_many_rows_are_cut_by_how_many_programs_that_makes(
     chosen: WgmmaGeometry,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
+    monkeypatch.setattr(launch_table, "table_key", lambda: "a GPU without a table")
     assert wgmma_geometry(empty_part("Q4_K", *sizes), "rows", rows, batch_invariant) == chosen
 
 
 def test_two_parts_in_one_launch_share_a_wave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
+    monkeypatch.setattr(launch_table, "table_key", lambda: "a GPU without a table")
     part = empty_part("Q4_K", 5120, 4096)
     splits = [wgmma_geometry(part, "rows", 128, False, False, beside).splits for beside in (0, 1024)]
     assert splits == [3, 2]
@@ -595,7 +595,7 @@ def test_a_pdl_consumer_keeps_few_multiprocessors_busy_rather_than_many_for_less
     consumer: bool, chosen: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """attn_v in Q6_K: alone 256 small programs, two a multiprocessor; in the last wave of attn_q and attn_k 64."""
-    monkeypatch.setattr(launch_table, "device_name", lambda: "a GPU without a table")
+    monkeypatch.setattr(launch_table, "table_key", lambda: "a GPU without a table")
     geometry = wgmma_geometry(empty_part("Q6_K", 1024, 4096), "rows", 2048, consumer=consumer)
     assert (geometry.warps, geometry.block) == chosen
 
