@@ -29,9 +29,13 @@ class _Batch(ctypes.Structure):
     )
 
 
-def llama_cpp_logits(path: Path, vocab: int) -> np.ndarray | None:
-    """llama.cpp's logits of the tokens [TOKENS, vocab]; None where it does not load the file."""
+def llama_cpp_logits(path: Path, vocab: int, width: int = 0) -> np.ndarray | None:
+    """llama.cpp's logits of the tokens [TOKENS, vocab], or of an encoder of this `width` its rows [TOKENS, width]; None
+    where it does not load the file, or makes none."""
     lib = library()
+    lib.llama_set_embeddings.argtypes = [ctypes.c_void_p, ctypes.c_bool]
+    lib.llama_get_embeddings_ith.argtypes = [ctypes.c_void_p, ctypes.c_int32]
+    lib.llama_get_embeddings_ith.restype = ctypes.POINTER(ctypes.c_float)
     lib.llama_context_default_params.restype = _ContextParams
     lib.llama_init_from_model.argtypes = [ctypes.c_void_p, _ContextParams]
     lib.llama_init_from_model.restype = ctypes.c_void_p
@@ -43,6 +47,8 @@ def llama_cpp_logits(path: Path, vocab: int) -> np.ndarray | None:
     context = model and lib.llama_init_from_model(model, lib.llama_context_default_params())
     if not context:
         return None
+    if width:
+        lib.llama_set_embeddings(context, True)
     batch = lib.llama_batch_init(TOKENS, 0, 1)
     batch.n_tokens = TOKENS
     for i, token in enumerate(token_ids(vocab).tolist()):
@@ -50,6 +56,8 @@ def llama_cpp_logits(path: Path, vocab: int) -> np.ndarray | None:
         batch.seq_id[i][0] = 0
     if lib.llama_decode(context, batch):
         return None
-    return np.stack(
-        [np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (vocab,)).copy() for i in range(TOKENS)]
-    )
+    rows = lib.llama_get_embeddings_ith if width else lib.llama_get_logits_ith
+    found = [rows(context, i) for i in range(TOKENS)]
+    if not all(found):
+        return None
+    return np.stack([np.ctypeslib.as_array(row, (width or vocab,)).copy() for row in found])

@@ -107,6 +107,8 @@ ROUNDED = "YaRN's limits are not rounded, as the model was trained: with rounded
 MORE: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"attention.sliding_window": 5},
     "gemma3": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
+    "gemma-embedding": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
+    "modern-bert": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4, "hidden_activation": "gelu"},
     "gemma4": {"embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0},
     "olmo2": {"attention.sliding_window": 5},
     "gpt-oss": {"attention.sliding_window": 5},
@@ -233,6 +235,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "interleave_moe_layer_step": (2,),
     "moe_every_n_layers": (2,),
     "vocab_size": (17,),
+    "hidden_activation": ("silu", "relu"),
 }
 """Key after the architecture's prefix -> legal values to try, beside leaving it out."""
 
@@ -273,7 +276,7 @@ def compare(path: Path, name: str, vocab: int) -> tuple[str, str]:
         ours = our_logits(file, vocab)
     except EngineError as error:
         return "refused here", str(error)
-    theirs = llama_cpp_logits(path, vocab)
+    theirs = llama_cpp_logits(path, vocab, file.config.embedding_length if file.config.encoder else 0)
     if theirs is None or not np.isfinite(theirs).all():
         return "refused there", "not loaded, or no finite logits"
     difference = _difference(ours, theirs)
@@ -365,9 +368,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument(
-        "--architectures", nargs="*", default=sorted(set(ARCHITECTURES) - {"bert", "nomic-bert"})
-    )
+    parser.add_argument("--architectures", nargs="*", default=sorted(ARCHITECTURES))
     parser.add_argument("--every", type=int, default=1, help="only every so many changes")
     options = parser.parse_args()
     torch.set_num_threads(1)

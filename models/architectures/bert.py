@@ -82,14 +82,19 @@ def encoder_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
 
 
 def _common_keys(keys: Keys) -> Keys:
-    for key, only in (
-        ("position_embedding_type", "absolute"),
-        ("is_decoder", False),
-        ("add_cross_attention", False),
-    ):
-        if keys.get(key, only) != only:
-            raise config_error(key, f"{keys[key]!r} is not implemented, only {only!r} is")
-    return {**keys, "rms_norm_eps": keys["layer_norm_eps"], "is_causal": True}
+    position = keys.get("position_embedding_type", "absolute")
+    if position != "absolute":
+        problem = f"{position!r} is not implemented, only 'absolute' is"
+        raise config_error("position_embedding_type", problem)
+    return {**both_sides(keys), "rms_norm_eps": keys["layer_norm_eps"]}
+
+
+def both_sides(keys: Keys) -> Keys:
+    """config.json of an encoder as that of another model. Raises EngineError where tokens see only those before."""
+    for key in ("is_decoder", "add_cross_attention", "is_causal"):
+        if keys.get(key):
+            raise config_error(key, f"{keys[key]!r} is not implemented, only False is")
+    return {**keys, "is_causal": True}
 
 
 def kinds_of_segments(keys: Keys) -> int:

@@ -62,12 +62,12 @@ def read_projections(folder: Path, width: int) -> tuple[Projection, ...]:
             raise EngineError(f"{path}: activation_function: {activation!r} is not implemented")
         if given.get("bias", True):
             raise EngineError(f"{path}: bias: a bias is not implemented")
-        sizes = [given.get(key) for key in ("in_features", "out_features")]
-        if not all(type(size) is int and 0 < size <= 1 << 20 for size in sizes):
+        columns, rows = given.get("in_features"), given.get("out_features")
+        if not (isinstance(columns, int) and isinstance(rows, int) and min(columns, rows) > 0):
             raise EngineError(
-                f"{path}: in_features, out_features: {sizes} are not numbers from 1 to {1 << 20}"
+                f"{path}: in_features, out_features: {columns!r}, {rows!r} are not numbers from 1"
             )
-        found.append(Projection(f"{name}/model.safetensors", *sizes))
+        found.append(Projection(f"{name}/model.safetensors", columns, rows))
     if problem := EncoderSizes.problem_of(tuple((each.columns, each.rows) for each in found), width):
         raise EngineError(f"{folder / 'modules.json'}: {problem}")
     return tuple(found)
