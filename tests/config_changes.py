@@ -265,6 +265,7 @@ _ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {},
     "xlm-roberta": {"pad_token_id": 7},
     "nomic_bert": {},
+    "jina_embeddings_v3": {},
     "modernbert": {"num_hidden_layers": 4, "local_attention": 7},
 }
 

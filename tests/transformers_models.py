@@ -64,7 +64,7 @@ QWEN_VISION = {
 }
 """Text model of a model with vision -> the vision part beside it."""
 
-ENCODERS = ("bert", "xlm-roberta", "nomic_bert", "modernbert")
+ENCODERS = ("bert", "xlm-roberta", "nomic_bert", "modernbert", "jina_embeddings_v3")
 """Model types whose positions all see each other, which Gemma 3's do where its configuration says so."""
 
 DROP = object()

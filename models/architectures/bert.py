@@ -68,7 +68,7 @@ def encoder_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
         for name, (rows, module) in tables.items()
     }
     found |= layer_norm_specs("token_embd_norm", "{body}embeddings.LayerNorm", width)
-    roberta = sizes.first_position > 0  # GGUF files, which have one name for either, begin at 0
+    roberta = sizes.one_segment
     dense, output = (
         ("classifier.dense", "classifier.out_proj") if roberta else ("{body}pooler.dense", "classifier")
     )
@@ -196,4 +196,18 @@ BERT = Architecture(
     size_fields=_size_fields,
     gguf_keys=(CAUSAL,),
     gguf_fields=_gguf_fields,
+    synthetic={
+        "bge-base": {
+            "vocab_size": 30522,
+            "context_length": 512,
+            "embedding_length": 768,
+            "block_count": 12,
+            "feed_forward_length": 3072,
+            "head_count": 12,
+            "head_count_kv": 12,
+            "head_dim": 64,
+            "tied_output": True,
+        },
+        "bert-tiny": {"head_count_kv": 8, "context_length": 512, "tied_output": True},
+    },
 )

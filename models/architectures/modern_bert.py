@@ -229,7 +229,7 @@ MODERN_BERT = Architecture(
         },
         "modernbert-tiny": {
             "block_count": 4,
-            "head_count_kv": 4,
+            "head_count_kv": 8,
             "rope_freq_base": _BASE,
             "sliding_window": 16,
             "tied_output": True,

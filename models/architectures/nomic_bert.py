@@ -121,4 +121,19 @@ NOMIC_BERT = Architecture(
     size_fields=_size_fields,
     gguf_keys=(CAUSAL,),
     gguf_fields=_gguf_fields,
+    synthetic={
+        "nomic-embed-text": {
+            "vocab_size": 30528,
+            "context_length": _TRAINED,
+            "embedding_length": 768,
+            "block_count": 12,
+            "feed_forward_length": 3072,
+            "head_count": 12,
+            "head_count_kv": 12,
+            "head_dim": 64,
+            "rope_freq_base": _BASE,
+            "tied_output": True,
+        },
+        "nomic-embed-tiny": {"head_count_kv": 8, "rope_freq_base": _BASE, "tied_output": True},
+    },
 )
