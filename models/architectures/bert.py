@@ -141,7 +141,7 @@ def _fields(keys: Keys, _config: ModelConfig) -> Fields:
 
 def _size_fields(config: ModelConfig) -> Fields:
     return {
-        "encoder": EncoderSizes(2),
+        "encoder": EncoderSizes(2, one_segment=True),
         "head_count_kv": config.head_count,
         "output_norm": "token_embd_norm",
         "tied_output": True,

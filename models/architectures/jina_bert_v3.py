@@ -5,6 +5,8 @@ folders of `transformers` do without. Source: Sturua et al. 2024, "jina-embeddin
 `transformers` library; llama.cpp's converter for the names of GGUF files.
 """
 
+from dataclasses import replace
+
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.bert import (
     CAUSAL,
@@ -15,7 +17,7 @@ from quengine.models.architectures.bert import (
     encoder_tensors,
     kinds_of_segments,
 )
-from quengine.models.config import BlockKind, EncoderSizes, ModelConfig
+from quengine.models.config import BlockKind, EncoderSizes, ModelConfig, Pooling
 from quengine.models.gguf import GGUFFile
 
 _BASE = 20_000.0
@@ -34,7 +36,7 @@ def _fields(keys: Keys, _config: ModelConfig) -> Fields:
         rotates=True,
         one_segment=True,
     )
-    return {"encoder": sizes, "pooling": "rank" if headed else None}
+    return {"encoder": sizes, "pooling": _pooling(sizes)}
 
 
 def _size_fields(config: ModelConfig) -> Fields:
@@ -47,7 +49,12 @@ def _size_fields(config: ModelConfig) -> Fields:
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    return {"encoder": encoder_sizes(file, config, rotates=True)}
+    sizes = encoder_sizes(file, config, rotates=True)
+    return {"encoder": replace(sizes, one_segment=True), "pooling": config.pooling or _pooling(sizes)}
+
+
+def _pooling(sizes: EncoderSizes) -> Pooling | None:
+    return "rank" if sizes.classes else None
 
 
 JINA_BERT_V3 = Architecture(
