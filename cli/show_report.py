@@ -1,7 +1,7 @@
 """The report of `engine show`, for people and as JSON: what a model's header says, and where the model fits."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from quengine.config import DEFAULT_CHUNK
 from quengine.errors import CannotRunError
 from quengine.memory import CacheNeeds, DeviceMemory, choose_context, gib, workspace_bytes
 from quengine.models.architectures import attentions_of, layers_of
+from quengine.models.blocks.encoder import BidirectionalAttention
 from quengine.models.config import ModelConfig
 from quengine.models.gguf.errors import shown
 from quengine.models.model_summary import ModelSummary
@@ -90,7 +91,7 @@ def _config_lines(config: ModelConfig) -> list[str]:
     local = "" if base is None else f"; base {base:g} in layers with a window"
     found = dict.fromkeys(trait for block in layers_of(config) for trait in block.traits)
     traits = [*found, *(["tied output"] if config.tied_output else [])]
-    attentions = attentions_of(config)
+    attentions = _attentions(config)
     windowed = sum(attention.window is not None for attention in attentions)
     heads, kv_heads, dims = (
         _range(getattr(attention, name) for attention in attentions)
@@ -106,9 +107,31 @@ def _config_lines(config: ModelConfig) -> list[str]:
         f"feed-forward {lengths}{_mixers(config)}",
         f"attention     {heads} heads of {dims}, {kv_heads} key/value heads",
         f"rope          {config.rope_dim} of {config.head_dim} elements in {config.block.rope_layout}, "
-        f"base {config.rope_freq_base:g}{scaled}{local}",
+        f"base {config.rope_freq_base:g}{scaled}{local}"
+        if config.encoder is None or config.encoder.rotates
+        else f"positions     learned, {config.context_length}",
+        *_encoder_lines(config),
         f"vocabulary    {config.vocab_size}" + (f"; {', '.join(traits)}" if traits else ""),
     ]
+
+
+def _attentions(config: ModelConfig) -> Sequence[Any]:
+    """The declared attentions of a decoder or an encoder, with their heads."""
+    if config.encoder is None:
+        return attentions_of(config)
+    mixers = [block.mixer for block in layers_of(config)]
+    return [mixer.causal if isinstance(mixer, BidirectionalAttention) else mixer for mixer in mixers]
+
+
+def _encoder_lines(config: ModelConfig) -> list[str]:
+    """What an encoder makes of a text's rows."""
+    sizes = config.encoder
+    if sizes is None:
+        return []
+    made = [f"pooling {config.pooling or 'mean'}"]
+    made += [f"{rows} of {columns} by a matrix" for columns, rows in sizes.projections]
+    made += [f"a trained head of {sizes.classes} outputs"] if sizes.classes else []
+    return [f"embeddings    {', '.join(made)}"]
 
 
 def _range(values: Iterable[int]) -> str:

@@ -166,7 +166,7 @@ class Encoder:
         assert self.config.encoder is not None
         x = self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
         if self.positions is not None:
-            x = x + self.positions[batch.positions.long() + self.config.encoder.first_position]
+            x = x + self.positions[self._positions(batch)]
         if self.token_types is not None:
             x = x + self.token_types[self._kinds(batch)]
         if self.norm is not None:
@@ -197,6 +197,17 @@ class Encoder:
     def forward(self, *_: Any, **__: Any) -> Tensor:
         """Raises EngineError: there are no logits."""
         raise EngineError(no_text(self.config))
+
+    def _positions(self, batch: ForwardBatch) -> Tensor:
+        """Of each token its row in the table: int64 [T]. Where texts begin behind the first row, a token whose id is
+        the last row before is padding, has that row, and counts as no position."""
+        assert self.config.encoder is not None
+        padding = self.config.encoder.first_position - 1
+        if padding < 0:
+            return batch.positions.long()
+        counted = (batch.token_ids != padding).long()
+        found = [counted[rows].cumsum(0) * counted[rows] for rows, _, _ in batch.chunks(0)]
+        return torch.cat(found) + padding
 
     def _kinds(self, batch: ForwardBatch) -> Tensor:
         """Of each token the number of separators before it in its text, as far as there are kinds: int64 [T]."""

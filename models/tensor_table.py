@@ -10,7 +10,7 @@ from typing import Protocol
 from quengine.models.architectures import DECLARED, layers_of
 from quengine.models.blocks import altup, attention, experts, layer_input
 from quengine.models.blocks.block import NORM, OUTPUT_CUT, Draw, Shape, TensorSpec
-from quengine.models.config import EagleSizes, ModelConfig
+from quengine.models.config import PROJECTIONS, EagleSizes, ModelConfig
 from quengine.models.gguf import GGUFError, GGUFTensor
 from quengine.models.gguf.errors import shown
 
@@ -38,6 +38,8 @@ _MEANINGFUL_TOP = (
     "position_embd.weight",
     "rope_factors_long.weight",
     "rope_factors_short.weight",
+    *("cls.weight", "cls.norm.weight", "cls.output.weight"),
+    *(f"{name}.weight" for name in PROJECTIONS),
 )
 
 # Vectors that some files have as a matrix of one row.

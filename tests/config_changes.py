@@ -25,6 +25,7 @@ from quengine.models.architectures import MODEL_TYPES
 from quengine.models.hf.hf_checkpoint import HFCheckpoint
 from tests.transformers_models import (
     TOKENS,
+    is_encoder,
     nmse,
     our_logits,
     token_ids,
@@ -267,12 +268,30 @@ def _seeds() -> Iterator[tuple[str, Seed]]:
     yield "mistral4", Seed("mistral4", {**_LATENT, "n_group": 2, "topk_group": 1}, vision=True)
     yield "gemma3n_text", Seed("gemma3n_text", _GEMMA3N)
     yield "gemma4_text, layered", Seed("gemma4_text", _GEMMA4_LAYERED)
+    yield from _encoders()
     yield "phi3", Seed("phi3", {"sliding_window": 8})
     yield (
         "phi3, longrope",
         Seed("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
     )
 
+
+def _encoders() -> Iterator[tuple[str, Seed]]:
+    for name, config in _ENCODERS.items():
+        yield name, Seed(name, config)
+        if name != "nomic_bert":
+            yield f"{name}, headed", Seed(name, {**config, "num_labels": 3})
+    both = {"use_bidirectional_attention": True, "num_hidden_layers": 3, "sliding_window": 6}
+    yield "gemma3_text, both sides", Seed("gemma3_text", {**both, "layer_types": _MIXED})
+
+
+_ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "xlm-roberta": {"pad_token_id": 7},
+    "nomic_bert": {},
+    "jina_embeddings_v3": {},
+    "modernbert": {"num_hidden_layers": 4, "local_attention": 7},
+}
 
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 SEEDS: dict[str, Seed] = dict(_seeds())
@@ -646,8 +665,16 @@ def _their_logits(folder: Path) -> Tensor | None:
     if missing:
         return None
     with torch.no_grad():
-        logits: Tensor = model(token_ids()[None]).logits[0]
+        found = model(token_ids()[None])
+    headed = found.get("last_hidden_state") is None
+    logits: Tensor = found.logits if headed and is_encoder(model.config.to_dict()) else _first(found)
     return logits if logits.isfinite().all() else None
+
+
+def _first(found: Any) -> Tensor:
+    """Logits, or an encoder's rows, of the one text."""
+    rows: Tensor = (found.logits if found.get("last_hidden_state") is None else found.last_hidden_state)[0]
+    return rows
 
 
 def sample(found: list[Change], count: int, seed: int) -> list[Change]:

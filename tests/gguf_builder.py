@@ -575,13 +575,13 @@ DENSE_BESIDE = {
 }
 """What layers of such architectures have besides or otherwise where they have experts."""
 
-LAYER_NORMED = ("cohere2", "bert", "nomic-bert", "modern-bert")
+LAYER_NORMED = ("cohere2", "bert", "nomic-bert", "jina-bert-v3", "modern-bert")
 """Architectures whose norms are LayerNorms."""
 
-ENCODERS = ("bert", "nomic-bert", "modern-bert", "gemma-embedding")
+ENCODERS = ("bert", "nomic-bert", "jina-bert-v3", "modern-bert", "gemma-embedding")
 """Architectures whose positions all see each other."""
 
-SUMMED = ("bert", "nomic-bert")
+SUMMED = ("bert", "nomic-bert", "jina-bert-v3")
 """Those of them whose norms are of sums, with tables of their own."""
 
 EQUALLY_HEADED = (*SUMMED, "modern-bert")
@@ -869,14 +869,15 @@ class ModelSizes:
         if self.architecture == "bert":
             found["position_embd.weight"] = self.context, d
         else:
-            matrices = {"attn_qkv": (3 * q, d), "attn_output": (d, q), "ffn_gate": (f, d)} | {
+            gate = {"ffn_gate": (f, d)} if self.architecture == "nomic-bert" else {}
+            matrices = {"attn_qkv": (3 * q, d), "attn_output": (d, q), **gate} | {
                 name: shape for name, shape in matrices.items() if name.startswith("ffn")
             }
         found |= {f"token_embd_norm.{kind}": (d,) for kind in ("weight", "bias")}
         for i in range(self.blocks):
             for name, shape in matrices.items():
                 found[f"blk.{i}.{name}.weight"] = shape
-                found |= {f"blk.{i}.{name}.bias": shape[:1]} if self.architecture == "bert" else {}
+                found |= {} if self.architecture == "nomic-bert" else {f"blk.{i}.{name}.bias": shape[:1]}
             for norm in ("attn_output_norm", "layer_output_norm"):
                 found |= {f"blk.{i}.{norm}.{kind}": (d,) for kind in ("weight", "bias")}
         return found

@@ -8,6 +8,9 @@ import random
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from quengine.errors import EngineError
 from quengine.models.gguf import open_gguf
@@ -17,6 +20,7 @@ from quengine.models.model_summary import summarize
 from quengine.models.tensor_table import check_tensors
 from tests.gguf_builder import (
     DELTA,
+    ENCODERS,
     MAMBA_SIZES,
     GGUFBuilder,
     ModelSizes,
@@ -249,6 +253,17 @@ def _small_spm() -> dict[str, object]:
     }
 
 
+def _unigram() -> dict[str, Any]:
+    """Unigram's, with a map of normalizations that has none."""
+    charsmap = np.frombuffer((1024).to_bytes(4, "little") + bytes(1024), np.uint8)
+    return {
+        **_small_spm(),
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.precompiled_charsmap": charsmap,
+        "tokenizer.ggml.add_eos_token": True,
+    }
+
+
 def seeds() -> list[Seed]:
     """Small whole files: each architecture and kind of vocabulary, scaled rotations, a shard, no tensors."""
     tiny = {"blocks": 1, "embedding": 8, "feed_forward": 8, "heads": 2, "kv_heads": 1, "head_dim": 4}
@@ -291,6 +306,7 @@ def seeds() -> list[Seed]:
             model_builder(ModelSizes(name, **{**tiny, **MAMBA_SIZES, "blocks": 2}), bpe)
             for name in ("granitehybrid", "nemotron_h", "nemotron_h_moe")
         ),
+        *(model_builder(ModelSizes(name, **tiny), _unigram()) for name in ENCODERS),
         GGUFBuilder().kvs({**ModelSizes().metadata(), **_small_spm()}),
         shard,
     ]

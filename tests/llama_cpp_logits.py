@@ -34,6 +34,9 @@ class _Batch(ctypes.Structure):
 
 def _library() -> ctypes.CDLL:
     lib = library()
+    lib.llama_set_embeddings.argtypes = [ctypes.c_void_p, ctypes.c_bool]
+    lib.llama_get_embeddings_ith.argtypes = [ctypes.c_void_p, ctypes.c_int32]
+    lib.llama_get_embeddings_ith.restype = ctypes.POINTER(ctypes.c_float)
     lib.llama_context_default_params.restype = _ContextParams
     lib.llama_init_from_model.argtypes = [ctypes.c_void_p, _ContextParams]
     lib.llama_init_from_model.restype = ctypes.c_void_p
@@ -50,10 +53,13 @@ def _library() -> ctypes.CDLL:
 
 
 class LlamaCpp:
-    """A file in llama.cpp, with a context of its default 512 positions. Raises ValueError where it is not loaded."""
+    """A file in llama.cpp, with a context of its default 512 positions. Raises ValueError where it is not loaded.
 
-    def __init__(self, path: Path, vocab: int) -> None:
-        self._lib, self._vocab, self._position = _library(), vocab, 0
+    width: of the rows of an encoder; 0: it has logits.
+    """
+
+    def __init__(self, path: Path, vocab: int, width: int = 0) -> None:
+        self._lib, self._columns, self._position = _library(), width or vocab, 0
         self._model = self._lib.llama_model_load_from_file(
             str(path).encode(), self._lib.llama_model_default_params()
         )
@@ -61,6 +67,9 @@ class LlamaCpp:
         self._context = self._model and self._lib.llama_init_from_model(self._model, defaults)
         if not self._context:
             raise ValueError(f"llama.cpp does not load {path}")
+        if width:
+            self._lib.llama_set_embeddings(self._context, True)
+        self._rows = self._lib.llama_get_embeddings_ith if width else self._lib.llama_get_logits_ith
 
     def __enter__(self) -> "LlamaCpp":
         return self
@@ -77,7 +86,7 @@ class LlamaCpp:
         self._position = 0
 
     def step(self, ids: Sequence[int]) -> "np.ndarray[Any, np.dtype[np.float32]]":
-        """The logits [len(ids), vocab] of these tokens, the next ones of the text, computed in one batch."""
+        """The logits [len(ids), vocab], or rows [len(ids), width], of these tokens, the next ones of the text, computed in one batch."""
         batch = self._lib.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)
         for i, token in enumerate(ids):
@@ -88,14 +97,17 @@ class LlamaCpp:
         if failed:
             raise ValueError(f"llama_decode: {failed}")
         self._position += len(ids)
-        rows = [self._lib.llama_get_logits_ith(self._context, i) for i in range(len(ids))]
-        return np.stack([np.ctypeslib.as_array(row, (self._vocab,)).copy() for row in rows])
+        rows = [self._rows(self._context, i) for i in range(len(ids))]
+        if not all(rows):
+            raise ValueError("llama.cpp makes no rows")
+        return np.stack([np.ctypeslib.as_array(row, (self._columns,)).copy() for row in rows])
 
 
-def llama_cpp_logits(path: Path, vocab: int) -> np.ndarray | None:
-    """llama.cpp's logits of the tokens [TOKENS, vocab]; None where it does not load the file."""
+def llama_cpp_logits(path: Path, vocab: int, width: int = 0) -> np.ndarray | None:
+    """llama.cpp's logits of the tokens [TOKENS, vocab], or of an encoder of this `width` its rows [TOKENS, width]; None
+    where it does not load the file, or makes none."""
     try:
-        with LlamaCpp(path, vocab) as model:
+        with LlamaCpp(path, vocab, width) as model:
             return model.step(token_ids(vocab).tolist())
     except ValueError:
         return None

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quengine.kernels.backend import KVLayer, LayerState, SlotLayer
+from quengine.kernels.forward_batch import prefill_batch
 from quengine.kernels.reference import ReferenceBackend
 from quengine.models.architectures import layers_of
 from quengine.models.blocks.block import SlotState
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
+from quengine.models.encoder import Encoder
 from tests.forward import forward
 
 VOCAB, CONTEXT = 64, 128
@@ -62,6 +64,9 @@ QWEN_VISION = {
 }
 """Text model of a model with vision -> the vision part beside it."""
 
+ENCODERS = ("bert", "xlm-roberta", "nomic_bert", "modernbert", "jina_embeddings_v3")
+"""Model types whose positions all see each other, which Gemma 3's do where its configuration says so."""
+
 DROP = object()
 """A value that takes the key out, for `edit`."""
 
@@ -101,6 +106,7 @@ def write_model(
         "deepseek_v3",
         "glm4_moe_lite",
         "mistral4",
+        *ENCODERS,
     )  # these have no such key
     head_dim = {} if model_type in without else {"head_dim": 16}
     text = transformers.AutoConfig.for_model(
@@ -137,6 +143,10 @@ def write_model(
         tower = transformers.PixtralVisionConfig(**VISION)
         both = transformers.Mistral3Config(text_config=text.to_dict(), vision_config=tower.to_dict(), **outer)
         model = transformers.Mistral3ForConditionalGeneration(both)
+    elif "num_labels" in config:
+        model = transformers.AutoModelForSequenceClassification.from_config(text)
+    elif is_encoder(text.to_dict()):
+        model = transformers.AutoModel.from_config(text)
     else:
         model = transformers.AutoModelForCausalLM.from_config(text)
     with torch.no_grad():
@@ -147,6 +157,11 @@ def write_model(
             change(model)
     model.save_pretrained(folder, save_original_format=not fused)
     return folder
+
+
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a model that makes embeddings or scores."""
+    return config.get("model_type") in ENCODERS or bool(config.get("use_bidirectional_attention"))
 
 
 def edit(folder: Path, text: dict[str, Any] | None = None, **changes: Any) -> None:
@@ -187,8 +202,12 @@ def transformers_model(folder: Path) -> tuple[Any, set[str]]:
         "qwen3_5": transformers.Qwen3_5ForConditionalGeneration,
         "qwen3_5_moe": transformers.Qwen3_5MoeForConditionalGeneration,
     }
-    model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    model, info = makers.get(model_type, transformers.AutoModelForCausalLM).from_pretrained(
+    config = json.loads((folder / "config.json").read_text())
+    maker = makers.get(config["model_type"], transformers.AutoModelForCausalLM)
+    if is_encoder(config):
+        headed = any("Classification" in name for name in config.get("architectures") or ())
+        maker = transformers.AutoModelForSequenceClassification if headed else transformers.AutoModel
+    model, info = maker.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager", output_loading_info=True
     )
     # transformers 5.17 unpacks packed experts to bfloat16, whatever is asked for.
@@ -211,11 +230,23 @@ def our_logits(
     backend: ReferenceBackend | None = None,
     context: int = CONTEXT,
 ) -> Tensor:
-    """The reference backend's logits, float64 [TOKENS, vocab], over a cache that keeps fp32, in a run of `context`."""
+    """The reference backend's logits, float64 [TOKENS, vocab], over a cache that keeps fp32, in a run of `context`; of
+    an encoder its rows [TOKENS, width], or its head's outputs [1, classes]."""
     config = checkpoint.config
+    if config.encoder is not None:
+        return _encoded(checkpoint, vocab, backend or ReferenceBackend(keep=True), context)
     decoder = Decoder(config, checkpoint.tensors, backend or ReferenceBackend(keep=True), context, CONTEXT)
     cache = unrounded_cache(config)
     return forward(decoder, token_ids(vocab), cache, all_logits=True)
+
+
+def _encoded(checkpoint: Checkpoint, vocab: int, backend: ReferenceBackend, context: int) -> Tensor:
+    encoder = Encoder(checkpoint.config, checkpoint.tensors, backend, context)
+    batch = prefill_batch([token_ids(vocab).tolist()], [0], [[[0]]], backend.device)
+    with torch.no_grad():
+        rows = encoder.hidden(batch)
+        headed = checkpoint.config.encoder is not None and checkpoint.config.encoder.classes
+        return encoder.scores(rows)[None] if headed else rows
 
 
 def unrounded_cache(config: ModelConfig) -> list[LayerState]:

@@ -107,6 +107,8 @@ ROUNDED = "YaRN's limits are not rounded, as the model was trained: with rounded
 MORE: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"attention.sliding_window": 5},
     "gemma3": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
+    "gemma-embedding": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
+    "modern-bert": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4, "hidden_activation": "gelu"},
     "gemma4": {"embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0},
     "olmo2": {"attention.sliding_window": 5},
     "gpt-oss": {"attention.sliding_window": 5},
@@ -233,6 +235,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "interleave_moe_layer_step": (2,),
     "moe_every_n_layers": (2,),
     "vocab_size": (17,),
+    "hidden_activation": ("silu", "relu"),
 }
 """Key after the architecture's prefix -> legal values to try, beside leaving it out."""
 
@@ -262,8 +265,8 @@ SPM = ("phi3",)
 TIED = ("cohere2", "gemma2", "gemma4", "openelm")
 """Architectures whose output matrix is the embedding for llama.cpp."""
 
-NOT_COMPARED = {"bert", "nomic-bert", "gemma3n"}
-"""Encoders, and a model of which llama.cpp takes sizes, cutoffs and sharing layers for those of released files."""
+NOT_COMPARED = {"gemma3n"}
+"""A model of which llama.cpp takes sizes, cutoffs and sharing layers for those of released files."""
 
 WITH_SCALING = ("linear", "yarn")
 """Kinds of scaling that every key of a rotation is tried with too."""
@@ -276,7 +279,7 @@ def compare(path: Path, name: str, vocab: int) -> tuple[str, str]:
         ours = our_logits(file, vocab)
     except EngineError as error:
         return "refused here", str(error)
-    theirs = llama_cpp_logits(path, vocab)
+    theirs = llama_cpp_logits(path, vocab, file.config.embedding_length if file.config.encoder else 0)
     if theirs is None or not np.isfinite(theirs).all():
         return "refused there", "not loaded, or no finite logits"
     difference = _difference(ours, theirs)

@@ -25,6 +25,7 @@ from quengine.models.architectures.gpt_oss import GPT_OSS
 from quengine.models.architectures.granite import GRANITE, GRANITEMOE
 from quengine.models.architectures.granite_hybrid import GRANITEHYBRID
 from quengine.models.architectures.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE
+from quengine.models.architectures.jina_bert_v3 import JINA_BERT_V3
 from quengine.models.architectures.lfm2 import LFM2, LFM2MOE
 from quengine.models.architectures.llama import LLAMA, MISTRAL3
 from quengine.models.architectures.llama4 import LLAMA4
@@ -56,7 +57,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         *(QWEN2MOE, QWEN3MOE, OLMOE, GLM4MOE, GRANITEMOE, GPT_OSS, LFM2MOE),
         *(ERNIE4_5_MOE, DOTS1, BAILINGMOE2, MINIMAX_M2, QWEN3VLMOE, HUNYUAN_MOE, QWEN3NEXT, QWEN35MOE),
         *(LLAMA4, DEEPSEEK2, MISTRAL4, GRANITEHYBRID, NEMOTRON_H_MOE, BERT, NOMIC_BERT),
-        *(MODERN_BERT, GEMMA_EMBEDDING),
+        *(MODERN_BERT, GEMMA_EMBEDDING, JINA_BERT_V3),
     )
 }
 """By the name that GGUF has for them."""

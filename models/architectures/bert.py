@@ -68,7 +68,7 @@ def encoder_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
         for name, (rows, module) in tables.items()
     }
     found |= layer_norm_specs("token_embd_norm", "{body}embeddings.LayerNorm", width)
-    roberta = sizes.first_position > 0  # GGUF files, which have one name for either, begin at 0
+    roberta = sizes.one_segment
     dense, output = (
         ("classifier.dense", "classifier.out_proj") if roberta else ("{body}pooler.dense", "classifier")
     )
@@ -82,14 +82,19 @@ def encoder_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
 
 
 def _common_keys(keys: Keys) -> Keys:
-    for key, only in (
-        ("position_embedding_type", "absolute"),
-        ("is_decoder", False),
-        ("add_cross_attention", False),
-    ):
-        if keys.get(key, only) != only:
-            raise config_error(key, f"{keys[key]!r} is not implemented, only {only!r} is")
-    return {**keys, "rms_norm_eps": keys["layer_norm_eps"], "is_causal": True}
+    position = keys.get("position_embedding_type", "absolute")
+    if position != "absolute":
+        problem = f"{position!r} is not implemented, only 'absolute' is"
+        raise config_error("position_embedding_type", problem)
+    return {**both_sides(keys), "rms_norm_eps": keys["layer_norm_eps"]}
+
+
+def both_sides(keys: Keys) -> Keys:
+    """config.json of an encoder as that of another model. Raises EngineError where tokens see only those before."""
+    for key in ("is_decoder", "add_cross_attention", "is_causal"):
+        if keys.get(key):
+            raise config_error(key, f"{keys[key]!r} is not implemented, only False is")
+    return {**keys, "is_causal": True}
 
 
 def kinds_of_segments(keys: Keys) -> int:
@@ -136,7 +141,7 @@ def _fields(keys: Keys, _config: ModelConfig) -> Fields:
 
 def _size_fields(config: ModelConfig) -> Fields:
     return {
-        "encoder": EncoderSizes(2),
+        "encoder": EncoderSizes(2, one_segment=True),
         "head_count_kv": config.head_count,
         "output_norm": "token_embd_norm",
         "tied_output": True,
@@ -191,4 +196,18 @@ BERT = Architecture(
     size_fields=_size_fields,
     gguf_keys=(CAUSAL,),
     gguf_fields=_gguf_fields,
+    synthetic={
+        "bge-base": {
+            "vocab_size": 30522,
+            "context_length": 512,
+            "embedding_length": 768,
+            "block_count": 12,
+            "feed_forward_length": 3072,
+            "head_count": 12,
+            "head_count_kv": 12,
+            "head_dim": 64,
+            "tied_output": True,
+        },
+        "bert-tiny": {"head_count_kv": 8, "context_length": 512, "tied_output": True},
+    },
 )

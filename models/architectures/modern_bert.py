@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
-from quengine.models.architectures.bert import CAUSAL, classes_of, encoder_sizes
+from quengine.models.architectures.bert import CAUSAL, both_sides, classes_of, encoder_sizes
 from quengine.models.architectures.windows import LOCAL_BASE, PATTERN, rope_of_kinds
 from quengine.models.blocks.block import BIAS, NORM, Block, Draw, TensorSpec
 from quengine.models.blocks.encoder import bidirectional_layers
@@ -28,8 +28,6 @@ _PERIOD, _WINDOW, _BASE, _LOCAL_BASE = 3, 128, 160_000.0, 10_000.0
 _ACTIVATION, _HEAD_POOLING = "hidden_activation", "classifier.pooling_type"
 _ACTIVATIONS: Mapping[str, Literal["gelu_erf", "silu"]] = {"gelu": "gelu_erf", "silu": "silu"}
 _HEADED = "ModernBertForSequenceClassification"
-_ONLY = {"norm_bias": False, "is_decoder": False, "add_cross_attention": False}
-"""Keys of config.json -> what is implemented of them."""
 
 
 def _layers(config: ModelConfig) -> Sequence[Block]:
@@ -66,14 +64,16 @@ def _layer_kinds(keys: Keys, blocks: int) -> Sequence[LayerKind]:
 
 
 def _common_keys(keys: Keys) -> Keys:
-    for key, only in _ONLY.items():
-        if keys.get(key, only) != only:
-            raise config_error(key, f"{keys[key]!r} is not implemented, only {only!r} is")
+    keys = both_sides(keys)
+    if keys.get("norm_bias"):
+        raise config_error("norm_bias", f"{keys['norm_bias']!r} is not implemented, only False is")
     activation = keys["hidden_activation"]
     if activation not in _ACTIVATIONS:
         known = " and ".join(_ACTIVATIONS)
         raise config_error("hidden_activation", f"{activation!r} is not implemented, only {known} are")
     window = integer(keys, "local_attention", 2, 1 << 30)
+    if keys.get("sliding_window") is not None:  # the half, which replaces the whole
+        window = 2 * integer(keys, "sliding_window", 1, 1 << 29)
     base, local = (number(keys, f"{kind}_rope_theta", b) for kind, b in _BASES)
     passed_over = ("num_key_value_heads", "head_dim", "rope_theta", "sliding_window", "hidden_act")
     found = {key: value for key, value in keys.items() if key not in passed_over}
@@ -82,7 +82,6 @@ def _common_keys(keys: Keys) -> Keys:
         **found,
         "rms_norm_eps": keys["norm_eps"],
         "sliding_window": window,
-        "is_causal": True,
         "layer_types": keys.get("layer_types") or list(_layer_kinds(keys, _blocks(keys))),
     }
 
@@ -230,7 +229,7 @@ MODERN_BERT = Architecture(
         },
         "modernbert-tiny": {
             "block_count": 4,
-            "head_count_kv": 4,
+            "head_count_kv": 8,
             "rope_freq_base": _BASE,
             "sliding_window": 16,
             "tied_output": True,

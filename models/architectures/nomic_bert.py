@@ -10,6 +10,7 @@ from typing import Any
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.bert import (
     CAUSAL,
+    both_sides,
     encoder_layers,
     encoder_sizes,
     encoder_tensors,
@@ -41,7 +42,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "rotary_emb_scale_base": (None,),
     "rotary_scaling_factor": (None,),
     "moe_every_n_layers": (None, 0),
-    "is_decoder": (False,),
 }
 """Keys -> what is implemented of them."""
 
@@ -60,7 +60,7 @@ def _common_keys(keys: Keys) -> Keys:
         found["max_position_embeddings"] = min(positions, trained)
     if "rotary_emb_base" in keys:
         found["rope_parameters"] = {"rope_theta": number(keys, "rotary_emb_base", _BASE)}
-    return {**found, "rms_norm_eps": found["layer_norm_eps"], "is_causal": True}
+    return {**both_sides(found), "rms_norm_eps": found["layer_norm_eps"]}
 
 
 def _fields(keys: Keys, _config: ModelConfig) -> Fields:
@@ -98,6 +98,7 @@ NOMIC_BERT = Architecture(
                 "hidden_act": "silu",
                 "tie_word_embeddings": True,
                 "rope_parameters": {"rope_type": "default", "rope_theta": _BASE},
+                "rope_theta": _BASE,
             },
             common_keys=_common_keys,
             fields=_fields,
@@ -120,4 +121,19 @@ NOMIC_BERT = Architecture(
     size_fields=_size_fields,
     gguf_keys=(CAUSAL,),
     gguf_fields=_gguf_fields,
+    synthetic={
+        "nomic-embed-text": {
+            "vocab_size": 30528,
+            "context_length": _TRAINED,
+            "embedding_length": 768,
+            "block_count": 12,
+            "feed_forward_length": 3072,
+            "head_count": 12,
+            "head_count_kv": 12,
+            "head_dim": 64,
+            "rope_freq_base": _BASE,
+            "tied_output": True,
+        },
+        "nomic-embed-tiny": {"head_count_kv": 8, "rope_freq_base": _BASE, "tied_output": True},
+    },
 )

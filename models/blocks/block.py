@@ -93,6 +93,8 @@ class PagedKV:
 
     def bytes_of(self, positions: int, cache_type: CacheType = "f16") -> int:
         """Bytes of so many positions. Raises EngineError where the heads cannot be stored in `cache_type`."""
+        if not self.kv_heads:  # an encoder's, of any size
+            return 0
         return (1 if self.latent else 2) * self.kv_heads * positions * row_bytes(cache_type, self.head_dim)
 
 

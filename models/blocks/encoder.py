@@ -39,6 +39,11 @@ class EncoderAttention:
     rotation: Rotation | None = None
     merged: bool = False
     kind = "attention"
+    window = None
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
 
     @property
     def scale(self) -> float:

@@ -56,6 +56,19 @@ def test_a_whole_model(capsys, tiny):
     assert "cannot run" not in text and "blk.0." not in text
 
 
+@pytest.mark.parametrize(
+    ("architecture", "lines"),
+    [
+        ("bert", ["attention     4 heads of 16, 4 key/value heads", "positions     learned, 128"]),
+        ("modern-bert", ["tokens, sliding window 8 in 1 of 2 layers", "embeddings    pooling mean"]),
+        ("gemma-embedding", ["attention     4 heads of 16, 2 key/value heads", "bidirectional attention"]),
+    ],
+)
+def test_an_encoder(capsys, tmp_path, architecture, lines):
+    text = shown(capsys, model_builder(ModelSizes(architecture)).write(tmp_path / "m.gguf"))
+    assert all(line in text for line in lines), text
+
+
 def test_the_numbers_in_json_are_those_of_the_file(capsys, tiny):
     value = as_json(capsys, tiny)
     assert value["problem"] is None

@@ -95,6 +95,8 @@ def test_unused_tensors_are_named_in_one_warning(tmp_path, caplog):
         ("blk.0.ffn_gate_inp.weight", (2, 64)),
         ("blk.1.attn_k.bias", (32,)),
         ("output.bias", (264,)),
+        ("cls.output.weight", (2, 64)),
+        ("dense_2.weight", (64, 64)),
     ],
 )
 def test_tensors_that_would_change_the_result_are_never_passed_over(tmp_path, name, shape):

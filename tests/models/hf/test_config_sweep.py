@@ -50,6 +50,10 @@ ONCE_OTHER: list[tuple[str, str, Any, Outcome]] = [
     ("olmoe", "rms_norm_eps", 1e-3, "equal"),
     ("phi3, longrope", "max_position_embeddings", Absent.KEY, "equal"),
     ("gemma3_text", "query_pre_attn_scalar", 1, "equal"),
+    ("bert", "is_causal", True, "refused here"),
+    ("nomic_bert", "rope_parameters", {}, "equal"),
+    ("modernbert", "sliding_window", 5, "equal"),
+    ("xlm-roberta", "pad_token_id", 3, "equal"),
 ]
 
 

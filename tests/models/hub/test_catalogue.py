@@ -53,6 +53,7 @@ FAMILIES = {
     "nomic-bert": "nomic-embed-text-v1.5-q8",
     "modern-bert": "gte-modernbert-base-q8",
     "gemma-embedding": "embeddinggemma-300m-q8",
+    "jina-bert-v3": "jina-embeddings-v3-q8",
     "openelm": "openelm-3b-q4k",
     "glm4": "glm-4-9b-q4k",
     "ernie4_5": "ernie-4.5-0.3b-q4k",

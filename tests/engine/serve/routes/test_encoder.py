@@ -1,15 +1,17 @@
-"""The server in front of an encoder with a trained head: vectors, ranked pairs, and what it does not do."""
+"""The server in front of encoders, one with a trained head: vectors, ranked pairs, and what it does not do."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 from quengine import LLM
 from quengine.serve.processes.engine_llm import LLMEngine
 from tests.engine.serve.serving import serving
 from tests.models.architectures.test_bert import write_bert
+from tests.models.architectures.test_gemma_embedding import write_gemma
 
 QUERY, DOCUMENTS = "the cat", ["sat on the mat", "mat", "the the the"]
 
@@ -61,3 +63,22 @@ def test_nothing_is_generated(client: httpx.Client) -> None:
     answer = client.post("/v1/completions", json={"prompt": QUERY, "max_tokens": 2})
     assert answer.status_code == 400, answer.text
     assert "a bert model makes embeddings, and generates no text" in answer.text
+
+
+def test_every_api_cuts_a_projected_vector_to_its_first_dimensions(tmp_path: Path) -> None:
+    """As Matryoshka models are made to be cut: the rest is again of unit length."""
+    path = write_gemma(tmp_path / "model", dense=True, num_hidden_layers=2)
+    with LLM(path, device="cpu", threads=1) as llm:
+        (whole,) = llm.embed(QUERY)
+    first = np.array(whole[:16]) / np.linalg.norm(whole[:16])
+
+    def make_engine() -> LLMEngine:
+        return LLMEngine(LLM(path, device="cpu", threads=1))
+
+    with serving(make_engine, settings={"model_names": ("gemma",)}) as served, served.http() as client:
+        openai = client.post("/v1/embeddings", json={"input": QUERY, "dimensions": 16})
+        ollama = client.post("/api/embed", json={"model": "gemma", "input": [QUERY], "dimensions": 16})
+        refused = client.post("/v1/embeddings", json={"input": QUERY, "dimensions": 65})
+    assert openai.json()["data"][0]["embedding"] == pytest.approx(first, abs=1e-6)
+    assert ollama.json()["embeddings"][0] == pytest.approx(first, abs=1e-6)
+    assert refused.status_code == 400 and "must be at most 64" in refused.text

@@ -1,0 +1,115 @@
+"""Jina Embeddings v3: XLM-RoBERTa whose positions rotate queries and keys.
+
+Of the adapters for its tasks nothing is computed: llama.cpp's converter writes them as files of their own, and the
+folders of `transformers` do without. Source: Sturua et al. 2024, "jina-embeddings-v3"; `JinaEmbeddingsV3Model` in the
+`transformers` library; llama.cpp's converter for the names of GGUF files.
+"""
+
+from dataclasses import replace
+
+from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
+from quengine.models.architectures.bert import (
+    CAUSAL,
+    both_sides,
+    classes_of,
+    encoder_layers,
+    encoder_sizes,
+    encoder_tensors,
+    kinds_of_segments,
+)
+from quengine.models.config import BlockKind, EncoderSizes, ModelConfig, Pooling
+from quengine.models.gguf import GGUFFile
+
+_BASE = 20_000.0
+
+
+def _common_keys(keys: Keys) -> Keys:
+    return {**both_sides(keys), "rms_norm_eps": keys["layer_norm_eps"]}
+
+
+def _fields(keys: Keys, _config: ModelConfig) -> Fields:
+    headed = any("ForSequenceClassification" in str(name) for name in keys.get("architectures") or ())
+    sizes = EncoderSizes(
+        kinds_of_segments(keys),
+        classes=classes_of(keys) if headed else 0,
+        head_dense=headed,
+        rotates=True,
+        one_segment=True,
+    )
+    return {"encoder": sizes, "pooling": _pooling(sizes)}
+
+
+def _size_fields(config: ModelConfig) -> Fields:
+    return {
+        "encoder": EncoderSizes(1, rotates=True, one_segment=True),
+        "head_count_kv": config.head_count,
+        "output_norm": "token_embd_norm",
+        "tied_output": True,
+    }
+
+
+def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
+    sizes = encoder_sizes(file, config, rotates=True)
+    return {"encoder": replace(sizes, one_segment=True), "pooling": config.pooling or _pooling(sizes)}
+
+
+def _pooling(sizes: EncoderSizes) -> Pooling | None:
+    return "rank" if sizes.classes else None
+
+
+JINA_BERT_V3 = Architecture(
+    name="jina-bert-v3",
+    block=BlockKind(norm="layer", pointwise="gelu", qkv_bias=True, merged=True),
+    build=encoder_layers,
+    model_types={
+        "jina_embeddings_v3": ModelType(
+            {
+                "vocab_size": 250002,
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 16,
+                "max_position_embeddings": 8194,
+                "layer_norm_eps": 1e-5,
+                "type_vocab_size": 1,
+                "hidden_act": "gelu",
+                "tie_word_embeddings": True,
+                "rope_parameters": {"rope_type": "default", "rope_theta": _BASE},
+                "rope_theta": _BASE,
+            },
+            common_keys=_common_keys,
+            fields=_fields,
+        )
+    },
+    rope_scalings=frozenset(),
+    hf_modules={
+        "attn_qkv": "mixer.Wqkv",
+        "attn_output": "mixer.out_proj",
+        "attn_output_norm": "norm1",
+        "ffn_up": "mlp.fc1",
+        "ffn_down": "mlp.fc2",
+        "layer_output_norm": "norm2",
+        "token_embd_norm": "emb_ln",
+    },
+    hf_layers="encoder.layers.",
+    top_tensors=encoder_tensors,
+    hf_unused=("pooler.", "lm_head."),
+    size_fields=_size_fields,
+    gguf_keys=(CAUSAL,),
+    gguf_fields=_gguf_fields,
+    synthetic={
+        "jina-embeddings-v3": {
+            "vocab_size": 250002,
+            "context_length": 8192,
+            "embedding_length": 1024,
+            "block_count": 24,
+            "feed_forward_length": 4096,
+            "head_count": 16,
+            "head_count_kv": 16,
+            "head_dim": 64,
+            "rope_freq_base": _BASE,
+            "tied_output": True,
+        },
+        "jina-embeddings-tiny": {"head_count_kv": 8, "rope_freq_base": _BASE, "tied_output": True},
+    },
+)
