@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2vl": {"rope.dimension_sections": [4, 2, 2, 0]},
     "qwen3vl": {"rope.dimension_sections": [3, 3, 2, 0]},
     "qwen3vlmoe": {"rope.dimension_sections": [3, 3, 2, 0]},
+    "llama4": {},
     "lfm2moe": {"leading_dense_block_count": 0, "expert_gating_func": 2},
 }
 """Architecture -> keys beside those of `ModelSizes`."""
@@ -55,6 +56,7 @@ SIZES: dict[str, dict[str, int]] = {
     "dots1": {"kv_heads": 4},
     "minimax-m2": {"expert_feed_forward": 96},
     "hunyuan-moe": {"expert_feed_forward": 96},
+    "llama4": {"blocks": 4},
 }
 TIED = ("cohere2", "gemma2")
 
