@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from operator import mul
 
 from quengine.block_manager import CachePool
@@ -13,7 +14,14 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
 from quengine.kernels.moe.grouping import default_block, most_blocks
 from quengine.models.architectures import attentions_of, layers_of
 from quengine.models.blocks.block import PagedKV, SlotState, State
-from quengine.models.config import CacheGroup, ExpertConfig, GatedDeltaSizes, LatentSizes, ModelConfig
+from quengine.models.config import (
+    AltUpSizes,
+    CacheGroup,
+    ExpertConfig,
+    GatedDeltaSizes,
+    LatentSizes,
+    ModelConfig,
+)
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
 """Bytes reserved, by kind of device, for everything independent of the model's size: the process, kernels,
@@ -362,10 +370,9 @@ def workspace_bytes(
     """
     fixed = (DRAFT_WORKSPACE if draft else WORKSPACE)[kind]
     inputs = 0 if config.layer_input is None else config.block_count * config.layer_input.length
-    # fp32 rows of alternating updates: before and after a layer, predicted, and what is added to them
-    rows_beside = 0 if config.altup is None else 16 * (config.altup.streams + 1) * config.embedding_length
+    beside = 0 if config.altup is None else _altup_row_bytes(config, config.altup)
     if kind == "cpu":
-        return fixed + cpu_expert_bytes(config, chunk) + chunk * (8 * inputs + rows_beside)
+        return fixed + cpu_expert_bytes(config, chunk) + chunk * (8 * inputs + beside)
     width, attentions, net = config.embedding_length, attentions_of(config), config.gated_delta
     queries = max((a.heads * a.head_dim for a in attentions), default=0)
     qkv = max((a.rows for a in attentions), default=0)
@@ -378,7 +385,7 @@ def workspace_bytes(
     largest = width * max(inner, qkv, inputs)
     # fp32: the residual stream, products of qkv; fp16: normed rows, then queries or the rows of SwiGLU.
     activations = chunk * (4 * width + 4 * qkv + 2 * width + 2 * max(2 * queries, inner))
-    activations += chunk * rows_beside
+    activations += chunk * beside
     activations += chunk * 8 * inputs  # what layers get beside the stream, and its projected part
     logits = (12 if draft else LOGIT_BYTES) * rows * config.vocab_size
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
@@ -388,6 +395,13 @@ def workspace_bytes(
     # A prompt's row in a Mamba2 layer takes, beside its product, fp32 channels and two gates of each head.
     activations += 0 if mamba is None else 4 * chunk * (mamba.channels + 2 * mamba.heads)
     return fixed + packed + dequantized + activations + logits + grouped_row_bytes(config, chunk)
+
+
+def _altup_row_bytes(config: ModelConfig, sizes: AltUpSizes) -> int:
+    """Of a token with alternating updates: fp32 rows before and after a layer, predicted, and what is added to them;
+    in layers with a cutoff gate and up, and what is made of the gate."""
+    rows = 16 * (sizes.streams + 1) * config.embedding_length
+    return rows + (20 * config.feed_forward_length if max(sizes.cutoffs) > -inf else 0)
 
 
 def _delta_row_bytes(net: GatedDeltaSizes) -> int:

@@ -224,6 +224,10 @@ class Backend(Protocol[WeightT]):
         """`norm` of x [T, K], or x itself, then the matmul with weight [N, K], plus bias [N]: [T, N]."""
         ...
 
+    def linear(self, batch: ForwardBatch, x: Tensor, weight: WeightT) -> Tensor:
+        """The matmul of weight [N, K] with rows x [T, K] as plain rows: [T, N] in the backend's dtype."""
+        ...
+
     def norm_glu(
         self,
         batch: ForwardBatch,

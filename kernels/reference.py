@@ -145,6 +145,9 @@ class ReferenceBackend:
         y = self._matmul(_normed(x, norm), weight)
         return y if bias is None else y + bias
 
+    def linear(self, _batch: ForwardBatch, x: Tensor, weight: ReferenceWeight) -> Tensor:
+        return self._matmul(x, weight)
+
     def norm_glu(
         self,
         _batch: ForwardBatch,

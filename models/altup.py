@@ -16,7 +16,7 @@ from quengine.models.blocks.block import Block
 from quengine.models.decoder_layer import DecoderLayer
 from quengine.models.layer_input import LayerInputLayer
 from quengine.models.layer_tables import LayerTables
-from quengine.models.layers import LayerTensors, product
+from quengine.models.layers import LayerTensors
 
 
 class Streams:
@@ -30,13 +30,13 @@ class Streams:
         self._unembed: list[Any] = [self.backend.weight([each]) for each in unembed.matrices()]
 
     def open(self, batch: ForwardBatch, x: Tensor) -> Tensor:
-        projected = product(self.backend, batch, x, self._project).view(len(x), self._count, -1)
+        projected = self.backend.linear(batch, x, self._project).view(len(x), self._count, -1)
         return torch.cat([x[:, None], altup.of_size(projected, x[:, None])], 1)
 
     def close(self, batch: ForwardBatch, x: Tensor) -> Tensor:
         first, every = x[:, 0], x[:, 0].clone()
         for number, weight in enumerate(self._unembed, start=1):
-            row = product(self.backend, batch, x[:, number].contiguous(), weight)
+            row = self.backend.linear(batch, x[:, number].contiguous(), weight)
             every += altup.of_size(row, first)
         return every / (self._count + 1)
 
@@ -79,7 +79,7 @@ class AltUpLayer(DecoderLayer):
         predictions = altup.predict(x, self._modalities(x[:, 0].contiguous()), self._predict)
         active = predictions[:, 0].contiguous()
         normed = backend.normed(active, norm)
-        beside = product(backend, batch, normed, self._left)
+        beside = backend.linear(batch, normed, self._left)
         beside = backend.linear_add(batch, beside, self._right, normed, None, self._laurel_norm)
         y = mixer(batch, active, cache, None, rows)
         if rows is not None:

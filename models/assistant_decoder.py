@@ -18,7 +18,7 @@ from quengine.models.architectures.gemma4_assistant import POST, PRE, sources
 from quengine.models.config import ModelConfig, Rotation
 from quengine.models.decoder import Decoder
 from quengine.models.layer_tables import LayerTables
-from quengine.models.layers import LayerTensors, product
+from quengine.models.layers import LayerTensors
 
 
 class _Tables(LayerTables):
@@ -81,8 +81,8 @@ class AssistantDecoder(Decoder):
         assert norm is not None
         embedded = backend.embed(batch, self._target.token_embd, self._target.config.embedding_scale)
         both = torch.cat([embedded, hidden.to(embedded.dtype)], 1)
-        x: Hidden = product(backend, batch, both, self._pre)
+        x: Hidden = backend.linear(batch, both, self._pre)
         for block, source, next_norm in zip(self.blk, self._sources, self._next_norms, strict=True):
             x = block(batch, x, cache[source], next_norm)
         logits = self._logits(batch, x, len(batch))
-        return logits, product(backend, batch, backend.normed(x, norm), self._post)
+        return logits, backend.linear(batch, backend.normed(x, norm), self._post)

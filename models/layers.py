@@ -152,13 +152,6 @@ def _qkv(tensors: LayerTensors, kind: str, keys_as_values: bool = False) -> list
     return ["attn_q", "attn_k", "attn_k" if keys_as_values else "attn_v"]
 
 
-def product(backend: Backend[Any], batch: ForwardBatch, x: Hidden, weight: Any) -> Tensor:
-    """The matrix times rows x: [T, rows of the matrix], in the backend's dtype."""
-    zeros = torch.zeros(len(batch), weight.rows, dtype=backend.dtype, device=backend.device)
-    found: Tensor = backend.linear_add(batch, x, weight, zeros[: len(x)])
-    return found
-
-
 class SparseEntry:
     """`FeedForwardEntry` of a layer whose gates count as far as they are above a cutoff of their row."""
 
@@ -168,7 +161,7 @@ class SparseEntry:
 
     def __call__(self, backend: Backend[Any], batch: ForwardBatch, x: Hidden, norm: Norm | None) -> Tensor:
         rows = x if norm is None else backend.normed(x, norm)
-        both = product(backend, batch, rows, self.weight)
+        both = backend.linear(batch, rows, self.weight)
         gate, up = both[:, : self._length], both[:, self._length :]
         found: Tensor = gelu(above_cutoff(gate, self._deviations), approximate="tanh") * up
         return found

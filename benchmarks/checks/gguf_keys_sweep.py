@@ -75,7 +75,8 @@ DECIDED: Mapping[str, str] = {
         "llama.cpp's router is fixed for these"
     ),
     r"nemotron_h_moe\.expert_gating_func = (1|3)": "llama.cpp's router is fixed for these",
-    r"(granitemoe|granitehybrid)\.expert_gating_func = 1": "llama.cpp's router is fixed for these",
+    r"(granitemoe|granitehybrid|llama4)\.expert_gating_func = 1": "llama.cpp's router is fixed for these",
+    r"llama4\.(expert_gating_func = 3|expert_weights_norm = True)": "llama.cpp's router is fixed for these",
     r"(ernie4_5-moe|olmoe|qwen2moe)\.expert_gating_func = 3": "llama.cpp's router is fixed for these",
     rf"({_NO_WINDOWS})\.attention\.sliding_window = (1|8)": "transformers has the window, llama.cpp not",
     r"olmo2\.rope\.freq_base_swa = (500\.0|1000000\.0)( with (linear|yarn))?": (
@@ -256,6 +257,7 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     "dots1": {"kv_heads": 4},
     "minimax-m2": {"expert_feed_forward": 96},
     "hunyuan-moe": {"expert_feed_forward": 96},
+    "llama4": {"blocks": 4},
 }
 """Where llama.cpp takes fewer sizes than are usual here."""
 

@@ -111,6 +111,9 @@ class CpuBackend:
         with recorded(batch, len(x)) as step:
             return step.norm_linear(x, norm, weight, bias)
 
+    def linear(self, batch: ForwardBatch, x: Tensor, weight: CpuWeight) -> Tensor:
+        return self.norm_linear(batch, x, None, weight)
+
     def norm_glu(
         self,
         batch: ForwardBatch,

@@ -203,6 +203,9 @@ class CudaBackend:
             bias = bias.view(1, -1)
         return self._matmul(batch, rows, weight, bias)
 
+    def linear(self, batch: ForwardBatch, x: Tensor, weight: PackedWeight) -> Tensor:
+        return self._matmul(batch, x, weight, None)
+
     def norm_glu(
         self,
         batch: ForwardBatch,

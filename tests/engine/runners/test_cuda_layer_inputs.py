@@ -20,9 +20,9 @@ IDS = [(7 * i * i + 3 * i + 1) % 1000 for i in range(90)]
 PROMPTS = [IDS[:70], IDS[10:30], IDS[40:45]]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_synthetic(tmp_path_factory.mktemp("inputs") / "tiny.gguf", "gemma-4-e-tiny")
+@pytest.fixture(scope="module", params=["gemma-4-e-tiny", "gemma-3n-tiny"])
+def path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return write_synthetic(tmp_path_factory.mktemp("inputs") / "tiny.gguf", request.param)
 
 
 @pytest.fixture(scope="module")
