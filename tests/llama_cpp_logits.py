@@ -86,7 +86,8 @@ class LlamaCpp:
         self._position = 0
 
     def step(self, ids: Sequence[int]) -> "np.ndarray[Any, np.dtype[np.float32]]":
-        """The logits [len(ids), vocab], or rows [len(ids), width], of these tokens, the next ones of the text, computed in one batch."""
+        """The logits [len(ids), vocab], or rows [len(ids), width], of these tokens, the next ones of the text, computed
+        in one batch."""
         batch = self._lib.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)
         for i, token in enumerate(ids):
