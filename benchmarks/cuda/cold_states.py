@@ -15,7 +15,7 @@ import torch
 
 from quengine.block_manager import BlockCopy
 from quengine.kv_cache import KVCache, pools_of_one
-from quengine.models.synthetic.presets import find_preset
+from quengine.models.synthetic.presets import synthetic_preset
 
 PRESETS = ("qwen3.6-35b-a3b", "qwen3.6-27b", "qwen3.5-0.8b")
 ROUNDS = 20
@@ -32,7 +32,7 @@ def timed(cache: KVCache, copy: BlockCopy) -> float:
 
 def measure(name: str, device: torch.device) -> str:
     """The line of a preset. Raises SystemExit where there is no such preset."""
-    preset = find_preset(name)
+    preset = synthetic_preset(name)
     if preset is None:
         raise SystemExit(f"{name}: there is no such preset")
     config = preset.config()

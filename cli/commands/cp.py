@@ -8,7 +8,7 @@ from quengine.cli.commands.create import absolute, check_name
 from quengine.cli.flags import complete_models
 from quengine.errors import EngineError
 from quengine.models.hub.hub import ModelNotHereError, resolve_model
-from quengine.models.hub.presets import find_preset, write_preset
+from quengine.models.hub.presets import synthetic_preset, write_preset
 
 
 def copy(
@@ -24,7 +24,7 @@ def copy(
     path = check_name(name)
     if path.exists():
         raise EngineError(f"{name}: there is a preset of that name; remove it with: engine rm {name}")
-    table = find_preset(source)
+    table = synthetic_preset(source)
     if table is None:
         with suppress(ModelNotHereError):  # its name is right
             resolve_model(source)

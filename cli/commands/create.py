@@ -15,7 +15,7 @@ import typer
 from quengine.errors import EngineError
 from quengine.models.hub.hub import ModelNotHereError, resolve_model
 from quengine.models.hub.hub_name import own_name
-from quengine.models.hub.presets import find_preset, preset_path, write_preset
+from quengine.models.hub.presets import synthetic_preset, preset_path, write_preset
 from quengine.options import flagged, spellings, table_fields, value_type
 from quengine.platform.input_files import read_text
 from quengine.request.go_template import UnknownFormError, jinja_of
@@ -175,7 +175,7 @@ def read_preset(file: Path) -> tuple[dict[str, Any], list[str]]:
     for key in ("model", "draft_model"):
         if isinstance(table.get(key), str):
             table[key] = absolute(table[key], file.absolute().parent)
-    if (base := find_preset(table["model"])) is not None:
+    if (base := synthetic_preset(table["model"])) is not None:
         table = {**base, **table, "model": base["model"]}
     table_options(table, str(file))
     try:

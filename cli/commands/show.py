@@ -31,13 +31,13 @@ def show(
     from quengine.cli.terminal import write_line
     from quengine.errors import EngineError
     from quengine.models.hub.hub import resolve_model
-    from quengine.models.hub.presets import find_preset
+    from quengine.models.hub.presets import synthetic_preset
     from quengine.models.model_summary import summarize
 
     given = [name for name in (model, model_option) if name is not None]
     if len(given) != 1:
         raise EngineError("show takes one model: engine show MODEL")
-    preset = find_preset(given[0])
+    preset = synthetic_preset(given[0])
     if preset is not None and not as_json:
         for line in ("preset", *(f"  {each}" for each in _preset_lines(preset)), ""):
             write_line(line)

@@ -16,7 +16,7 @@ from typing import Any
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError, shown
-from quengine.models.hub.presets import find_preset
+from quengine.models.hub.presets import synthetic_preset
 from quengine.options import table_values
 from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
@@ -28,7 +28,7 @@ _ROLES = ("system", "user", "assistant")
 
 def preset_values(name: str) -> dict[type[Any], dict[str, Any]]:
     """The options of a preset by their group; of another name none. Raises EngineError where it is wrong."""
-    table = find_preset(name)
+    table = synthetic_preset(name)
     return {} if table is None else table_options(table, f"preset {name}")
 
 

@@ -40,7 +40,7 @@ def preset_path(name: str) -> Path:
         raise ModelNameError(f"{name}: {error}") from None
 
 
-def find_preset(name: str) -> dict[str, Any] | None:
+def synthetic_preset(name: str) -> dict[str, Any] | None:
     """The table of a preset; None where there is none of that name, or a file or folder of it comes first.
 
     Raises:
@@ -68,7 +68,7 @@ def read_stored(name: str) -> dict[str, Any]:
 
 def base_model(name: str) -> str:
     """The model that a preset is made of; of another name the name itself."""
-    table = find_preset(name)
+    table = synthetic_preset(name)
     return name if table is None else str(table["model"])
 
 

@@ -14,7 +14,7 @@ from quengine.cli.flags import ConstraintFlags, Model, takes_options
 from quengine.cli.main import run
 from quengine.config import EngineConfig
 from quengine.models.hub.hub import resolve_model
-from quengine.models.hub.presets import find_preset, preset_names, toml_text, write_preset
+from quengine.models.hub.presets import synthetic_preset, preset_names, toml_text, write_preset
 from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.settings import ServerSettings
@@ -100,7 +100,7 @@ def test_a_flag_that_excludes_an_option_comes_first(
 ) -> None:
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     assert create("shown", f'model = "{model}"\ntemplate_file = "chat.jinja"') == 0
-    table = find_preset("shown")
+    table = synthetic_preset("shown")
     assert table is not None and table["template"] == "{{ messages }}"
     assert taken("run", "-m", "shown")[2].source() == "{{ messages }}"
     (tmp_path / "other.jinja").write_text("{{ 1 }}")
@@ -111,7 +111,7 @@ def test_a_flag_that_excludes_an_option_comes_first(
 def test_a_preset_of_a_preset_has_its_options_too(model: str, create: Callable[..., int]) -> None:
     assert create("pirate", PIRATE.format(model=model)) == 0
     assert create("captain", 'model = "pirate"\ntemperature = 1.5\nseed = 3') == 0
-    first, second = find_preset("pirate"), find_preset("captain")
+    first, second = synthetic_preset("pirate"), synthetic_preset("captain")
     assert first is not None and second == {**first, "temperature": 1.5, "seed": 3}
     assert resolve_model("captain") == Path(model)
 
@@ -136,14 +136,14 @@ def test_a_model_is_run_by_its_presets_name(
 def test_a_link_stays_one(model: str, create: Callable[..., int], tmp_path: Path) -> None:
     (tmp_path / "sha256-abc").symlink_to(model)
     assert create("linked", 'model = "./sha256-abc"') == 0
-    assert find_preset("linked") == {"model": str(tmp_path / "sha256-abc")}
+    assert synthetic_preset("linked") == {"model": str(tmp_path / "sha256-abc")}
 
 
 def test_list_show_cp_and_rm_have_presets(model: str, create: Callable[..., int], capsys: Captured) -> None:
     assert create("pirate", PIRATE.format(model=model)) == 0
     assert run(["cp", "pirate", "corsair"]) == 0
     assert run(["cp", model, "plain"]) == 0
-    assert find_preset("corsair") == find_preset("pirate") and find_preset("plain") == {"model": model}
+    assert synthetic_preset("corsair") == synthetic_preset("pirate") and synthetic_preset("plain") == {"model": model}
     assert run(["cp", "plain", "pirate"]) == 1
     assert run(["list"]) == 0
     listed = capsys.readouterr().out
@@ -196,7 +196,7 @@ def test_names(create: Callable[..., int], capsys: Captured) -> None:
     capsys.readouterr()
     assert run(["show", "minne"]) == 1
     assert "did you mean mine?" in capsys.readouterr().err
-    (path,) = (Path(find_preset.__globals__["presets_folder"]())).glob("mine.toml")
+    (path,) = (Path(synthetic_preset.__globals__["presets_folder"]())).glob("mine.toml")
     path.write_text("model = 3")
     with pytest.raises(EngineError, match="names no model"):
         resolve_model("mine")

@@ -15,7 +15,7 @@ from quengine.context.saved_prefix import restore_prefix, save_prefix
 from quengine.errors import CannotRunError
 from quengine.kv_cache import ColdStates
 from quengine.memory import CacheNeeds, cold_checkpoints, cold_slab
-from quengine.models.synthetic.presets import find_preset
+from quengine.models.synthetic.presets import synthetic_preset
 from tests.engine.states import states_that_count, write_small
 from tests.engine.test_state_bits import first_logits
 from tests.engine.test_states_ahead import ahead
@@ -191,7 +191,7 @@ def test_host_memory_is_allocated_as_it_is_written_and_keeps_every_bit() -> None
 
 
 def test_host_memory_is_an_eighth_of_what_is_free_or_what_is_requested() -> None:
-    preset = find_preset("qwen3.5-tiny")
+    preset = synthetic_preset("qwen3.5-tiny")
     assert preset is not None
     needs = CacheNeeds(preset.config(), 512)
     size = needs.state_bytes

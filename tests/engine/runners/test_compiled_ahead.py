@@ -21,7 +21,7 @@ from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.models.synthetic.presets import find_preset
+from quengine.models.synthetic.presets import synthetic_preset
 from quengine.models.synthetic.synthetic import tensor_type
 from quengine.models.tensor_table import required_tensors
 
@@ -43,7 +43,7 @@ def keys(call):
     with torch.no_grad():
         return {launch.key: launch.name for launch in record(call)}
 
-spec = find_preset(preset)
+spec = synthetic_preset(preset)
 config = spec.config()
 with backend_for(arch) as backend:
     backend.batch_invariant = bool(fixed)
@@ -114,7 +114,7 @@ from unittest import mock
 from quengine.block_manager import CachePool
 from quengine.kernels.cuda.aot.aot_compile import record
 from quengine.models.draft_layer import layer_config
-from quengine.models.synthetic.presets import find_preset
+from quengine.models.synthetic.presets import synthetic_preset
 from quengine.models.synthetic.synthetic import tensor_type
 from quengine.models.tensor_table import required_tensors
 from quengine.runners import cuda_graphs, draft_graphs
@@ -124,7 +124,7 @@ from quengine.runners.graph_keys import GREEDY
 
 for module in (cuda_graphs, draft_graphs):
     module.has_dependent_launch = lambda _: True
-spec = find_preset("qwen3.5-mtp-tiny")
+spec = synthetic_preset("qwen3.5-mtp-tiny")
 config = spec.config()
 def stored(config):
     return {name: (tensor_type(spec, name, shape), shape) for name, shape in required_tensors(config).items()}

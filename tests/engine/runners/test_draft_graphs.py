@@ -101,13 +101,16 @@ class Rig:
 
     def right(self, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
         """Let the layer draft the tokens of these texts, but for every third."""
-        draft = self.drafts._draft
+        draft, history = self.drafts._draft, self.drafts._drafted.history
+        wanted = torch.full(history.shape, -1, dtype=history.dtype)
+        for slot, ids in enumerate(texts):
+            for position in (at for at in range(1, len(ids)) if at % 3):
+                wanted[slot, position] = ids[position]
+        wanted = wanted.to(history.device)  # ahead of a capture
 
         def drafted(*args: Any) -> None:
             draft(*args)
-            for slot, ids in enumerate(texts):
-                for position in (at for at in range(1, len(ids)) if at % 3):
-                    self.drafts._drafted.history[slot, position] = ids[position]
+            history.copy_(torch.where(wanted >= 0, wanted, history))
 
         monkeypatch.setattr(self.drafts, "_draft", drafted)
 

@@ -70,6 +70,8 @@ def test_captured_steps_draft_what_eager_ones_do(path: Path) -> None:
     with LLM(path, "cuda", CTX, draft_mtp=4) as llm:
         drafts = llm.loaded.draft
         assert isinstance(drafts, MtpDrafts) and isinstance(drafts._runner.graphs, CudaGraphs)
+        assert llm.runner.device_decoder is not None
+        drafts._on_device = llm.runner.device_decoder.drafting = None  # as where the host samples
         drafts._on_device = None  # the host asks for each draft
         device, host = drafts._steps, HostDraftSteps(drafts._runner)
         assert isinstance(device, DeviceDraftSteps)
