@@ -15,7 +15,7 @@ import typer
 from quengine.errors import EngineError
 from quengine.models.hub.hub import ModelNotHereError, resolve_model
 from quengine.models.hub.hub_name import own_name
-from quengine.models.hub.presets import synthetic_preset, preset_path, write_preset
+from quengine.models.hub.presets import preset_path, synthetic_preset, write_preset
 from quengine.options import flagged, spellings, table_fields, value_type
 from quengine.platform.input_files import read_text
 from quengine.request.go_template import UnknownFormError, jinja_of

@@ -14,7 +14,7 @@ from quengine.cli.flags import ConstraintFlags, Model, takes_options
 from quengine.cli.main import run
 from quengine.config import EngineConfig
 from quengine.models.hub.hub import resolve_model
-from quengine.models.hub.presets import synthetic_preset, preset_names, toml_text, write_preset
+from quengine.models.hub.presets import preset_names, synthetic_preset, toml_text, write_preset
 from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.settings import ServerSettings
@@ -143,7 +143,9 @@ def test_list_show_cp_and_rm_have_presets(model: str, create: Callable[..., int]
     assert create("pirate", PIRATE.format(model=model)) == 0
     assert run(["cp", "pirate", "corsair"]) == 0
     assert run(["cp", model, "plain"]) == 0
-    assert synthetic_preset("corsair") == synthetic_preset("pirate") and synthetic_preset("plain") == {"model": model}
+    assert synthetic_preset("corsair") == synthetic_preset("pirate") and synthetic_preset("plain") == {
+        "model": model
+    }
     assert run(["cp", "plain", "pirate"]) == 1
     assert run(["list"]) == 0
     listed = capsys.readouterr().out

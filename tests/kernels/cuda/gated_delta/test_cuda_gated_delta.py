@@ -241,7 +241,9 @@ def test_states_advance_over_accepted_rows_alone(shape: Shape, device: torch.dev
     torch.testing.assert_close(layer.parts[1].cpu(), memory, **TOLERANCE)
     written = run_alone(alone, x[taken], spec, state, device)
     assert torch.equal(layer.parts[0], written[0])
-    torch.testing.assert_close(layer.parts[1], written[1], **TOLERANCE)  # of another kernel: last bits are its own
+    torch.testing.assert_close(
+        layer.parts[1], written[1], **TOLERANCE
+    )  # of another kernel: last bits are its own
     for slot, end in ((2, 71), (1, 2)):
         places = [position % shape.rows for position in range(max(0, end - shape.taps + 1), end)]
         assert torch.equal(layer.parts[0].cpu()[slot, places], history[slot, places])
