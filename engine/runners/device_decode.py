@@ -55,7 +55,7 @@ class DeviceDecoder:
             count += sum(len(sequence.draft) + sequence.replay for sequence in plan.sequences)
         if count > self.most_rows:
             for slot in plan.slots:
-                slot.has_token = False
+                slot.has_token, slot.undrafted = False, 0
             return None
         if self.before_launch is not None:
             self.before_launch(list(zip(plan.sequences, plan.starts, strict=True)))
@@ -175,6 +175,7 @@ class DeviceDecoder:
                 on_host += range(len(rows) - len(ids), len(rows)) if sequence.next_is_newest else ()
             slot.waits = given[number] is None or len(ids) > 1
             slot.has_token = given[number] is not None and not sequence.draft
+            slot.undrafted = 0
         step = self._rows.launch(rows, has_drafts)
         step.keep_logits(on_host)
         return lambda: [

@@ -133,6 +133,25 @@ def test_what_the_host_samples_is_as_without_drafts(model: Path, expected: Texts
         assert drafting.drafted
 
 
+def test_the_device_drafts_again_once_the_host_has_no_part_in_a_step(model: Path, expected: Texts) -> None:
+    """After steps of any number in which the host gave drafts."""
+    with ahead(model, 2) as (llm, device, drafting):
+        drafting.oracle = oracle_of(llm, expected(GREEDY))
+        for count in range(2, 7):
+            device.log.clear()
+            stream = llm.stream(PROMPTS[0], GREEDY)
+            beside = llm.stream(PROMPTS[2], replace(GREEDY, max_tokens=count, logprobs=1))
+            stream.start()
+            while len(stream.sequence.generated) < 5:
+                llm.step()
+            beside.start()
+            assert beside.finish().tokens == expected(GREEDY)[2].tokens[:count]
+            before = len(device.log)
+            same([stream.finish()], [expected(GREEDY)[0]])
+            assert any(entry.startswith("decode") for entry in device.log[:before])
+            assert any(entry.startswith("drafts") for entry in device.log[before:])
+
+
 def test_sequences_of_all_lengths_end_where_they_do_without_drafts(model: Path, expected: Texts) -> None:
     lengths = [1, 2, 23, 9, 28]
     with ahead(model, 5, 4) as (llm, _, drafting):
