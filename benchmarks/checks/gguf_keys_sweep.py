@@ -107,7 +107,11 @@ ROUNDED = "YaRN's limits are not rounded, as the model was trained: with rounded
 MORE: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"attention.sliding_window": 5},
     "gemma3": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
-    "gemma-embedding": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
+    "gemma-embedding": {  # llama.cpp ends where no layer sees the whole text
+        "attention.sliding_window": 5,
+        "attention.sliding_window_pattern": 2,
+        "rope.freq_base_swa": 2e4,
+    },
     "modern-bert": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4, "hidden_activation": "gelu"},
     "gemma4": {"embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0},
     "olmo2": {"attention.sliding_window": 5},
