@@ -30,7 +30,7 @@ import torch
 from quengine.errors import EngineError
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
-from tests.gguf_builder import MAMBAS, ModelSizes, spm_vocabulary
+from tests.gguf_builder import MAMBAS, SUMMED, ModelSizes, spm_vocabulary
 from tests.llama_cpp_logits import llama_cpp_logits
 from tests.llama_cpp_vocab import library
 from tests.tiny_models import chat_vocabulary, write_tiny
@@ -108,7 +108,11 @@ ROUNDED = "YaRN's limits are not rounded, as the model was trained: with rounded
 MORE: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"attention.sliding_window": 5},
     "gemma3": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
-    "gemma-embedding": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4},
+    "gemma-embedding": {  # llama.cpp ends where no layer sees the whole text
+        "attention.sliding_window": 5,
+        "attention.sliding_window_pattern": 2,
+        "rope.freq_base_swa": 2e4,
+    },
     "modern-bert": {"attention.sliding_window": 5, "rope.freq_base_swa": 2e4, "hidden_activation": "gelu"},
     "gemma4": {"embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0},
     "olmo2": {"attention.sliding_window": 5},
@@ -316,6 +320,8 @@ def changes(architecture: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and changed metadata (None: left out) of every change of an architecture's files."""
     more = {f"{architecture}.{key}": value for key, value in MORE.get(architecture, {}).items()}
     more["general.name"] = "tiny"  # by some names llama.cpp expects tokens of a released model
+    if architecture in SUMMED:
+        more["tokenizer.ggml.token_type_count"] = 2
     metadata = ModelSizes(architecture, **SIZES.get(architecture, {})).metadata() | more
     yield "as it is", more
     own = OF_MAMBA if architecture in MAMBAS else {}
