@@ -171,44 +171,6 @@ class VisionAttention:
         return x.transpose(1, 2)
 
 
-@dataclass(frozen=True, eq=False)
-class VisionBlock:
-    """A pre-norm layer: attention, then a feed-forward, each added to the rows.
-
-    scales: factors [width] of what is added; post: norms of it.
-    """
-
-    norm1: Norm
-    attention: VisionAttention
-    norm2: Norm
-    mlp: Mlp
-    scales: tuple[Tensor, Tensor] | None = None
-    post: tuple[Norm, Norm] | None = None
-
-    def __call__(self, x: Tensor, rotate: Rotation | None = None, windows: Windows | None = None) -> Tensor:
-        """x [B, rows, width], which may be overwritten -> [B, rows, width]"""
-        if x.is_cuda and self.fuses:
-            from quengine.models.vision.fused_block import fused_block  # imports Triton
-
-            return fused_block(self, x, rotate, windows)
-        x = x + self._added(self.attention(self.norm1(x), rotate, windows), 0)
-        return x + self._added(self.mlp(self.norm2(x)), 1)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether kernels/cuda/vision_rows.py has what stands between its matrices, which have to be fp16."""
-        matrices = (self.attention.qkv, self.attention.out, self.mlp.up, self.mlp.down, self.mlp.gate)
-        norms = self.attention.norms
-        normed = all(norms) and self.attention.norm_heads and len({norm.eps for norm in norms if norm}) == 1
-        plain = all(type(each) is Linear and each.weight.dtype == torch.float16 for each in matrices if each)
-        return plain and (normed or not any(norms))
-
-    def _added(self, y: Tensor, part: int) -> Tensor:
-        if self.post is not None:
-            y = self.post[part](y)
-        return y if self.scales is None else y * self.scales[part]
-
-
 def linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
     """`name`.weight [rows, cols], with `name`.bias where there is one."""
     bias = weights.tensor(f"{name}.bias", rows) if weights.has(f"{name}.bias") else None

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
-from quengine.models.vision.blocks import HF_ACTIVATIONS, Linear, VisionBlock, norm, patch_linear, patches
+from quengine.models.vision.blocks import HF_ACTIVATIONS, Linear, norm, patch_linear, patches
 from quengine.models.vision.files import Weights
 from quengine.models.vision.pixels import normalized, resized
 from quengine.models.vision.projector import Arranged, Projector
 from quengine.models.vision.settings import BILINEAR, Keys, VisionSettings, folder_settings, gguf_settings
 from quengine.models.vision.siglip import SIGLIP_DEFAULTS, siglip_blocks, siglip_names
+from quengine.models.vision.vision_block import VisionBlock
 
 
 def _gguf(file: GGUFFile) -> VisionSettings:

@@ -18,7 +18,6 @@ from quengine.models.vision.blocks import (
     Linear,
     Mlp,
     VisionAttention,
-    VisionBlock,
     axial_angles,
     clipped_linear,
     joined,
@@ -34,6 +33,7 @@ from quengine.models.vision.lfm2 import as_convolution
 from quengine.models.vision.pixels import normalized, resized
 from quengine.models.vision.projector import Arranged, Projector
 from quengine.models.vision.settings import BICUBIC, Keys, VisionSettings, folder_settings, gguf_settings
+from quengine.models.vision.vision_block import VisionBlock
 
 _ROWS = 280
 """Of an image, at most."""

@@ -16,7 +16,6 @@ from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
     Linear,
     Mlp,
-    VisionBlock,
     axial_angles,
     linear,
     merged,
@@ -38,6 +37,7 @@ from quengine.models.vision.qwen_images import (
     sized,
 )
 from quengine.models.vision.settings import Keys, VisionSettings, folder_settings, gguf_settings
+from quengine.models.vision.vision_block import VisionBlock
 
 MIN_PIXELS, MAX_PIXELS = 112 * 112 // 2, 28 * 28 * 6144
 """Of a resized image in the released models, which count two frames of it."""

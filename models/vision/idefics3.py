@@ -14,16 +14,7 @@ from torch import Tensor
 
 from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
-from quengine.models.vision.blocks import (
-    HF_ACTIVATIONS,
-    Linear,
-    VisionBlock,
-    linear,
-    merged,
-    norm,
-    patch_linear,
-    patches,
-)
+from quengine.models.vision.blocks import HF_ACTIVATIONS, Linear, linear, merged, norm, patch_linear, patches
 from quengine.models.vision.files import Weights
 from quengine.models.vision.pixels import normalized, resized
 from quengine.models.vision.projector import Arranged, Projector
@@ -36,6 +27,7 @@ from quengine.models.vision.settings import (
     gguf_settings,
 )
 from quengine.models.vision.siglip import SIGLIP_DEFAULTS, siglip_blocks, siglip_names
+from quengine.models.vision.vision_block import VisionBlock
 
 MAX_SIDE = 4096
 """Pixels of the longest edge in any case."""

@@ -18,7 +18,6 @@ from quengine.models.vision.blocks import (
     Linear,
     Mlp,
     VisionAttention,
-    VisionBlock,
     linear,
     merged,
     norm,
@@ -31,6 +30,7 @@ from quengine.models.vision.pixels import normalized, resized
 from quengine.models.vision.projector import Arranged, Projector
 from quengine.models.vision.settings import BICUBIC, Keys, VisionSettings, folder_settings, gguf_settings
 from quengine.models.vision.tiles import cut_tiles, tile_counts
+from quengine.models.vision.vision_block import VisionBlock
 
 _MAX_TILES = 12
 _NORM_EPS = 1e-5

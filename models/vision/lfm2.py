@@ -17,7 +17,6 @@ from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
     Linear,
     Mlp,
-    VisionBlock,
     linear,
     merged,
     norm,
@@ -31,6 +30,7 @@ from quengine.models.vision.qwen_images import sized
 from quengine.models.vision.settings import BILINEAR, Keys, VisionSettings, folder_settings, gguf_settings
 from quengine.models.vision.siglip import SIGLIP_DEFAULTS, siglip_blocks, siglip_names
 from quengine.models.vision.tiles import cut_tiles, tile_counts
+from quengine.models.vision.vision_block import VisionBlock
 
 _MIN_ROWS, _MAX_ROWS = 64, 256
 _TILE, _MIN_TILES, _MAX_TILES, _TOLERANCE = 512, 2, 10, 2.0

@@ -18,7 +18,6 @@ from quengine.models.vision.blocks import (
     Linear,
     Mlp,
     VisionAttention,
-    VisionBlock,
     linear,
     merged,
     norm,
@@ -38,6 +37,7 @@ from quengine.models.vision.settings import (
     folder_settings,
     gguf_settings,
 )
+from quengine.models.vision.vision_block import VisionBlock
 
 _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
 _EPS = 1e-5

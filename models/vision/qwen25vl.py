@@ -14,7 +14,6 @@ from quengine.models.vision.blocks import (
     Linear,
     Mlp,
     VisionAttention,
-    VisionBlock,
     Windows,
     axial_angles,
     linear,
@@ -35,6 +34,7 @@ from quengine.models.vision.qwen_images import (
     gguf_pixels,
 )
 from quengine.models.vision.settings import Keys, VisionSettings, folder_settings, gguf_settings
+from quengine.models.vision.vision_block import VisionBlock
 
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 16_384
 """Of a resized image in the released models."""

@@ -17,7 +17,6 @@ from quengine.models.vision.blocks import (
     Linear,
     Mlp,
     VisionAttention,
-    VisionBlock,
     axial_angles,
     linear,
     merged,
@@ -37,6 +36,7 @@ from quengine.models.vision.qwen_images import (
     gguf_pixels,
 )
 from quengine.models.vision.settings import Keys, VisionSettings, folder_settings, gguf_settings
+from quengine.models.vision.vision_block import VisionBlock
 
 MIN_PIXELS, MAX_PIXELS = 1 << 16, 1 << 24
 """Of a resized image in the released models."""

@@ -5,9 +5,10 @@ Source: Zhai et al. 2023, "Sigmoid Loss for Language Image Pre-Training"; `trans
 
 from collections.abc import Iterable
 
-from quengine.models.vision.blocks import Mlp, VisionAttention, VisionBlock, linear, norm, qkv_linear
+from quengine.models.vision.blocks import Mlp, VisionAttention, linear, norm, qkv_linear
 from quengine.models.vision.files import Weights
 from quengine.models.vision.settings import VisionSettings
+from quengine.models.vision.vision_block import VisionBlock
 
 SIGLIP_DEFAULTS: dict[str, object] = {
     "hidden_size": 1152,

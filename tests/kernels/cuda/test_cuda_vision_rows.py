@@ -7,10 +7,10 @@ import torch
 
 from quengine.kernels.cuda.vision_rows import add_normed, hidden_rows, split_heads
 from quengine.kernels.vision_rows import Norm, PatchActivation, activated
-from quengine.models.vision.blocks import Linear, Mlp, VisionAttention, VisionBlock, Windows
+from quengine.models.vision.blocks import Linear, Mlp, VisionAttention, Windows
 from quengine.models.vision.blocks import rotation_of_halves as halves
 from quengine.models.vision.blocks import rotation_of_pairs as pairs
-from quengine.models.vision.fused_block import fused_block
+from quengine.models.vision.vision_block import VisionBlock, fused_block
 from tests.kernels.cuda.weights import nmse
 
 
