@@ -23,8 +23,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
-from math import log
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,25 +61,11 @@ FORCED = 100
 """The token that the text repeats with --accept."""
 
 
-BIAS, HEAT = 1e5, 100.0
-"""Of drafts sampled on the device: far above all logits, over a temperature at which these make no difference."""
-
-
 class Oracle:
-    """Takes the place of what a model drafts; `share`: how often a token is right.
-
-    Where the device drafts in the step that verifies, which token it samples is a matter of the biases of drafts alone;
-    that needs a temperature above 0, at which the text is the same.
-    """
+    """Takes the place of what a model drafts; `share`: how often a token is right."""
 
     def __init__(self, llm: LLM, share: float) -> None:
         assert llm.loaded.draft is not None
-        steps = getattr(llm.loaded.draft, "_on_device", None)
-        if steps is not None:
-            of_drafts, right = steps.configure, {FORCED: BIAS, FORCED + 1: BIAS + HEAT * log(1 / share - 1)}
-            steps.configure = lambda slot, kind, params, sampler: of_drafts(
-                slot, kind, replace(params, temperature=HEAT, logit_bias=right), sampler
-            )
         graphs = llm.loaded.draft._runner.graphs
         self._history = graphs.history if isinstance(graphs, CudaGraphs) else None
         self._draft, self._share, self._random = llm.loaded.draft.draft, share, random.Random(1)

@@ -274,7 +274,8 @@ class Machine:
             fusion = stored_tensors(self.layer.fusion.tensors)
             reduced = self.layer.drafted is not None
             return LayerPlan(self.layer.config, tensors, slots, fusion=fusion, is_reduced=reduced)
-        most = self.config.draft_mtp if _states_can_wait(target) and not self.config.deterministic else 0
+        waits = _states_can_wait(target) and may_draft_on_device(self.config)
+        most = self.config.draft_mtp if waits else 0
         return LayerPlan(self.layer.config, tensors, slots, most, draft_rows(self.config, "cuda"))
 
     def draft_steps(self, runner: ModelRunner, target: ModelRunner) -> DraftSteps:
@@ -290,6 +291,12 @@ class Machine:
         return DeviceDraftSteps(
             runner.graphs
         )  # other ranks, which have no model that drafts, get tokens of the host
+
+
+def may_draft_on_device(config: EngineConfig) -> bool:
+    """Whether steps may draft on the device: states advance over accepted rows in a kernel of its own, whose last bits
+    may be others than a plain step's, and `deterministic` allows none."""
+    return not config.deterministic
 
 
 def _states_can_wait(config: ModelConfig) -> bool:

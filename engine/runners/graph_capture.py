@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quengine.errors import CannotRunError
+from quengine.platform.collector import paused
 
 KERNEL, MEMCPY, MEMSET = 0, 1, 2
 """CUgraphNodeType of a step's possible nodes."""
@@ -56,7 +57,9 @@ def capture_step(warm: Callable[[], object], step: Callable[[], Tensor], pool: A
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
-    with torch.cuda.graph(graph, pool=pool, stream=_capture_stream(torch.cuda.current_device())):
+    stream = _capture_stream(torch.cuda.current_device())
+    # A collection may destroy CUDA objects of an engine that is gone, which no thread may do during a capture.
+    with paused(), torch.cuda.graph(graph, pool=pool, stream=stream):
         logits = step()
     graph.instantiate()
     return CapturedStep(graph, logits, count_nodes(graph.raw_cuda_graph()))

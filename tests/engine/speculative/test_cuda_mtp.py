@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quengine import LLM, SamplingParams
+from quengine.loading import machine
 from quengine.models.synthetic.presets import PRESETS
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.sequence import Sequence
@@ -99,9 +100,11 @@ def test_captured_steps_draft_what_eager_ones_do(path: Path) -> None:
 def test_steps_that_draft_on_the_device_accept_what_the_host_would(
     path: Path, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Right drafts and wrong ones, by a layer that is told the text: the tokens are those without drafts to the bit."""
+    """Right drafts and wrong ones, by a layer that is told the text: the tokens are those without drafts, in kernels
+    whose bits are those of a row alone, but for the last ones of states."""
     with LLM(path, "cuda", CTX, deterministic=True) as plain:
         texts = [plain.generate([prompt], params)[0].tokens for prompt in PROMPTS]
+    monkeypatch.setattr(machine, "may_draft_on_device", lambda _: True)
     with LLM(path, "cuda", CTX, deterministic=True, draft_mtp=3) as llm:
         assert llm.runner.device_decoder is not None
         drafting = llm.runner.device_decoder.drafting
