@@ -77,7 +77,7 @@ class AltUpLayer(DecoderLayer):
         backend, mixer, ffn, norm = self.backend, self.mixer, self.ffn, self.norm
         assert mixer is not None and ffn is not None and norm is not None
         predictions = altup.predict(x, self._modalities(x[:, 0].contiguous()), self._predict)
-        active = predictions[:, 0].contiguous()
+        active = predictions[:, 0].clone()  # the mixer may write its result over it
         normed = backend.normed(active, norm)
         beside = backend.linear(batch, normed, self._left)
         beside = backend.linear_add(batch, beside, self._right, normed, None, self._laurel_norm)
