@@ -1,13 +1,15 @@
-"""GLM-4 of 2025 (9B, 32B, Z1): norms on both sides of each block, half of each head rotated, in pairs.
+"""GLM-4 of 2025 (9B, 32B, Z1) and GLM-4.1V's text model: norms on both sides of each block, heads rotated in pairs.
 
-Query, key and value have biases, which a folder may leave out. Folders have rotated elements as neighbours too, and the
-rows of gate and up in one tensor. Source: `Glm4Model` in the `transformers` library.
+Half of each head is rotated. Query, key and value have biases, which a folder may leave out. Folders have rotated
+elements as neighbours too, and the rows of gate and up in one tensor. GGUF files with sections of frequencies have the
+rows of query and key in halves. Source: `Glm4Model` and `Glm4vTextModel` in the `transformers` library.
 """
 
 from dataclasses import replace
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import DRAFTS, tensor_kinds, with_biases, without_drafts
+from quengine.models.architectures.rope_axes import SECTIONS, consecutive_axes, gguf_axes, sections_of
 from quengine.models.config import BlockKind, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import flag
@@ -17,8 +19,31 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
     return {"block": replace(config.block, qkv_bias=flag(keys, "attention_bias"))}
 
 
+def _fields_of_vision(keys: Keys, config: ModelConfig) -> Fields:
+    return {"rope_axes": consecutive_axes(sections_of(keys, (8, 12, 12)), config.rope_dim // 2)}
+
+
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    return {"block": with_biases(config.block, tensor_kinds(file)), **without_drafts(file, config)}
+    axes, block = gguf_axes(file, config), with_biases(config.block, tensor_kinds(file))
+    if axes:
+        block = replace(block, rope_layout="halves")
+    return {"block": block, "rope_axes": axes, **without_drafts(file, config)}
+
+
+_SIZES = {
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+}
+
+_VISION = ModelType(
+    {**_SIZES, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+    reads_partial_rotary_factor=True,
+    fields=_fields_of_vision,
+)
 
 
 GLM4 = Architecture(
@@ -27,12 +52,7 @@ GLM4 = Architecture(
     model_types={
         "glm4": ModelType(
             {
-                "vocab_size": 151552,
-                "hidden_size": 4096,
-                "intermediate_size": 13696,
-                "num_hidden_layers": 40,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 2,
+                **_SIZES,
                 "head_dim": 128,
                 "max_position_embeddings": 131072,
                 "rms_norm_eps": 1.5625e-07,
@@ -41,14 +61,16 @@ GLM4 = Architecture(
             },
             reads_partial_rotary_factor=True,
             fields=_fields,
-        )
+        ),
+        "glm4v": replace(_VISION, text_models=("glm4v_text",), tied_by_text=True),
+        "glm4v_text": _VISION,
     },
     hf_modules={
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
     },
     hf_rope_pairs=True,
-    gguf_keys=(DRAFTS,),
+    gguf_keys=(DRAFTS, SECTIONS),
     gguf_fields=_gguf_fields,
     synthetic={
         "glm4-9b": {

@@ -1,7 +1,8 @@
-"""GLM-4.5, 4.6 and Air: half of each head rotated, and sigmoid scores that choose experts with a bias of each.
+"""GLM-4.5, 4.6 and Air, and the text model of GLM-4.5V: half of each head rotated, experts chosen by sigmoid scores.
 
-The first layers are dense; the others have a shared expert beside the chosen ones. GLM-4.5 normalizes queries and keys,
-Air does not. The last layer of released files drafts the token after the next (models/draft_layer.py).
+A bias of each expert is added to the scores that choose. The first layers are dense; the others have a shared expert
+beside the chosen ones. GLM-4.5 normalizes queries and keys, Air does not. The last layer of released files drafts the
+token after the next (models/draft_layer.py).
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from quengine.models.architectures.file_traits import (
     with_biases,
     without_drafts,
 )
+from quengine.models.architectures.rope_axes import SECTIONS, consecutive_axes, gguf_axes, sections_of
 from quengine.models.config import LIMITS, BlockKind, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import flag, integer
@@ -33,6 +35,11 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
     return {"block": block, "draft_layers": integer(keys, f"num_{DRAFTS}", 0, _MOST)}
 
 
+def _fields_of_vision(keys: Keys, config: ModelConfig) -> Fields:
+    axes = consecutive_axes(sections_of(keys, (8, 12, 12)), config.rope_dim // 2)
+    return {**_fields(keys, config), "rope_axes": axes}
+
+
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     """Biases and norms are told by their tensors."""
     kinds = tensor_kinds(file)
@@ -44,51 +51,73 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     return {
         "experts": replace(config.experts, router=router),
         "block": block,
+        "rope_axes": gguf_axes(file, config),
         **without_drafts(file, config),
     }
 
+
+_TEXT = ModelType(
+    {
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        f"num_{DRAFTS}": 1,
+    },
+    reads_partial_rotary_factor=True,
+    expert_keys={
+        "count": "n_routed_experts",
+        "used": "num_experts_per_tok",
+        "feed_forward_length": "moe_intermediate_size",
+        "shared_count": "n_shared_experts",
+        "normalized": "norm_topk_prob",
+        "scale": "routed_scaling_factor",
+        "groups": "n_group",
+        "groups_used": "topk_group",
+    },
+    dense_layers=_dense_layers,
+    fields=_fields,
+)
+
+_VISION = replace(
+    _TEXT,
+    defaults={
+        **_TEXT.defaults,
+        "vocab_size": 151424,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 65536,
+        "attention_bias": True,
+        f"num_{DRAFTS}": 0,
+    },
+    fields=_fields_of_vision,
+)
 
 GLM4MOE = Architecture(
     name="glm4moe",
     block=BlockKind(ffn_norm="post_attention_norm", qkv_bias=True, selection_bias=True),
     router=RouterKind(used=8, scores="sigmoid", normalized=True),
     model_types={
-        "glm4_moe": ModelType(
-            {
-                "max_position_embeddings": 131072,
-                "rms_norm_eps": 1e-5,
-                "partial_rotary_factor": 0.5,
-                "attention_bias": False,
-                "use_qk_norm": False,
-                "n_routed_experts": 128,
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": 1408,
-                "n_shared_experts": 1,
-                "norm_topk_prob": True,
-                "first_k_dense_replace": 1,
-                f"num_{DRAFTS}": 1,
-            },
-            reads_partial_rotary_factor=True,
-            expert_keys={
-                "count": "n_routed_experts",
-                "used": "num_experts_per_tok",
-                "feed_forward_length": "moe_intermediate_size",
-                "shared_count": "n_shared_experts",
-                "normalized": "norm_topk_prob",
-                "scale": "routed_scaling_factor",
-                "groups": "n_group",
-                "groups_used": "topk_group",
-            },
-            dense_layers=_dense_layers,
-            fields=_fields,
-        )
+        "glm4_moe": _TEXT,
+        "glm4v_moe": replace(_VISION, text_models=("glm4v_moe_text",)),
+        "glm4v_moe_text": _VISION,
     },
     hf_modules={
         "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
         "ffn_up_shexp": "mlp.shared_experts.up_proj",
         "ffn_down_shexp": "mlp.shared_experts.down_proj",
     },
-    gguf_keys=(DRAFTS,),
+    gguf_keys=(DRAFTS, SECTIONS),
     gguf_fields=_gguf_fields,
     draft_names=DraftNames(
         layer="{body}layers.{number}.",

@@ -13,12 +13,16 @@ from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, HFPart, Keys, ModelType
 from quengine.models.architectures.qwen import without_unused_window
 from quengine.models.architectures.qwen_moe import dense_layers, expert_lengths
-from quengine.models.architectures.rope_axes import Axes, consecutive_axes, interleaved_axes, sections_of
+from quengine.models.architectures.rope_axes import (
+    SECTIONS,
+    consecutive_axes,
+    gguf_axes,
+    interleaved_axes,
+    sections_of,
+)
 from quengine.models.architectures.windows import from_max_window_layers
 from quengine.models.config import BlockKind, ModelConfig
 from quengine.models.gguf import GGUFFile
-
-_SECTIONS = "rope.dimension_sections"
 
 
 def _one_position(keys: Keys) -> Keys:
@@ -32,18 +36,8 @@ def _one_position(keys: Keys) -> Keys:
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    key = f"{config.architecture}.{_SECTIONS}"
-    sections = file.get_ints(key)
-    axes: Axes = ()
-    if sections is not None:
-        values = sections.tolist()
-        if len(values) not in (3, 4) or min(values) < 0 or any(values[3:]):
-            raise file.error(key, f"{values} is not implemented, only three sections of frequencies")
-        if 2 * sum(values) != config.rope_dim:
-            raise file.error(key, f"{values} are not the {config.rope_dim // 2} frequencies of a head")
-        of_sections = consecutive_axes if config.architecture == "qwen2vl" else interleaved_axes
-        axes = of_sections(values, config.rope_dim // 2)
-    return {"rope_axes": axes}
+    of_sections = consecutive_axes if config.architecture == "qwen2vl" else interleaved_axes
+    return {"rope_axes": gguf_axes(file, config, of_sections)}
 
 
 def _fields_in_sections(keys: Keys, config: ModelConfig) -> Fields:
@@ -95,7 +89,7 @@ QWEN2VL = Architecture(
         **_with_vision("qwen2_vl", _QWEN2, tied_by_text=True),
         **_with_vision("qwen2_5_vl", _QWEN2, tied_by_text=True),
     },
-    gguf_keys=(_SECTIONS,),
+    gguf_keys=(SECTIONS,),
     gguf_fields=_gguf_fields,
     synthetic={
         "qwen2.5-vl-7b": {
@@ -129,7 +123,7 @@ QWEN3VL = Architecture(
             fields=_fields_in_turns,
         ),
     ),
-    gguf_keys=(_SECTIONS,),
+    gguf_keys=(SECTIONS,),
     gguf_fields=_gguf_fields,
     synthetic={
         "qwen3-vl-8b": {
@@ -176,7 +170,7 @@ QWEN3VLMOE = Architecture(
         "ffn_up_exps.weight": HFPart("mlp.experts.gate_up_proj", "second half", transposed="by shape"),
         "ffn_down_exps.weight": HFPart("mlp.experts.down_proj", transposed="by shape"),
     },
-    gguf_keys=(_SECTIONS,),
+    gguf_keys=(SECTIONS,),
     gguf_fields=_gguf_fields_of_mixture,
     synthetic={
         "qwen3-vl-30b-a3b": {

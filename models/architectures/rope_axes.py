@@ -4,9 +4,14 @@ A row has a position in time, one down and one across its image; of text the thr
 "Qwen2-VL" (M-RoPE, sections one after the other); Qwen3-VL, whose sections take turns.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from quengine.models.architectures.architecture import Keys
+from quengine.models.config import ModelConfig
+from quengine.models.gguf import GGUFFile
+
+SECTIONS = "rope.dimension_sections"
+"""Key of GGUF, without the architecture's prefix."""
 
 Axes = tuple[int, ...]
 """For each frequency 0, 1 or 2: it turns by the position in time, down or across. Empty: not known."""
@@ -33,3 +38,19 @@ def sections_of(keys: Keys, default: Sequence[int]) -> list[int]:
     if isinstance(found, list) and len(found) >= 3 and all(type(n) is int and n >= 0 for n in found):
         return found
     return list(default)
+
+
+def gguf_axes(
+    file: GGUFFile, config: ModelConfig, of_sections: Callable[[Sequence[int], int], Axes] = consecutive_axes
+) -> Axes:
+    """Of the sections that a file has; a fourth, whose position is 0 in texts, must be empty. Raises GGUFError."""
+    key = f"{config.architecture}.{SECTIONS}"
+    sections = file.get_ints(key)
+    if sections is None:
+        return ()
+    values = sections.tolist()
+    if len(values) not in (3, 4) or min(values) < 0 or any(values[3:]):
+        raise file.error(key, f"{values} is not implemented, only three sections of frequencies")
+    if 2 * sum(values) != config.rope_dim:
+        raise file.error(key, f"{values} are not the {config.rope_dim // 2} frequencies of a head")
+    return of_sections(values, config.rope_dim // 2)

@@ -17,7 +17,6 @@ YARN = {
     "original_max_position_embeddings": 32,
     "partial_rotary_factor": 0.5,
 }
-
 CASES = {
     "plain": Case("glm4"),
     "rotates a quarter, tied": Case("glm4", {"partial_rotary_factor": 0.25, "tie_word_embeddings": True}),
@@ -34,6 +33,7 @@ def test_both_files_describe_the_same_model(root: Path) -> None:
         configs = [opened(root, name, kind).config for name in CASES]
         assert [config.rope_dim for config in configs] == [8, 4, 8]
         assert [config.block.qkv_bias for config in configs] == [True, True, False]
+        assert {(config.rope_axes, config.block.rope_layout) for config in configs} == {((), "pairs")}
 
 
 def test_rows_of_a_folder_stay_in_their_order(root: Path) -> None:
@@ -55,5 +55,5 @@ def test_draft_layers_are_passed_over_and_other_rotations_refused(tmp_path: Path
     assert read(nextn_predict_layers=1) == (1, 1)
     with pytest.raises(GGUFError, match="nextn_predict_layers"):
         read(nextn_predict_layers=2)
-    with pytest.raises(GGUFError, match=r"dimension_sections.*does not implement"):
+    with pytest.raises(GGUFError, match=r"dimension_sections.*are not the \d+ frequencies"):
         read(**{"rope.dimension_sections": [8, 12, 12, 0]})
