@@ -192,10 +192,9 @@ class Machine:
         if layer.graphs is None or target.device_decoder is None:
             return None
         shape = target.decoder.config
-        turned = self.takes_images and bool(
-            shape.rope_axes
-        )  # text after images is rotated by less than its position
-        if not _states_can_wait(shape) or turned or self.config.deterministic:
+        # Text after images is rotated by less than its position.
+        turned = self.takes_images and bool(shape.rope_axes)
+        if turned or not may_draft_on_device(self.config) or not _states_can_wait(shape):
             return None
         from quengine.runners.cuda_graphs import CudaGraphs
         from quengine.runners.draft_graphs import DraftGraphs

@@ -56,7 +56,7 @@ def glm(model_type: str, text: dict[str, Any]) -> Any:
 
 CASES["glm4v"] = glm("glm4v", {})
 CASES["glm4v_moe"] = glm(
-    "glm4v_moe", {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    "glm4v_moe", {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 )
 SIZES = [(60, 24), (24, 24), (16, 90)]
 IMAGES = [png(picture(*size, seed=n)) for n, size in enumerate(SIZES)]
