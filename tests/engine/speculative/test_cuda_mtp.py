@@ -44,7 +44,9 @@ def test_texts_stay_as_they_are_but_for_near_ties(path: Path, params: SamplingPa
             drafting = llm.runner.device_decoder.drafting
             assert isinstance(drafting, DraftGraphs) and (drafting._launched > 0) == (params is not PENALIZED)
         same = [ours == theirs for ours, theirs in zip(tokens(got), expected, strict=True)]
-        assert sum(same) >= len(PROMPTS) - 1, same
+        # A sampled text parts where its random number falls between the sums of two tokens, which differ in last bits
+        # from step to step; texts that are to be equal are those of `deterministic`, below.
+        assert sum(same) >= len(PROMPTS) - (1 if params.greedy else 2), same
         assert sum(c.timings.drafted_tokens for c in got) > 0
 
 
