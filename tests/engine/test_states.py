@@ -273,6 +273,12 @@ class HalfRight:
     def follow(self, sequence: Sequence, end: int) -> None:
         del sequence, end
 
+    def most_on_device(self, _sequences: int) -> int:
+        return 0
+
+    def goes_on(self, _sequence: Sequence) -> bool:
+        return False
+
     def room(self, sequence: Sequence) -> int:
         return 256 - len(sequence.token_ids)
 
