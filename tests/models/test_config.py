@@ -106,7 +106,7 @@ def test_a_sliding_window_of_zero_is_none(tmp_path):
     assert from_metadata(tmp_path, {"llama.attention.sliding_window": 64}).sliding_window == 64
 
 
-@pytest.mark.parametrize("architecture", ["gemma3n", "phi2", "clip", "", "LLAMA"])
+@pytest.mark.parametrize("architecture", ["rwkv7", "phi2", "clip", "", "LLAMA"])
 def test_other_architectures_are_named_with_those_supported(tmp_path, architecture):
     with pytest.raises(EngineError) as caught:
         from_metadata(tmp_path, {"general.architecture": architecture})
@@ -338,7 +338,7 @@ def test_the_text_half_of_a_mistral3_checkpoint():
         read_hf_config({"model_type": "mistral3", "text_config": LLAMA | {"model_type": "jamba"}})
 
 
-@pytest.mark.parametrize("model_type", ["gemma3n", "jamba", "mamba2", None, 3, ["llama"]])
+@pytest.mark.parametrize("model_type", ["rwkv7", "jamba", "mamba2", None, 3, ["llama"]])
 def test_other_model_types_are_refused(model_type):
     with pytest.raises(EngineError, match="supported are llama, mistral3, qwen2, qwen3"):
         read_hf_config(LLAMA | {"model_type": model_type})

@@ -63,6 +63,7 @@ class FakeSequence:
     num_cached_tokens: int = 0
     replay: int = 0
     max_positions: int = CTX
+    images: None = None
 
     @property
     def next_is_newest(self) -> bool:

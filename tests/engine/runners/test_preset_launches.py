@@ -40,7 +40,7 @@ def launched(spec, arch):
 
 with torch.no_grad():
     for preset, spec in PRESETS.items():
-        if preset.endswith("tiny"):
+        if preset.endswith("tiny") or spec.config().encoder is not None:
             continue
         try:
             assert all(launched(spec.of_layers(min(8, spec.block_count), preset), int(sys.argv[1])))

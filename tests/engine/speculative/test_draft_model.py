@@ -41,7 +41,7 @@ class FakeRunner:
 
     def forward(self, phase: Phase, rows: Seq[SequenceRows]) -> None:
         assert phase == "prefill"
-        for ids, start, (table,) in rows:
+        for ids, start, (table,), _ in rows:
             self.write(ids, start, table)
             self.computed.append(len(ids))
 

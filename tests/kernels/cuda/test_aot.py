@@ -208,7 +208,7 @@ from quengine.kernels.cuda.aot import aot
 for arch, only, before in ((90, "", ""), (80, "Q8_0, ", "sm_80.")):
     for v in aot.variants([arch], only):
         launch = aot.launches(v.case, arch)[v.launch]
-        outs = (str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr")
+        outs = (str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr" and x is not None)
         given = {**launch.arguments, "OUT": next(outs, "")}
         program = launch.arguments.get("P")
         if program is not None:
