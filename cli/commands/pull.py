@@ -8,7 +8,7 @@ from quengine.cli.command_table import ExampleCommand
 from quengine.cli.flags import complete_models
 
 
-class PullCommand(ExampleCommand):
+class Command(ExampleCommand):
     """`engine pull`, whose help ends with the aliases: read when the help is asked for, not at every start."""
 
     def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]

@@ -22,7 +22,7 @@ from quengine.models.architectures.architecture import (
     ModelType,
 )
 from quengine.models.architectures.qwen_moe import EXPERT_KEYS, dense_layers
-from quengine.models.architectures.rope_axes import Axes, interleaved_axes, sections_of
+from quengine.models.architectures.rope_axes import Axes, even_sections, interleaved_axes, sections_of
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.gated_delta import GatedDelta
@@ -69,7 +69,9 @@ def _size_fields(config: ModelConfig) -> Fields:
     recurrent = _recurrent(config.block_count, min(_INTERVAL, config.block_count))
     by_key_head = config.architecture == "qwen3next"
     sizes = config.gated_delta or GatedDeltaSizes(2, 4, 128, 4, not by_key_head, by_key_head)
-    return {"recurrent_layers": recurrent, "gated_delta": sizes}
+    frequencies = config.rope_dim // 2
+    axes = interleaved_axes(even_sections(frequencies), frequencies)
+    return {"recurrent_layers": recurrent, "gated_delta": sizes, "rope_axes": axes}
 
 
 def _common_keys(keys: Keys) -> Keys:

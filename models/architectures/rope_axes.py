@@ -31,6 +31,12 @@ def interleaved_axes(sections: Sequence[int], frequencies: int) -> Axes:
     )
 
 
+def even_sections(frequencies: int) -> list[int]:
+    """Sections of a synthetic model, in turns."""
+    first, second = -(-frequencies // 3), (frequencies + 1) // 3
+    return [first, second, frequencies - first - second]
+
+
 def sections_of(keys: Keys, default: Sequence[int]) -> list[int]:
     """`mrope_section` of a configuration with complete `rope_parameters`."""
     given = keys.get("rope_parameters")

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.architectures import ARCHITECTURES
+from quengine.models.architectures.rope_axes import even_sections
 from quengine.models.blocks.block import Shape, TensorSpec, Uniform
 from quengine.models.blocks.layer_input import TABLE
 from quengine.models.config import ExpertConfig, Mamba2Sizes, ModelConfig
@@ -286,8 +287,6 @@ def _gated_delta_metadata(config: ModelConfig) -> Metadata:
     """Sizes, the layers, and how the three positions share the rotated frequencies."""
     sizes = config.gated_delta
     assert sizes is not None
-    frequencies = config.rope_dim // 2
-    first, second = -(-frequencies // 3), (frequencies + 1) // 3
     return {
         "ssm.conv_kernel": sizes.taps,
         "ssm.state_size": sizes.head_dim,
@@ -297,7 +296,7 @@ def _gated_delta_metadata(config: ModelConfig) -> Metadata:
         "attention.recurrent_layers": [
             i in config.recurrent_layers for i in range(config.block_count + config.draft_layers)
         ],
-        "rope.dimension_sections": [first, second, frequencies - first - second, 0],
+        "rope.dimension_sections": [*even_sections(config.rope_dim // 2), 0],
     }
 
 

@@ -134,6 +134,10 @@ class FakeDevice:
         self.kinds: list[SamplingKind | None] = []
         self.prompt_kinds: list[SamplingKind] = []
 
+    def set_lag(self, _slot: int, lag: int) -> None:
+        """No images are in these prompts."""
+        assert lag == 0
+
     def extend(self, slot: int, group: int, first: int, blocks: list[int]) -> None:
         assert group == 0 and first + len(blocks) <= self.blocks
         held = self.of_slots[slot]
