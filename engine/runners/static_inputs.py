@@ -136,16 +136,17 @@ def aligned(rows: int) -> int:
 @dataclass(frozen=True)
 class PrefillLayout:
     """The layout of a step's parts in the vector: first entry and length of the ids (int64), the rows with
-    logits (int64), positions, sequences of the rows, attention tiles of `tile_rows` rows, and rows of rotary tables.
+    logits (int64), positions, sequences of the rows, attention tiles of `tile_rows` rows, and, where rows may be
+    rotated by others than their positions, rows of rotary tables.
     """
 
     parts: tuple[tuple[int, int], ...]
     tile_rows: int
 
     @classmethod
-    def of(cls, rows: int, sequences: int, tile: int) -> "PrefillLayout":
+    def of(cls, rows: int, sequences: int, tile: int, turns: bool = False) -> "PrefillLayout":
         tiles = (rows + (tile - 1) * sequences) // tile
-        lengths = (2 * rows, 2 * sequences, rows, rows, TILE_FIELDS * tiles, rows)
+        lengths = (2 * rows, 2 * sequences, rows, rows, TILE_FIELDS * tiles, rows if turns else 0)
         ends = accumulate(-(-length // _ALIGNED) * _ALIGNED for length in lengths)
         return cls(tuple(zip([0, *ends], lengths, strict=False)), tile)
 
@@ -195,7 +196,7 @@ class PrefillInputs:
 
     def layout(self, key: GraphKey) -> PrefillLayout:
         tile = self._tile_rows(min(key.rows, self._chunk_size))
-        return PrefillLayout.of(key.rows, key.sequences, tile)
+        return PrefillLayout.of(key.rows, key.sequences, tile, self._turns)
 
     def batch(self, key: GraphKey) -> ForwardBatch:
         """The batch of a step of this size."""
