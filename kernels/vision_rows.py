@@ -40,7 +40,7 @@ class Norm:
 
 
 @dataclass(frozen=True, eq=False)
-class Rotation:
+class PatchRotation:
     """Rotates queries and keys by the positions of their rows.
 
     cos, sin: [rows, head_dim] fp32. A head is cut in parts of `part` values, and each value is rotated with the one

@@ -36,9 +36,8 @@ class LayerInputs:
         ids = batch.token_ids
         if self.table.rows < self._vocabulary:
             ids = ids.where(ids < self.table.rows, 0)
-        if (
-            batch.embeds is not None
-        ):  # rows of images have the first token's; -1 is no row, or the one after all
+        if batch.embeds is not None:
+            # Rows of images have the first token's. -1 is no row, here the one after all.
             given = torch.zeros(len(batch) + 1, dtype=torch.bool, device=ids.device)
             given.scatter_(0, batch.embeds.rows.remainder(len(given)), True)
             ids = ids.masked_fill(given[:-1], 0)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
-from quengine.kernels.vision_rows import Norm, PatchActivation, Rotation
+from quengine.kernels.vision_rows import Norm, PatchActivation, PatchRotation
 
 _CODES: dict[PatchActivation, int] = {"gelu": 0, "gelu_tanh": 1, "gelu_quick": 2, "silu": 3}
 _TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
@@ -139,7 +139,7 @@ def split_heads(
     bias: Tensor | None,
     heads: int,
     rows: int,
-    rotation: Rotation | None,
+    rotation: PatchRotation | None,
     weights: tuple[Tensor, Tensor, Tensor] | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:

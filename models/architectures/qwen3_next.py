@@ -22,7 +22,13 @@ from quengine.models.architectures.architecture import (
     ModelType,
 )
 from quengine.models.architectures.qwen_moe import EXPERT_KEYS, dense_layers
-from quengine.models.architectures.rope_axes import Axes, even_sections, interleaved_axes, sections_of
+from quengine.models.architectures.rope_axes import (
+    SECTIONS,
+    Axes,
+    even_sections,
+    interleaved_axes,
+    sections_of,
+)
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.gated_delta import GatedDelta
@@ -35,7 +41,7 @@ _INTERVAL = 4
 """Every so many layers one has attention, where neither file says otherwise."""
 
 _RECURRENT, _EVERY = "attention.recurrent_layers", "full_attention_interval"
-_DRAFTS, _SECTIONS = "nextn_predict_layers", "rope.dimension_sections"
+_DRAFTS = "nextn_predict_layers"
 _SSM = {
     "taps": "ssm.conv_kernel",
     "head_dim": "ssm.state_size",
@@ -168,7 +174,7 @@ def _gguf_recurrent(file: GGUFFile, prefix: str, blocks: int, drafts: int) -> tu
 
 def _axes(file: GGUFFile, config: ModelConfig) -> Axes:
     """Each frequency turns by one of three positions, in turns; of text they are equal, and the fourth is 0."""
-    key = f"{config.architecture}.{_SECTIONS}"
+    key = f"{config.architecture}.{SECTIONS}"
     found = file.get_ints(key)
     if found is None:
         return ()
@@ -193,7 +199,7 @@ def _decay(a_log: Any) -> Any:
 
 _HF_CHANGES = {"ssm_norm.weight": _unchanged, "ssm_a": _decay}
 _BLOCK = BlockKind(ffn_norm="post_attention_norm", qk_norm="head", gated=True)
-_GGUF_KEYS = (_RECURRENT, _EVERY, _DRAFTS, _SECTIONS, _INNER, *_SSM.values())
+_GGUF_KEYS = (_RECURRENT, _EVERY, _DRAFTS, SECTIONS, _INNER, *_SSM.values())
 _ROUTER = RouterKind(used=8, scores="softmax", normalized=True)
 _DRAFT_NAMES = DraftNames(
     layer="mtp.layers.0.",

@@ -11,22 +11,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from quengine.kernels.vision_rows import Norm, PatchActivation, Rotation, activated, scaled_below_one
+from quengine.kernels.vision_rows import Norm, PatchActivation, PatchRotation, activated, scaled_below_one
 from quengine.models.vision.files import Weights
 
 
-def rotation_of_pairs(angles: Tensor) -> Rotation:
+def rotation_of_pairs(angles: Tensor) -> PatchRotation:
     """Rotates values 2j and 2j + 1 of a head by angles[row, j]. angles: [rows, head_dim / 2]; cos and sin are fp32."""
     cos, sin = angles.float().cos(), angles.float().sin()
-    return Rotation(torch.stack([cos, cos], -1).flatten(-2), torch.stack([-sin, sin], -1).flatten(-2), 2)
+    return PatchRotation(torch.stack([cos, cos], -1).flatten(-2), torch.stack([-sin, sin], -1).flatten(-2), 2)
 
 
-def rotation_of_halves(*angles: Tensor) -> Rotation:
+def rotation_of_halves(*angles: Tensor) -> PatchRotation:
     """Rotates values j and j + n of a head, or of each of several parts of it, by angles[row, j]. angles: [rows, n]
     of each part; cos and sin are fp32."""
     cos = [part.float().cos() for part in angles for _ in range(2)]
     sin = [part.float().sin() * sign for part in angles for sign in (-1, 1)]
-    return Rotation(torch.cat(cos, -1), torch.cat(sin, -1), 2 * angles[0].shape[-1])
+    return PatchRotation(torch.cat(cos, -1), torch.cat(sin, -1), 2 * angles[0].shape[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +142,7 @@ class VisionAttention:
     norms: tuple[Norm | None, Norm | None, Norm | None] = (None, None, None)
     norm_heads: bool = True
 
-    def __call__(self, x: Tensor, rotate: Rotation | None, windows: Windows | None) -> Tensor:
+    def __call__(self, x: Tensor, rotate: PatchRotation | None, windows: Windows | None) -> Tensor:
         """x [B, rows, width] -> [B, rows, width]"""
         parts = zip(self.qkv(x).chunk(3, -1), self.norms, strict=True)
         q, k, v = (self._heads(part, norm) for part, norm in parts)

@@ -11,7 +11,7 @@ from math import floor, sqrt
 from PIL import Image
 from torch import Tensor, ones_like
 
-from quengine.kernels.vision_rows import Norm, Rotation
+from quengine.kernels.vision_rows import Norm, PatchRotation
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
@@ -138,7 +138,7 @@ class Gemma4V:
             x = (x - self.standard[0]) * self.standard[1]
         return self.project(self.project_norm(x))
 
-    def _rotation(self, height: int, width: int) -> Rotation:
+    def _rotation(self, height: int, width: int) -> PatchRotation:
         """The first half of a head by the column, the second by the row, each in halves."""
         angles = axial_angles(
             height, width, self.settings.head_dim, self.settings.theta, self.positions.device

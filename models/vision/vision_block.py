@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from quengine.kernels.vision_rows import Norm, Rotation
+from quengine.kernels.vision_rows import Norm, PatchRotation
 from quengine.models.vision.blocks import Joined, Linear, Mlp, VisionAttention, Windows
 
 
@@ -24,7 +24,9 @@ class VisionBlock:
     scales: tuple[Tensor, Tensor] | None = None
     post: tuple[Norm, Norm] | None = None
 
-    def __call__(self, x: Tensor, rotate: Rotation | None = None, windows: Windows | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, rotate: PatchRotation | None = None, windows: Windows | None = None
+    ) -> Tensor:
         """x [B, rows, width], which may be overwritten -> [B, rows, width]"""
         if x.is_cuda and self.fuses:
             return fused_block(self, x, rotate, windows)
@@ -46,7 +48,9 @@ class VisionBlock:
         return y if self.scales is None else y * self.scales[part]
 
 
-def fused_block(block: VisionBlock, x: Tensor, rotate: Rotation | None, windows: Windows | None) -> Tensor:
+def fused_block(
+    block: VisionBlock, x: Tensor, rotate: PatchRotation | None, windows: Windows | None
+) -> Tensor:
     """`block(x, rotate, windows)` of a block that `fuses`. x: [B, rows, width] fp32, overwritten."""
     from quengine.kernels.cuda.vision_rows import add_normed, hidden_rows  # imports Triton
 
@@ -58,11 +62,9 @@ def fused_block(block: VisionBlock, x: Tensor, rotate: Rotation | None, windows:
     (post, last_post), (factor, last_factor) = block.post or (None, None), block.scales or (None, None)
     normed = add_normed(x, y, block.norm2, bias=attention.out.bias, post=post, factor=factor)
     assert normed is not None
-    up, gate = (
-        F.linear(normed, mlp.up.weight),
-        None if mlp.gate is None else F.linear(normed, mlp.gate.weight),
-    )
-    gate_bias = None if mlp.gate is None else mlp.gate.bias
+    up, gate, gate_bias = F.linear(normed, mlp.up.weight), None, None
+    if mlp.gate is not None:
+        gate, gate_bias = F.linear(normed, mlp.gate.weight), mlp.gate.bias
     hidden, scale = hidden_rows(up, mlp.up.bias, gate, gate_bias, mlp.act)
     y = F.linear(hidden, mlp.down.weight)
     add_normed(x, y, None, scale=scale, bias=mlp.down.bias, post=last_post, factor=last_factor)
@@ -70,7 +72,7 @@ def fused_block(block: VisionBlock, x: Tensor, rotate: Rotation | None, windows:
 
 
 def _heads(
-    attention: VisionAttention, x: Tensor | None, rows: int, rotate: Rotation | None
+    attention: VisionAttention, x: Tensor | None, rows: int, rotate: PatchRotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     from quengine.kernels.cuda.vision_rows import split_heads
 

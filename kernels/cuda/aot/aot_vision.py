@@ -8,7 +8,7 @@ import torch
 from quengine.kernels.cuda.aot.meta_backend import empty
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.vision_rows import add_normed, hidden_rows, split_heads
-from quengine.kernels.vision_rows import Norm, PatchActivation, Rotation
+from quengine.kernels.vision_rows import Norm, PatchActivation, PatchRotation
 
 _EPS = 1e-6
 
@@ -30,9 +30,9 @@ def _vision_layer(name: str, backend: CudaBackend) -> None:
     norm = Norm(empty(width), bias, _EPS, not rms)
     tables = empty(64, dim), empty(64, dim)
     rotation = {
-        "siglip": Rotation(*tables, dim),
-        "pixtral": Rotation(*tables, 2),
-        "gemma4v": Rotation(*tables, dim // 2),
+        "siglip": PatchRotation(*tables, dim),
+        "pixtral": PatchRotation(*tables, 2),
+        "gemma4v": PatchRotation(*tables, dim // 2),
     }.get(name)
     of_heads = (empty(dim), empty(dim), empty(dim)) if name == "gemma4v" else None
     x, y = empty(64, width), empty(64, width, dtype=half)
