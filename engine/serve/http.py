@@ -115,12 +115,13 @@ async def _too_large(request: Request, limits: Limits) -> ApiError:
     return ApiError(413, f"the body is over {limits.body} bytes (--max-body)", code="over_limit")
 
 
-async def off_loop(function: Callable[[], T]) -> T:
-    """The result of `function`, computed in a thread. Raises ApiError where it raises EngineError."""
+async def off_loop(function: Callable[[], T], field: str | None = None, code: str | None = None) -> T:
+    """The result of `function`, computed in a thread. Raises ApiError, of a request's `field`, where it raises
+    EngineError."""
     try:
         return await asyncio.to_thread(function)
     except EngineError as error:
-        raise bad_request(str(error)) from None
+        raise bad_request(str(error), field, code) from None
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:

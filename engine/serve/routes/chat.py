@@ -80,13 +80,13 @@ async def prepare_chat(
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
     model = service.model
-    form, use, text = _form(service, body), await read_tools(body, model), read_constraint(body)
+    form, use, text = _form(service, body), await read_tools(body, model), await read_constraint(body)
     prompt = await chat_prompt(service, body, use)
     params = await sampling_params(
         service,
         body,
         logprobs=body.top_logprobs if body.logprobs else None,
-        constraint=answer_constraint(use, model, text, prompt.end, prompt.budget),
+        constraint=await answer_constraint(use, model, text, prompt.end, prompt.budget),
     )
     special = not body.skip_special_tokens or form.shown(use)
     answers = [

@@ -57,7 +57,7 @@ async def prepare_completions(service: Service, body: CompletionRequest) -> list
         service,
         body,
         logprobs=body.logprobs,
-        constraint=read_constraint(body),
+        constraint=await read_constraint(body),
         max_tokens=DEFAULT_MAX_TOKENS if default is None else default,
     )
     given: Any = suffix_prompt(service.model, body) if body.suffix else body.prompt

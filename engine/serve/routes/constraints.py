@@ -6,6 +6,7 @@ A request that wants what the model cannot do is refused; nothing is answered wi
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from quengine.errors import EngineError
@@ -41,7 +42,7 @@ GUIDED: Mapping[str, Callable[[Any], ConstraintSpec | None]] = {
 """vLLM's: guided_NAME, or NAME in structured_outputs."""
 
 
-def read_constraint(body: Generation) -> ConstraintSpec | None:
+async def read_constraint(body: Generation) -> ConstraintSpec | None:
     """The one constraint of a request, by whichever of its names. Raises ApiError where there are several."""
     fields: list[tuple[str, object, str, Callable[[Any], ConstraintSpec | None]]]
     fields = [(key, body, key, make) for key, make in CONSTRAINTS.items()]
@@ -50,14 +51,12 @@ def read_constraint(body: Generation) -> ConstraintSpec | None:
         fields += [
             (f"structured_outputs.{key}", body.structured_outputs, key, make) for key, make in GUIDED.items()
         ]
-    found: dict[str, ConstraintSpec] = {}
-    try:
-        for name, holder, key, make in fields:
-            value = getattr(holder, key)
-            if value not in (None, "") and (spec := make(value)) is not None:
-                found[name] = spec
-    except EngineError as error:
-        raise bad_request(str(error)) from None
+    given = [
+        (name, partial(make, value))
+        for name, holder, key, make in fields
+        if (value := getattr(holder, key)) not in (None, "")
+    ]
+    found = {name: spec for name, make in given if (spec := await off_loop(make)) is not None}
     if len(found) > 1:
         raise bad_request(f"{' and '.join(found)}: only one of them can hold", next(iter(found)))
     return next(iter(found.values()), None)
@@ -113,22 +112,18 @@ class TextCheck:
         return violation_field(self._service, answer_violation(self._constraints[choice], None, text))
 
 
-def answer_constraint(
+async def answer_constraint(
     use: ToolUse, model: ServedModel, text: ConstraintSpec | None, prompt: str = "", budget: int = -1
 ) -> ConstraintSpec | None:
     """What the answer is held to: calls where one is required, else `text`. Raises ApiError for a call and a grammar.
 
-    A JSON schema is of text, of which there is none where a call is required: clients send both.
+    A JSON schema is of text, of which there is none where a call is required: clients send both. Schemas of tools take
+    up to seconds to compile, so they do in a thread.
 
     prompt: the prompt's end (`ServedModel.end_of`). budget: the most tokens of reasoning; -1: any number.
     """
     if use.choice == "required" and text is not None and text.kind != "JSON schema":
         raise bad_request(f"tool_choice requires a call, and the {text.kind} something else", "tool_choice")
-    try:
-        spec = model.answer_format.constraint(use, text, prompt)
-    except EngineError as error:
-        raise bad_request(str(error), "tools") from None
-    try:
-        return model.answer_format.bounded(spec, prompt, budget)
-    except EngineError as error:
-        raise bad_request(str(error), "reasoning_budget", "unsupported") from None
+    form = model.answer_format
+    spec = await off_loop(lambda: form.constraint(use, text, prompt), "tools")
+    return await off_loop(lambda: form.bounded(spec, prompt, budget), "reasoning_budget", "unsupported")

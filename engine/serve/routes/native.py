@@ -51,7 +51,7 @@ async def _prepared(
     service.check_model_name(body.model)
     check_choices(body, service.limits)
     params = await sampling_params(
-        service, body, logprobs=body.n_probs or None, constraint=read_constraint(body)
+        service, body, logprobs=body.n_probs or None, constraint=await read_constraint(body)
     )
     images = list[tuple[bytes, ...]]()
     prompts = await read_prompts(service, prompt, "prompt", parse_special, images=images)

@@ -4,7 +4,9 @@ its text can make it JSON."""
 import ast
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anthropic
@@ -14,6 +16,8 @@ import ollama
 import openai
 import pytest
 
+from quengine.serve.routes import constraints
+from quengine.structured.constraint_spec import ConstraintSpec
 from tests.engine.serve.serving import Served
 from tests.engine.serve.tool_model import SCHEMA, serving_tools
 from tests.llama_cpp_source import llama_cpp_source
@@ -172,6 +176,46 @@ def test_hostile_constraints_are_answered_or_refused_in_one_line(
         answer = http.post("/completion", json={"prompt": "the", "n_predict": 40, "seed": 1, **constraint})
         assert answer.status_code in (200, 400), answer.text
         assert answer.status_code == 200 or "\n" not in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reader"),
+    [
+        ("/completion", {"prompt": "the", "json_schema": SCHEMA}, "json_schema"),
+        (
+            "/v1/responses",
+            {
+                "model": "tiny",
+                "input": "hi",
+                "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+            },
+            "from_response_format",
+        ),
+    ],
+)
+def test_others_are_answered_while_a_constraint_is_read(
+    served: Served, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], reader: str
+) -> None:
+    begun, answered = threading.Event(), threading.Event()
+    read = getattr(ConstraintSpec, reader)
+
+    def slow(value: Any) -> ConstraintSpec | None:
+        begun.set()
+        assert answered.wait(60), "no other request was answered meanwhile"
+        spec: ConstraintSpec | None = read(value)
+        return spec
+
+    monkeypatch.setattr(ConstraintSpec, reader, slow)
+    monkeypatch.setattr(
+        constraints, "CONSTRAINTS", {reader: slow} if reader in constraints.CONSTRAINTS else {}
+    )
+    with served.http() as http, ThreadPoolExecutor(1) as other:
+        held = other.submit(http.post, path, json=body | {"n_predict": 1, "max_output_tokens": 1})
+        assert begun.wait(60)
+        with served.http() as beside:
+            assert beside.get("/health").status_code == 200
+        answered.set()
+        assert held.result(60).status_code == 200
 
 
 def test_a_tool_whose_parameters_are_no_schema_is_named_with_the_path(served: Served) -> None:

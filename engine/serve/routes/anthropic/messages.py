@@ -42,7 +42,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     chat = chat_request(body, service.model, service.limits)
     use = await read_tools(chat, service.model)
     # What an answer would be refused for is refused here.
-    answer_constraint(use, service.model, read_constraint(chat))
+    await answer_constraint(use, service.model, await read_constraint(chat))
     await sampling_params(service, chat, logprobs=None, constraint=None)
     prompt = await unless_gone(request.receive, chat_prompt(service, chat, use, limited=False))
     return json_response({"input_tokens": await counted(service, prompt.ids, prompt.images)})

@@ -4,8 +4,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.errors import EngineError
-from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.http import json_response, off_loop, read_request, unless_gone
 from quengine.serve.models.registry import Models
 from quengine.serve.routes.answers import token_count
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
@@ -97,7 +96,7 @@ async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -
     tools = offered_tools(body.tools, body.tool_choice, notes)
     asked = msgspec.structs.replace(body, tools=tools.functions, tool_choice=tools.choice)
     use = await read_tools(asked, model)
-    text = _text_constraint(body)
+    text = await _text_constraint(body)
     _note_options(body, notes)
     earlier = service.responses.conversation(body.previous_response_id)
     items = input_items(body.input, service.responses)
@@ -108,7 +107,7 @@ async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -
     variables, budget = reasoning_wanted(service, body, body.reasoning.effort, "reasoning.effort")
     described, shorten = model.answer_format.tools(use), body.truncation == "auto"
     prompt = await conversation_ids(service, [*system, *messages], described, variables, shorten, notes)
-    constraint = answer_constraint(use, model, text, model.end_of(prompt.ids), budget)
+    constraint = await answer_constraint(use, model, text, model.end_of(prompt.ids), budget)
     params = await sampling_params(service, body, logprobs=None, constraint=constraint)
     shown = model.answer_format.shown(use)
     (request,) = requests_of(
@@ -124,13 +123,10 @@ def _note_options(body: ResponseRequest, notes: list[str]) -> None:
         notes.append("include: message.output_text.logprobs are not given")
 
 
-def _text_constraint(body: ResponseRequest) -> ConstraintSpec | None:
+async def _text_constraint(body: ResponseRequest) -> ConstraintSpec | None:
     """The constraint of `text.format`, or another that the request has. Raises ApiError for both."""
-    other = read_constraint(body)
-    try:
-        spec = ConstraintSpec.from_response_format(body.text.format)
-    except EngineError as error:
-        raise bad_request(str(error), "text.format") from None
+    other = await read_constraint(body)
+    spec = await off_loop(lambda: ConstraintSpec.from_response_format(body.text.format), "text.format")
     if spec is not None and other is not None:
         raise bad_request("text.format and another constraint: only one of them can hold", "text.format")
     return spec or other
