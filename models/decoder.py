@@ -81,6 +81,9 @@ class Decoder:
         if stage.is_last:
             self.output_norm = top.scaled_norm(config.output_norm, config.logit_scale)
             self.output = top.weight("output") if top.has("output") else self.token_embd
+        self._ranking_head = (
+            None if config.ranker is None else top.vector("cls.output").view(-1, config.embedding_length)
+        )
         self._output_rows = vocab_shares(config.vocab_size, config.ranks)
         inputs = config.layer_input
         self.inputs = (
@@ -149,9 +152,17 @@ class Decoder:
         """A pooled vector as it is: a decoder has no matrices for it."""
         return vector
 
-    def scores(self, _rows: Tensor) -> Tensor:
-        """Raises EngineError: a decoder has no trained head for rankings."""
-        raise EngineError("the model has no trained head: it makes embeddings, and does not rank")
+    def scores(self, rows: Tensor) -> Tensor:
+        """Outputs of the trained head for the last of the hidden rows [T, embedding length], or their softmax where
+        that is the score: [classes].
+
+        Raises:
+            EngineError: there is none.
+        """
+        if self._ranking_head is None or self.config.ranker is None:
+            raise EngineError("the model has no trained head: it makes embeddings, and does not rank")
+        outputs = self._ranking_head @ rows[-1].to(self._ranking_head)
+        return outputs.softmax(0) if self.config.ranker.softmax else outputs
 
     def _logits(self, batch: ForwardBatch, x: Hidden, rows: int) -> Tensor:
         if self.output_norm is None:
