@@ -476,9 +476,9 @@ class ModelConfig:
     `logit_scale` the logits. `attention_softcap` c, where not 0, makes of scaled scores s `c tanh(s / c)`,
     `logit_softcap` the same of logits. `attention_temperature_scale` b, where not 0, multiplies the rotated query at
     position p by `1 + b ln(1 + floor((p + offset) / attention_temperature_length))` (Ministral 3;
-    `attention_temperature_offset` is 1 in Llama 4, in layers that do not rotate). `attention_chunk`: layers that rotate
-    attend within chunks of so many positions, of which the decoder computes the first, `context_length` at most; 0:
-    there are none. `tied_output`: the output matrix is the embedding. `experts`: the mixture of experts, None in a
+    `attention_temperature_offset` is 1 in Llama 4, in layers that do not rotate). `attention_chunk`: layers with a
+    window, which is of so many positions, attend within chunks of them; 0: there are none.
+    `tied_output`: the output matrix is the embedding. `experts`: the mixture of experts, None in a
     dense model. `draft_layers`: how many layers the files have behind the `block_count`, which draft tokens further
     ahead; the decoder passes them over. `pooling`: what a model that was made for embeddings makes of a text's hidden
     rows; None: the files do not say. `unrotated_layers` have attention without rotary embedding. `recurrent_layers`
@@ -486,14 +486,15 @@ class ModelConfig:
     (blocks/short_conv.py); `gated_delta`, `mamba2`: the sizes of their mixer. `mixerless_layers` are a feed-forward
     alone, and keep nothing. `latent`: the sizes of every layer's latent attention; `head_dim` is then that of queries
     before their matrix is applied. `shared_kv_layers`: so many of the last layers have no keys and values of their own
-    (`kv_source`). `layer_input`: what layers get of each token beside the residual stream. `altup`: of several rows
-    of each token. `encoder`: of a model that generates no text (EncoderSizes); `ranker`: of a decoder that scores
-    pairs of texts. `output_norm`: GGUF's name of the norm in front of the output matrix. `ranks`: how many processes
-    share the model; the heads and feed-forward lengths are then those of one of them (tensor_split.py). `stage`:
-    which layers this process has, where processes have whole ones (layer_split.py). `is_draft_layer`: a layer that
-    drafts tokens, as a model of one layer (draft_layer.py); `eagle`: one of a file of its own (eagle.py).
-    `target_width`: of the hidden rows of the model that this one drafts for, to whose keys and values its layers
-    attend (architectures/gemma4_assistant.py); 0: it does not.
+    (`kv_source`). `layer_input`: what layers get of each token beside the residual stream. `altup`: of several
+    rows of each token. `encoder`: of a model that generates no text (EncoderSizes).
+    `ranker`: of a decoder that scores pairs of texts. `output_norm`: GGUF's name of the
+    norm in front of the output matrix. `ranks`: how many processes share the model; the heads and feed-forward lengths
+    are then those of one of them (tensor_split.py). `stage`: which layers this process has, where processes have whole
+    ones (layer_split.py). `is_draft_layer`: a layer that drafts tokens, as a model of one layer (draft_layer.py);
+    `eagle`: one of a file of its own (eagle.py).
+    `target_width`: of the hidden rows of the model that this one drafts for, to whose keys and values its layers attend
+    (architectures/gemma4_assistant.py); 0: it does not.
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""Qwen3-Reranker as folders and GGUF: scores of `transformers` and llama.cpp, prompts of pairs, refusals, the server."""
+"""Qwen3-Reranker as folders and GGUF: scores of `transformers` and llama.cpp, prompts, refusals, the server."""
 
 import json
 from collections.abc import Iterator
