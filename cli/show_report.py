@@ -124,7 +124,9 @@ def _attentions(config: ModelConfig) -> Sequence[Any]:
 
 
 def _encoder_lines(config: ModelConfig) -> list[str]:
-    """What an encoder makes of a text's rows."""
+    """What an encoder makes of a text's rows, or a decoder that ranks of a pair's."""
+    if config.ranker is not None:
+        return [f"rankings      a trained head of {config.ranker.classes} outputs, of the last position"]
     sizes = config.encoder
     if sizes is None:
         return []

@@ -40,7 +40,7 @@ from quengine.request.chat_options import ReasoningFormat
 from quengine.request.content_parts import flattened, has_images, images_of, why_text_alone
 from quengine.request.image_prompts import ImagePrompts
 from quengine.request.output import Completion
-from quengine.request.pooling import RANK, Pool, Pooling, check_ranks, default_pooling, with_end
+from quengine.request.pooling import RANK, Pool, Pooling, check_ranks, default_pooling, pair_ids, with_end
 from quengine.request.prompt import Message, Prompt, as_ids, as_prompts, check_messages, check_text
 from quengine.request.prompt_images import ImagePrompt, PromptImages
 from quengine.request.sampling_params import SamplingParams
@@ -265,6 +265,13 @@ class LLM:
             EngineError: the model has no such head, or one of several outputs; a pair does not fit the context.
         """
         check_ranks(self.model_config)
+        if (ranker := self.model_config.ranker) is not None:
+            for text in (query, *documents):
+                check_text(text, "the prompt")
+            pairs = [pair_ids(self.tokenizer, ranker, query, document) for document in documents]
+            return [
+                scores[0] for scores in self._pooled([self.embedding_sequence(ids, RANK) for ids in pairs])
+            ]
         end = self.tokenizer.end_of_text
         first, *others = [with_end(self.encode(text), end) for text in (query, *documents)]
         start = int(self.tokenizer.add_bos)
@@ -275,7 +282,7 @@ class LLM:
     def _check_generates(self) -> None:
         """Raises EngineError where this process is a fork, or the model generates no text."""
         self._lock.check_process()
-        if self.model_config.encoder is not None:
+        if self.model_config.encoder is not None or self.model_config.ranker is not None:
             raise EngineError(no_text(self.model_config))
 
     def _pooled(self, sequences: list[Sequence]) -> list[list[float]]:

@@ -220,7 +220,8 @@ def choose_context(
         made_for = f"that this {needs.config.architecture} model was made for"
         if needs.config.attention_chunk == trained:
             made_for = (
-                f"of a chunk of this {needs.config.architecture} model's attention; more are not implemented"
+                f"of a chunk of this {needs.config.architecture} model's attention; beyond it only chunks in multiples "
+                f"of {BLOCK_SIZE} are implemented"
             )
         raise EngineError(
             f"context of {requested} tokens is more than the {trained} {made_for}; use -c {trained} or less"

@@ -104,6 +104,8 @@ class AttentionSpec:
     there is no k_norm.
     `widest_head`: the largest head_dim of the model's attentions, which share a step's tiles; 0: this one's.
     `images_both_ways`: rows of images that attend to one another both ways do so in this layer.
+    `chunk`: positions see those before them in their chunk of as many alone, and `window` is None; 0: there are none.
+    The batch is then that of the chunks (`ForwardBatch.chunked`) where it has them.
     """
 
     heads: int
@@ -128,6 +130,7 @@ class AttentionSpec:
     shared: bool = False
     widest_head: int = 0
     images_both_ways: bool = True
+    chunk: int = 0
 
 
 @dataclass(frozen=True)

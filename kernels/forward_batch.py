@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.embedded_rows import EmbeddedRows
-from quengine.kernels.kv.cache_types import PADDING_BLOCK
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 
 Phase = Literal["prefill", "decode"]
 
@@ -94,6 +94,8 @@ class ForwardBatch:
         embeds: in prefill, the rows that are given as embeddings. Their tokens are of the vocabulary, and not read.
         angle_rows: int32 [T], the row of the rotary tables that each token is rotated by, on the device; None: its
             position.
+        chunked: the step as layers see it whose attention is within chunks of positions (`with_chunks`); None: no
+            layer's is, or the backend's own steps tell the chunks from the positions.
         pending: in a decode step that verifies drafts on the device, each layer with a state appends it here, and
             leaves it as it was; None: layers write their states.
     """
@@ -109,6 +111,7 @@ class ForwardBatch:
     tiles: PrefillTiles | None = None
     embeds: EmbeddedRows | None = None
     angle_rows: Tensor | None = None
+    chunked: "ForwardBatch | None" = None
     pending: list[PendingStates] | None = None
 
     def __len__(self) -> int:
@@ -129,7 +132,40 @@ class ForwardBatch:
             starts=starts,
             query_lens=(1,) * len(starts),
             logits_rows=None,
+            chunked=None,
         )
+
+    def with_chunks(self, length: int) -> "ForwardBatch":
+        """The step with `chunked`: where a position sees those before it in its chunk of `length`, each chunk is a
+        sequence of its own that begins at position 0. Its blocks are those of the chunk, and rows are rotated by their
+        true positions. `length` is a multiple of BLOCK_SIZE."""
+        device, (_, sequences, held) = self.device, self.block_tables.shape
+        if self.phase == "decode":
+            owners, firsts = torch.arange(sequences, device=device), self.positions.long() // length
+            starts, lengths = list[int](), list[int]()
+        else:
+            pieces = [
+                piece
+                for n, at in enumerate(self.starts)
+                for piece in _pieces(n, at, self.query_lens[n], length)
+            ]
+            owners = torch.tensor([piece[0] for piece in pieces], device=device)
+            firsts = torch.tensor([piece[1] // length for piece in pieces], device=device)
+            starts, lengths = [piece[1] % length for piece in pieces], [piece[2] for piece in pieces]
+        blocks = length // BLOCK_SIZE
+        columns = firsts[:, None] * blocks + torch.arange(min(blocks, held), device=device)
+        tables = self.block_tables[:, owners[:, None], columns.clamp(max=held - 1)]
+        chunked = replace(
+            self,
+            positions=self.positions % length,
+            block_tables=tables.contiguous(),
+            starts=tuple(starts),
+            query_lens=tuple(lengths),
+            angle_rows=self.positions if self.angle_rows is None else self.angle_rows,
+            tiles=None,
+            embeds=None,
+        )
+        return replace(self, chunked=chunked)
 
     def one_earlier(self) -> "ForwardBatch":
         """The step with each row one position earlier, the first position staying as it is."""
@@ -203,6 +239,15 @@ class ForwardBatch:
             self.starts, self.query_lens, ends, self.block_tables_of(group), strict=True
         ):
             yield slice(end - length, end), start, table
+
+
+def _pieces(sequence: int, start: int, rows: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """(sequence, position of the first, rows) of `rows` rows from `start` on, cut where chunks of `length` end."""
+    end = start + rows
+    while start < end:
+        stop = min(end, (start // length + 1) * length)
+        yield sequence, start, stop - start
+        start = stop
 
 
 def _copy(parts: Sequence[Tensor], slot: int, block: int) -> None:

@@ -4,6 +4,7 @@
 `architectures`. The consistency of the values is checked here, once, for both formats.
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -363,6 +364,26 @@ class EagleSizes:
 
 
 @dataclass(frozen=True)
+class Ranker:
+    """Of a decoder that scores pairs of texts by a head, which reads the hidden row of the last position.
+
+    classes: outputs of the head, of `embedding_length` columns. softmax: the score is the share of the first output,
+    else that output as it is. tokens: those whose rows of the output matrix are the head; (): it is a tensor of its
+    own. template: the prompt of a pair, with {query} and {document}.
+    """
+
+    classes: int
+    softmax: bool
+    template: str
+    tokens: tuple[int, ...] = ()
+
+    def filled(self, part: str, query: str, document: str) -> str:
+        """A part of the template with the texts of a pair, in which braces stay as they are."""
+        given = {"{query}": query, "{document}": document}
+        return re.sub("|".join(given), lambda found: given[found[0]], part)
+
+
+@dataclass(frozen=True)
 class EncoderSizes:
     """Of a model whose positions all see each other, which makes embeddings and scores (blocks/encoder.py).
 
@@ -455,9 +476,9 @@ class ModelConfig:
     `logit_scale` the logits. `attention_softcap` c, where not 0, makes of scaled scores s `c tanh(s / c)`,
     `logit_softcap` the same of logits. `attention_temperature_scale` b, where not 0, multiplies the rotated query at
     position p by `1 + b ln(1 + floor((p + offset) / attention_temperature_length))` (Ministral 3;
-    `attention_temperature_offset` is 1 in Llama 4, in layers that do not rotate). `attention_chunk`: layers that rotate
-    attend within chunks of so many positions, of which the decoder computes the first, `context_length` at most; 0:
-    there are none. `tied_output`: the output matrix is the embedding. `experts`: the mixture of experts, None in a
+    `attention_temperature_offset` is 1 in Llama 4, in layers that do not rotate). `attention_chunk`: layers with a
+    window, which is of so many positions, attend within chunks of them; 0: there are none.
+    `tied_output`: the output matrix is the embedding. `experts`: the mixture of experts, None in a
     dense model. `draft_layers`: how many layers the files have behind the `block_count`, which draft tokens further
     ahead; the decoder passes them over. `pooling`: what a model that was made for embeddings makes of a text's hidden
     rows; None: the files do not say. `unrotated_layers` have attention without rotary embedding. `recurrent_layers`
@@ -466,7 +487,8 @@ class ModelConfig:
     alone, and keep nothing. `latent`: the sizes of every layer's latent attention; `head_dim` is then that of queries
     before their matrix is applied. `shared_kv_layers`: so many of the last layers have no keys and values of their own
     (`kv_source`). `layer_input`: what layers get of each token beside the residual stream. `altup`: of several
-    rows of each token. `encoder`: of a model that generates no text (EncoderSizes). `output_norm`: GGUF's name of the
+    rows of each token. `encoder`: of a model that generates no text (EncoderSizes).
+    `ranker`: of a decoder that scores pairs of texts. `output_norm`: GGUF's name of the
     norm in front of the output matrix. `ranks`: how many processes share the model; the heads and feed-forward lengths
     are then those of one of them (tensor_split.py). `stage`: which layers this process has, where processes have whole
     ones (layer_split.py). `is_draft_layer`: a layer that drafts tokens, as a model of one layer (draft_layer.py);
@@ -519,6 +541,7 @@ class ModelConfig:
     layer_input: LayerInputSizes | None = None
     altup: AltUpSizes | None = None
     encoder: EncoderSizes | None = None
+    ranker: Ranker | None = None
     mamba2: Mamba2Sizes | None = None
     mixerless_layers: tuple[int, ...] = ()
     output_norm: str = "output_norm"
@@ -727,7 +750,9 @@ class ModelConfig:
 
 
 def no_text(config: ModelConfig) -> str:
-    """Why an encoder generates nothing, for people."""
+    """Why an encoder, or a decoder with a head for rankings, generates nothing, for people."""
+    if config.ranker is not None:
+        return f"this {config.architecture} model ranks, and generates no text: LLM.rank, POST /v1/rerank"
     return f"a {config.architecture} model makes embeddings, and generates no text: LLM.embed, POST /v1/embeddings"
 
 

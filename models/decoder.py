@@ -10,6 +10,7 @@ from torch import Tensor
 from quengine.errors import EngineError
 from quengine.kernels.backend import Backend, Hidden, LayerState
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.quant_tensor import QuantTensor
@@ -60,10 +61,12 @@ class Decoder:
     ) -> None:
         if config.encoder is not None:
             raise EngineError(f"a {config.architecture} model is an encoder: it computes no logits")
-        if 0 < config.attention_chunk < ctx_size:
+        self.chunk = config.attention_chunk if config.attention_chunk < ctx_size else 0
+        """Positions of the chunks within which layers attend; 0: none does, or the context is one."""
+        if self.chunk % BLOCK_SIZE:
             raise EngineError(
                 f"context of {ctx_size} tokens is more than a chunk of this {config.architecture} model's attention, "
-                f"{config.attention_chunk}, and more are not implemented"
+                f"{self.chunk}, and chunks are only implemented in multiples of {BLOCK_SIZE}"
             )
         self.config = config
         self.host_experts = host_experts
@@ -81,6 +84,9 @@ class Decoder:
         if stage.is_last:
             self.output_norm = top.scaled_norm(config.output_norm, config.logit_scale)
             self.output = top.weight("output") if top.has("output") else self.token_embd
+        self._ranking_head = (
+            None if config.ranker is None else top.vector("cls.output").view(-1, config.embedding_length)
+        )
         self._output_rows = vocab_shares(config.vocab_size, config.ranks)
         inputs = config.layer_input
         self.inputs = (
@@ -149,9 +155,17 @@ class Decoder:
         """A pooled vector as it is: a decoder has no matrices for it."""
         return vector
 
-    def scores(self, _rows: Tensor) -> Tensor:
-        """Raises EngineError: a decoder has no trained head for rankings."""
-        raise EngineError("the model has no trained head: it makes embeddings, and does not rank")
+    def scores(self, rows: Tensor) -> Tensor:
+        """Outputs of the trained head for the last of the hidden rows [T, embedding length], or their softmax where
+        that is the score: [classes].
+
+        Raises:
+            EngineError: there is none.
+        """
+        if self._ranking_head is None or self.config.ranker is None:
+            raise EngineError("the model has no trained head: it makes embeddings, and does not rank")
+        outputs = self._ranking_head @ rows[-1].to(self._ranking_head)
+        return outputs.softmax(0) if self.config.ranker.softmax else outputs
 
     def _logits(self, batch: ForwardBatch, x: Hidden, rows: int) -> Tensor:
         if self.output_norm is None:
@@ -185,6 +199,7 @@ class Decoder:
     def _layers(self, batch: ForwardBatch, cache: Sequence[LayerState], rows: Tensor | None) -> Hidden:
         """The residual stream after the layers. `rows`: those kept after the last mixer; None: all."""
         stage = self._stage
+        batch = batch.with_chunks(self.chunk) if self.chunk else batch
         x = self._embedded(batch) if stage.is_first else self._handed.receive(len(batch), self.blk[0].norm)
         inputs = None if self.inputs is None else self.inputs(batch, x)
         x = x if self.streams is None else self.streams.open(batch, x)
@@ -201,6 +216,7 @@ class Decoder:
                 x = self.backend.add_to_rows(x, embeds.rows, later[i])
             if kept is not None and i < self._last_mixer:
                 batch = batch.of_last_rows(kept)
+                batch = batch.with_chunks(self.chunk) if self.chunk else batch
                 inputs = None if inputs is None else self.backend.gather_rows(inputs, kept)
         if self.fused is not None:
             self.fused.add(every, len(self.blk), x, fused)

@@ -49,6 +49,7 @@ class LayerTables:
         self._masks: dict[int | None, Tensor] = {}
         self._rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
         self._windowless_images = config.block.images_both_ways == "all"
+        self._chunk = config.attention_chunk if config.attention_chunk < ctx_size else 0
         self._turned = max(chunk_size, _STEP_ROWS) if config.rope_axes else 0
         self._query_scales: dict[tuple[float, int, int], Tensor] = {}
 
@@ -63,6 +64,7 @@ class LayerTables:
     def attention(self, layer: int, declared: Attention, eps: float) -> AttentionSpec:
         """What a layer's attention is given, without tensors of its own. `eps`: of its norms."""
         cos, sin = self._rotation(declared.rotation)
+        window, chunk = (None, self._chunk) if declared.chunked else (declared.window, 0)
         return AttentionSpec(
             heads=declared.heads,
             kv_heads=declared.kv_heads,
@@ -72,12 +74,13 @@ class LayerTables:
             query_scale=self._query_scale(declared.temperature),
             eps=eps,
             cache_group=self.cache_group(layer),
-            window=declared.window,
+            window=window,
+            chunk=chunk,
             v_norm=declared.form.v_norm,
             softcap=declared.softcap,
             shared=declared.shared,
             widest_head=self._widest,
-            mask_band=self._mask(declared.window),
+            mask_band=self._mask(window),
             images_both_ways=self._windowless_images or declared.window is not None,
             cos=cos,
             sin=sin,

@@ -131,7 +131,8 @@ class AttentionLayer:
     ) -> Hidden:
         """`next_norm`: the norm that reads the result. `rows`: the rows to keep after the attention; None: all."""
         qkv = self.backend.norm_linear(batch, x, self.norm, self.entry, self.entry_bias)
-        y = self.backend.attention(batch, qkv, self.spec, cache)
+        seen = batch.chunked if self.spec.chunk and batch.chunked is not None else batch
+        y = self.backend.attention(seen, qkv, self.spec, cache)
         if rows is not None:
             y, x = self.backend.gather_rows(y, rows), self.backend.gather_rows(x, rows)
         return self.backend.linear_add(

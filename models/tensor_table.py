@@ -66,6 +66,8 @@ def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
     specs[f"{config.output_norm}.weight"] = TensorSpec((width,), hf="{body}norm.weight", draw=NORM)
     if not config.tied_output:
         specs["output.weight"] = TensorSpec((vocab, width), OUTPUT_CUT, "{head}lm_head.weight", draw=logits)
+    if config.ranker is not None:
+        specs["cls.output.weight"] = TensorSpec((config.ranker.classes, width), hf="{head}score.weight")
     if config.rope_scaling.kind == "longrope":
         names = ["rope_factors_long.weight", "rope_factors_short.weight"]
     else:

@@ -8,12 +8,13 @@ from quengine.errors import EngineError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quengine.models.config import ModelConfig
+    from quengine.models.config import ModelConfig, Ranker
+    from quengine.models.tokenizer import Tokenizer
 
 Pooling = Literal["mean", "cls", "last", "none"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 RANK: Literal["rank"] = "rank"
-"""What is made of a pair of texts by a model with a trained head: its outputs for the first position."""
+"""What is made of a pair of texts by a model with a trained head: its outputs for the first position, or the last."""
 
 
 def default_pooling(own: str | None) -> Pooling:
@@ -31,10 +32,23 @@ def default_pooling(own: str | None) -> Pooling:
     return found
 
 
+def ranks_pairs(config: "ModelConfig") -> bool:
+    """Whether the model has a trained head that gives one score, by which pairs of texts are ranked."""
+    if (ranker := config.ranker) is not None:
+        return ranker.softmax or ranker.classes == 1
+    return config.encoder is not None and config.encoder.classes == 1
+
+
+def pair_ids(tokenizer: "Tokenizer", ranker: "Ranker", query: str, document: str) -> list[int]:
+    """The prompt of a pair for a decoder that ranks; its texts hold no control tokens."""
+    return tokenizer.encode_hidden(ranker.template, lambda part: ranker.filled(part, query, document))
+
+
 def check_ranks(config: "ModelConfig") -> None:
-    """Raises EngineError where the model has no trained head of one output, by which pairs of texts are ranked."""
-    classes = 0 if config.encoder is None else config.encoder.classes
-    if classes != 1:
+    """Raises EngineError where the model does not rank pairs of texts."""
+    sizes = config.encoder or config.ranker
+    classes = 0 if sizes is None else sizes.classes
+    if not ranks_pairs(config):
         has = f"a head of {classes} outputs" if classes else "no trained head"
         raise EngineError(
             f"a model that ranks has a head of one output, and this {config.architecture} has {has}"
@@ -52,7 +66,7 @@ _STEPS = 2.0**40
 
 class Pool:
     """Takes a text's hidden rows chunk by chunk, and pools them: their mean, the first one (`cls`) or the last; `none`
-    keeps them all. Of `rank` the one row that it takes is the outputs of the model's head.
+    keeps them all. Of `rank` each row is the outputs of the model's head so far, and the last one counts.
 
     The mean is summed in whole numbers, so that it is the same to the last bit however the rows come. `projection`:
     what the model makes of a pooled vector before its length is 1 (`Encoder.projected`).
@@ -91,7 +105,7 @@ class Pool:
                 "the model's hidden values are not finite: its weights are damaged, or overflow"
             )
         if self.pooling in ("cls", "last", RANK):
-            if self._one is None or self.pooling == "last":
+            if self._one is None or self.pooling in ("last", RANK):
                 self._one = rows[0].cpu()
             return
         if self.pooling == "none":

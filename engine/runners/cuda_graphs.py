@@ -370,8 +370,11 @@ class CudaGraphs:
 
     def _captures(self, key: GraphKey) -> bool:
         """Whether a step is captured. Ranks capture and drop steps together; ranks with other layers may
-        replace buffers at other times, so they capture only steps that are never dropped.
+        replace buffers at other times, so they capture only steps that are never dropped. Where layers attend within
+        chunks of positions, the host cuts a prompt's rows (`ForwardBatch.with_chunks`).
         """
+        if key.phase == "prefill" and self.decoder.chunk:
+            return False
         stays = key.phase == "decode" and key.rows <= UNMOVED_ROWS
         return stays or self.decoder.config.stage is None
 

@@ -91,7 +91,7 @@ class CompiledStep:
         lengths = [position + 1 for position in positions]
         for visible, attentions in self._alike.items():
             splits = visible.splits
-            visible.set(lengths, attentions[0][0].window)
+            visible.set(lengths, attentions[0][0].seen)
             if visible.splits != splits:
                 self._set_splits(visible.splits, attentions)
         for rows, kept in self._before:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
-from quengine.kernels.cpu.attention.attention import Visible
+from quengine.kernels.cpu.attention.attention import Seen, Visible
 from quengine.kernels.cpu.moe.router import checked_experts
 from quengine.kernels.cpu.ops.rope_store import checked_angles, checked_slots
 from quengine.kernels.forward_batch import ForwardBatch
@@ -31,7 +31,7 @@ class StepInputs(Protocol):
         """int64 [rows], rows of the rotary tables; None: the positions."""
         ...
 
-    def visible(self, group: int, context: int, window: int | None) -> Visible:
+    def visible(self, group: int, context: int, seen: Seen) -> Visible:
         """The positions that each row sees."""
         ...
 
@@ -69,12 +69,11 @@ class BatchInputs:
     def angle_rows(self, spec: AttentionSpec) -> Tensor | None:
         return checked_angles(self._batch, spec)
 
-    def visible(self, group: int, context: int, window: int | None) -> Visible:
+    def visible(self, group: int, context: int, seen: Seen) -> Visible:
         lengths = (self._batch.positions + 1).tolist()
-        most = min(max(lengths), window or context)
-        seen = Visible(most, self._batch.block_tables_of(group).long())
-        seen.set(lengths, window)
-        return seen
+        visible = Visible(min(max(lengths), seen.most(context)), self._batch.block_tables_of(group).long())
+        visible.set(lengths, seen)
+        return visible
 
     def states(self, group: int) -> tuple[Tensor, Tensor]:
         slots = self._batch.slots_of(group).to(torch.int64).contiguous()
@@ -103,7 +102,7 @@ class RunInputs:
         self.slots = torch.zeros(groups, rows, dtype=torch.int64)
         self.tables = torch.zeros(groups, rows, blocks, dtype=torch.int64)
         self.vocabulary, self.context = 0, blocks * BLOCK_SIZE
-        self._visible: dict[tuple[int, int, int | None], Visible] = {}
+        self._visible: dict[tuple[int, int, Seen], Visible] = {}
 
     def tokens(self, vocabulary: int) -> Tensor:
         self.vocabulary = vocabulary
@@ -116,13 +115,12 @@ class RunInputs:
     def angle_rows(self, _spec: AttentionSpec) -> Tensor:
         return self.angles
 
-    def visible(self, group: int, context: int, window: int | None) -> Visible:
+    def visible(self, group: int, context: int, seen: Seen) -> Visible:
         """The same memory for all layers alike."""
         context = min(context, self.tables.shape[2] * BLOCK_SIZE)
-        seen = group, context, window
-        if seen not in self._visible:
-            self._visible[seen] = Visible(min(context, window or context), self.tables[group])
-        return self._visible[seen]
+        if (group, context, seen) not in self._visible:
+            self._visible[group, context, seen] = Visible(seen.most(context), self.tables[group])
+        return self._visible[group, context, seen]
 
     def states(self, group: int) -> tuple[Tensor, Tensor]:
         return self.positions, self.tables[group]

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.cpu.attention.attention import (
+    ALL,
+    Seen,
     Visible,
     attention_launches,
     check_caches,
@@ -98,7 +100,7 @@ class RecordedAttention:
 
     stage: KernelStage
     kv_heads: int
-    window: int | None
+    seen: Seen
     visible: Visible
 
 
@@ -310,10 +312,9 @@ class StepRecorder:
         for launch in rope_store_launches(qkv, spec, layer, positions, slots, moved, angles):
             self._then(launch)
         out = self._fp32("attended", width)
-        visible = self.inputs.visible(spec.cache_group, context, spec.window)
-        self._then(
-            self._splits(queries, layer, visible, spec.scale, out, spec.window, spec.sinks, spec.softcap)
-        )
+        seen = Seen(spec.window, spec.chunk)
+        visible = self.inputs.visible(spec.cache_group, context, seen)
+        self._then(self._splits(queries, layer, visible, spec.scale, out, seen, spec.sinks, spec.softcap))
         if spec.gated:
             self._then(output_gate_launch(out, qkv, spec))
         return out
@@ -327,7 +328,7 @@ class StepRecorder:
         self._of_heads("absorbed", plain, spec.absorb, queries[..., : spec.rank])
         check_caches(queries, held)
         sums = self._fp32("attended", heads * spec.rank).view(self.rows, heads, spec.rank)
-        visible = self.inputs.visible(spec.cache_group, len(spec.cos), None)
+        visible = self.inputs.visible(spec.cache_group, len(spec.cos), ALL)
         self._stage([self._splits(queries, held, visible, spec.scale, sums)])
         out = self._fp32("values", heads * spec.values)
         self._of_heads("expanded", sums, spec.expand, out.view(self.rows, heads, spec.values))
@@ -340,7 +341,7 @@ class StepRecorder:
         visible: Visible,
         scale: float,
         out: Tensor,
-        window: int | None = None,
+        seen: Seen = ALL,
         sinks: Tensor | None = None,
         cap: float = 0.0,
     ) -> Launch:
@@ -349,7 +350,7 @@ class StepRecorder:
         parts = self._buffer("parts", size // self.rows, torch.uint8)
         splits, combine = attention_launches(queries, layer, visible, scale, out, parts, sinks, cap)
         stage = self._stage([splits])
-        self.attentions.append(RecordedAttention(stage, layer.k.shape[1], window, visible))
+        self.attentions.append(RecordedAttention(stage, layer.k.shape[1], seen, visible))
         return combine
 
     def _of_heads(self, role: str, x: Tensor, matrices: CpuExperts, out: Tensor) -> None:
@@ -550,6 +551,10 @@ class StepBatch(ForwardBatch):
     """A batch whose operations are recorded, not run; their inputs have no values yet."""
 
     recorder: StepRecorder = field(kw_only=True)
+
+    def with_chunks(self, length: int) -> StepBatch:  # noqa: ARG002 (attention tells its chunk when the step runs)
+        """The same: chunks follow from positions, which have no values yet."""
+        return self
 
     def one_earlier(self) -> StepBatch:
         """As of any batch, for the attention of the whole step."""

@@ -1,8 +1,8 @@
 """Llama 4, the text model: experts that read their row times a sigmoid score, a shared expert, layers without rotation.
 
-Every fourth layer does not rotate and sees everything; its queries grow with the position. The others rotate, normalize
-rotated queries and keys without weights (not with 128 experts), and attend within chunks of 8,192 positions, of which
-the decoder computes the first. GGUF files say none of this; llama.cpp takes it for granted.
+Every fourth layer does not rotate and sees everything; its queries grow with the position. The others rotate,
+normalize rotated queries and keys without weights (not with 128 experts), and attend within chunks of 8,192
+positions. GGUF files say none of this; llama.cpp takes it for granted.
 Source: `Llama4TextModel` in the `transformers` library.
 """
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, HFPart, Keys, ModelType
 from quengine.models.blocks.attention import Attention
@@ -67,24 +68,34 @@ def _unrotated(keys: Keys, blocks: int) -> tuple[int, ...]:
     return tuple(compress(range(blocks), (flag == 0 for flag in flags)))
 
 
-def _chunk(keys: Keys, unrotated: Sequence[int], blocks: int) -> int:
-    """Positions of a chunk, where a layer attends within one; 0: none does."""
+def _chunks(length: int, context: int, full: Sequence[int]) -> Fields:
+    """Chunks of `length` positions, 0 for none, in all layers but those that attend to everything."""
+    return {
+        "attention_chunk": length,
+        "sliding_window": length or None,
+        "full_attention_layers": tuple(full) if length else (),
+        "context_length": min(context, length) if length % BLOCK_SIZE else context,
+    }
+
+
+def _full_layers(keys: Keys, unrotated: Sequence[int], blocks: int) -> tuple[int, ...]:
+    """The layers that attend to everything."""
     kinds = keys.get("layer_types")
     if kinds is None:
-        chunked = len(unrotated) < blocks
-    elif not isinstance(kinds, list) or len(kinds) != blocks:
+        return tuple(unrotated)
+    if not isinstance(kinds, list) or len(kinds) != blocks:
         raise config_error("layer_types", f"is not a list of the kinds of {blocks} layers")
-    elif other := sorted({str(kind) for kind in kinds} - {"full_attention", "chunked_attention"}):
+    if other := sorted({str(kind) for kind in kinds} - {"full_attention", "chunked_attention"}):
         raise config_error("layer_types", f"{', '.join(other)}: not implemented")
-    else:
-        chunked = "chunked_attention" in kinds
-    return integer(keys, "attention_chunk_size", *LIMITS["context_length"]) if chunked else 0
+    return tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
 
 
 def _fields(keys: Keys, config: ModelConfig) -> Fields:
     assert config.experts is not None
     unrotated = _unrotated(keys, config.block_count)
-    chunk = _chunk(keys, unrotated, config.block_count)
+    full = _full_layers(keys, unrotated, config.block_count)
+    limits = LIMITS["context_length"]
+    chunk = integer(keys, "attention_chunk_size", *limits) if len(full) < config.block_count else 0
     context = integer(keys, "max_position_embeddings", *LIMITS["context_length"])
     tuned = flag(keys, "attn_temperature_tuning")
     scale = number(keys, "attn_scale", 0.1) if tuned else 0.0
@@ -95,22 +106,21 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
         "attention_temperature_scale": scale,
         "attention_temperature_length": length,
         "attention_temperature_offset": 1,
-        "attention_chunk": chunk,
-        "context_length": min(context, chunk) if chunk else context,
+        **_chunks(chunk, context, full),
         "experts": replace(config.experts, shared_feed_forward_length=config.experts.feed_forward_length),
     }
 
 
 def _size_fields(config: ModelConfig) -> Fields:
     experts = config.experts
+    unrotated = tuple(range(_INTERVAL - 1, config.block_count, _INTERVAL))
     return {
         "block": replace(config.block, unit_norms=experts is not None and experts.count != _WITHOUT_NORMS),
-        "unrotated_layers": tuple(range(_INTERVAL - 1, config.block_count, _INTERVAL)),
+        "unrotated_layers": unrotated,
         "attention_temperature_scale": 0.1,
         "attention_temperature_length": _CHUNK,
         "attention_temperature_offset": 1,
-        "attention_chunk": _CHUNK,
-        "context_length": min(config.context_length, _CHUNK),
+        **_chunks(_CHUNK, config.context_length, unrotated),
         "experts": experts and replace(experts, shared_feed_forward_length=experts.feed_forward_length),
     }
 
@@ -123,7 +133,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     step = file.get_int(f"llama4.{_STEP}", 1, _MOST) or 1
     assert config.experts is not None
     dense = tuple(i for i in range(config.block_count) if (i + 1) % step)
-    return {"sliding_window": None, "experts": replace(config.experts, dense_layers=dense)}
+    return {"experts": replace(config.experts, dense_layers=dense)}
 
 
 _TEXT = ModelType(

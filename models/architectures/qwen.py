@@ -1,8 +1,20 @@
-"""Qwen2 (biases of query, key and value) and Qwen3 (a norm of each query and key head instead)."""
+"""Qwen2 (biases of query, key and value) and Qwen3 (a norm of each query and key head instead; its rerankers too).
 
-from quengine.models.architectures.architecture import Architecture, Keys, ModelType
+Qwen3-Reranker scores a pair of texts by the rows of "yes" and "no" of the output matrix at the prompt's last position.
+GGUF files have these rows as their head (llama.cpp's converter), folders name no head or are classifiers
+(`Qwen3ForSequenceClassification`).
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
+from quengine.models.architectures.bert import classes_of
 from quengine.models.architectures.windows import from_max_window_layers
-from quengine.models.config import BlockKind
+from quengine.models.config import BlockKind, ModelConfig, Ranker
+
+if TYPE_CHECKING:
+    from quengine.models.gguf import GGUFFile
 
 _DEFAULTS = {
     "max_position_embeddings": 32768,
@@ -10,6 +22,15 @@ _DEFAULTS = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
+
+_HEAD = "cls.output.weight"
+RANK_TEMPLATE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Given a web '
+    "search query, retrieve relevant passages that answer the query\n<Query>: {query}\n<Document>: {document}"
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+"""The prompt that Qwen3-Reranker was trained with (its model card)."""
 
 
 def without_unused_window(keys: Keys) -> Keys:
@@ -26,8 +47,29 @@ def _model_type(**defaults: int) -> ModelType:
     )
 
 
+def _ranker_fields(keys: Keys, _config: ModelConfig) -> Fields:
+    """Of a classifier: the head is of a matrix of its own, and there is no output matrix."""
+    if "Qwen3ForSequenceClassification" not in (keys.get("architectures") or ()):
+        return {}
+    return {"ranker": Ranker(classes_of(keys), False, RANK_TEMPLATE), "pooling": "rank", "tied_output": True}
+
+
+def _gguf_fields(file: "GGUFFile", _config: ModelConfig) -> Fields:
+    head = file.tensors.get(_HEAD)
+    if head is None:
+        return {}
+    if head.shape[0] != 2:
+        problem = f"{head.shape[0]} outputs are not implemented, only two are: yes and no"
+        raise file.tensor_error(_HEAD, problem)
+    template = file.get_str("tokenizer.chat_template.rerank") or RANK_TEMPLATE
+    return {"ranker": Ranker(2, True, template), "pooling": "rank"}
+
+
 QWEN2 = Architecture(name="qwen2", block=BlockKind(qkv_bias=True), model_types={"qwen2": _model_type()})
 
 QWEN3 = Architecture(
-    name="qwen3", block=BlockKind(qk_norm="head"), model_types={"qwen3": _model_type(head_dim=128)}
+    name="qwen3",
+    block=BlockKind(qk_norm="head"),
+    model_types={"qwen3": replace(_model_type(head_dim=128), fields=_ranker_fields)},
+    gguf_fields=_gguf_fields,
 )

@@ -33,7 +33,8 @@ class Attention:
     and keys (`BlockKind.unit_norms`). partial: a rank has some of the heads. keys_as_values: values are keys before
     their norm and rotation, without a projection. softcap: of the scores, or 0. shared: keys and values are those of an
     earlier layer, with heads of the same number and size. joins_hidden: the projections read a token's embedding and a
-    hidden row, each after a norm of its own, side by side (models/eagle.py).
+    hidden row, each after a norm of its own, side by side (models/eagle.py). chunked: the window begins at a multiple
+    of its length, so that a token sees its own chunk of positions alone.
     """
 
     form: BlockKind
@@ -51,6 +52,7 @@ class Attention:
     softcap: float = 0.0
     shared: bool = False
     joins_hidden: bool = False
+    chunked: bool = False
     kind = "attention"
 
     @classmethod
@@ -76,6 +78,7 @@ class Attention:
             shared=config.kv_source(layer) != layer,
             softcap=config.attention_softcap,
             joins_hidden=config.eagle is not None,
+            chunked=config.attention_chunk > 0 and config.layer_windows[layer] is not None,
         )
 
     @property
@@ -90,6 +93,7 @@ class Attention:
             "keys as values": self.keys_as_values,
             "soft-capped scores": self.softcap > 0.0,
             "keys and values of an earlier layer": self.shared,
+            "within chunks of positions": self.chunked,
         }
         return [trait for trait, there in traits.items() if there]
 

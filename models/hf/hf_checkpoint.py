@@ -32,6 +32,7 @@ from quengine.models.hf.hf_headers import read_config
 from quengine.models.hf.hf_names import HFNames
 from quengine.models.hf.hf_parts import StoredPart
 from quengine.models.hf.hf_shards import HFShards, StoredTensor, listed
+from quengine.models.hf.ranker_folder import read_ranker
 from quengine.models.hf.sentence_modules import read_pooling, read_projections
 from quengine.models.tensor_table import (
     draft_note,
@@ -68,10 +69,13 @@ class HFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        declared = read_hf_config(read_config(path))
+        keys = read_config(path)
+        declared = read_hf_config(keys)
         declared = replace(declared, pooling=read_pooling(path) or declared.pooling)
         self._shards = HFShards(path)
         declared = self._with_projections(declared)
+        if (ranker := read_ranker(path, keys, declared)) is not None:
+            declared = replace(declared, ranker=ranker, pooling="rank")
         self.config = _with_own_output(declared, self._shards)
         self._untied = self.config is not declared
         self._tensors = HFTensors(self._shards, self.config)
@@ -165,7 +169,8 @@ class HFTensors(Mapping[str, QuantTensor]):
     tensor holds those of all, `within` those that lie within others, `drafts` the checkpoint's tensors of layers that
     draft tokens, `unused` those outside the text model.
 
-    stacks: the names of matrices that are one tensor here. names: of the layer that drafts, where it is that alone.
+    stacks: the names of matrices that are one tensor here. rows: those of a matrix that a tensor is. names: of the
+    layer that drafts, where it is that alone.
     """
 
     def __init__(self, shards: HFShards, config: ModelConfig, names: HFNames | None = None) -> None:
@@ -176,6 +181,7 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.parts: dict[str, tuple[int, int]] = {}
         self.within: dict[str, StoredPart] = {}
         self.stacks: dict[str, list[str]] = {}
+        self.rows: dict[str, tuple[int, ...]] = {}
         declared = DECLARED[config.architecture]
         self._permuted = config.block.rope_layout == "pairs" and not declared.hf_rope_pairs
         self._rows, self._known = declared.hf_rows, declared.hf_unused
@@ -192,6 +198,8 @@ class HFTensors(Mapping[str, QuantTensor]):
                 self._take_stack(name, shape)
             elif not spec.hf and (holder := holder_of(name)) in joined:
                 self._take(holder, joined[holder], config)
+            elif config.ranker is not None and config.ranker.tokens and name == "cls.output.weight":
+                self._take_rows(name, config)
             elif name not in _COMPUTED:
                 self._take(name, spec, config)
             if change := declared.hf_changes.get(name.split(".", 2)[-1]):
@@ -217,6 +225,15 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.stored[name] = replace(self._shards.stored(hf_name, as_stored), shape=shape)
         if spec.rotated is not None and self._permuted:
             self.heads[name] = spec.rotated
+
+    def _take_rows(self, name: str, config: ModelConfig) -> None:
+        """Rows of the output matrix, which is the embedding where they are tied."""
+        assert config.ranker is not None
+        holder = "token_embd.weight" if config.tied_output else "output.weight"
+        self.rows[name] = config.ranker.tokens
+        self.stored[name] = replace(
+            self.stored[holder], shape=(config.ranker.classes, config.embedding_length)
+        )
 
     def _has_own(self, name: str) -> bool:
         """Whether a tensor that lies within another in some folders of the architecture has one of its own here."""
@@ -285,6 +302,8 @@ class HFTensors(Mapping[str, QuantTensor]):
             tensor = torch.stack([self._shards.tensor(each) for each in self.stacks[name]])
         else:
             tensor = self._shards.tensor(stored.name)
+        if name in self.rows:
+            tensor = tensor[list(self.rows[name])]
         if name in self.heads:
             tensor = permute_heads(tensor, *self.heads[name])
         if name in self.parts:

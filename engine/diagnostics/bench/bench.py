@@ -91,7 +91,9 @@ def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
         if isinstance(mixer, Attention) and layer in config.held_layers:
             ends = range(depth + prompt - 1, depth - 1, -decoder.chunk_size)
             visible = (
-                min(position + 1, mixer.window or position + 1)
+                position % mixer.window + 1
+                if mixer.chunked and mixer.window
+                else min(position + 1, mixer.window or position + 1)
                 for position in (ends if mixer.shared else positions)
             )
             attention += 4 * mixer.heads * mixer.head_dim * sum(visible)

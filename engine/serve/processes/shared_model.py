@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
+from quengine.models.config import Ranker
 from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.chat_format import ChatFormat, Ending
+from quengine.request.pooling import pair_ids, ranks_pairs
 from quengine.request.sampling_params import SamplingParams
 from quengine.structured.answer_format import PROMPT_TOKENS, AnswerFormat
 from quengine.structured.constraint import ConstraintCompiler
@@ -62,12 +64,13 @@ class ServedModel:
         token_length: how much of a text one token can stand for; None where that has no bound.
         source: from what another process makes the same; None where there is none.
         pooling: what the model was made for, of embeddings; None where nothing says so.
-        ranks: it has a trained head, by which pairs of texts are scored.
+        ranks: it has a trained head, by which pairs of texts are scored; `ranker`: of a decoder, with their prompt.
         end_of_text: the token that a text to be embedded ends with; None for no such token.
     """
 
     pooling: str | None = None
     ranks: bool = False
+    ranker: Ranker | None = None
     end_of_text: int | None = None
     marker: str = ""
 
@@ -90,7 +93,7 @@ class ServedModel:
         self.marker, self._projector = marker, projector
         self.vocab_size = config.vocab_size
         self.pooling = config.pooling
-        self.ranks = config.encoder is not None and config.encoder.classes == 1
+        self.ranks, self.ranker = ranks_pairs(config), config.ranker
         self.template = self._chat.source
         self.notes = notes
         self.bos_id: int | None = text.tokenizer.bos_id
@@ -120,6 +123,11 @@ class ServedModel:
 
     def encode(self, text: str, bos: bool, special: bool) -> list[int]:
         return self._text.tokenizer.encode(text, bos=bos, special=special)
+
+    def encode_pair(self, query: str, document: str) -> list[int]:
+        """The prompt of a pair of texts, of a model with a `ranker`."""
+        assert self.ranker is not None
+        return pair_ids(self._text.tokenizer, self.ranker, query, document)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._text.tokenizer.decode(ids, skip_special=False)

@@ -1,6 +1,6 @@
 """Server and text process: jobs of tokenizing and of chat templates, which are JSON values, and their results."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -9,15 +9,15 @@ from quengine.errors import EngineError
 from quengine.request.chat_format import Ending
 from quengine.serve.processes.shared_model import ServedModel
 
-Kind = Literal["encode", "encode_chat", "render_chat", "tokenize"]
+Kind = Literal["encode", "encode_pairs", "encode_chat", "render_chat", "tokenize"]
 
 
 class TextJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """One thing to do.
 
     Attributes:
-        kind: encode `prompts`, or `messages` through the chat template; only render these; or answer /tokenize for
-            the one of `prompts`.
+        kind: encode `prompts`, the first of them with each other one as pairs for a decoder that ranks, or `messages`
+            through the chat template; only render these; or answer /tokenize for the one of `prompts`.
         prompts: each of texts and token ids, in order; checked.
         bos: begin a text with BOS where the model asks for it.
         special: text may spell control tokens.
@@ -88,9 +88,17 @@ def _ids(model: ServedModel, job: TextJob, prompt: Sequence[str | int]) -> list[
 
 
 def _encode(model: ServedModel, job: TextJob) -> TextResult:
+    return _counted(job, (_ids(model, job, prompt) for prompt in job.prompts))
+
+
+def _encode_pairs(model: ServedModel, job: TextJob) -> TextResult:
+    query, *documents = ("".join(map(str, prompt)) for prompt in job.prompts)
+    return _counted(job, (model.encode_pair(query, document) for document in documents))
+
+
+def _counted(job: TextJob, prompts: Iterable[list[int]]) -> TextResult:
     found = list[list[int]]()
-    for prompt in job.prompts:
-        ids = _ids(model, job, prompt)
+    for ids in prompts:
         if job.most_tokens is not None and len(ids) > job.most_tokens:
             return TextResult(tokens=len(ids))
         found.append(ids)
@@ -131,6 +139,7 @@ def _piece(raw: bytes) -> str | list[int]:
 
 _PERFORM = {
     "encode": _encode,
+    "encode_pairs": _encode_pairs,
     "encode_chat": _encode_chat,
     "render_chat": _render_chat,
     "tokenize": _tokenize,

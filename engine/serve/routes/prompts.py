@@ -73,6 +73,14 @@ async def read_prompts(
     return [with_end(ids, last) for ids, last in zip(found, ends, strict=True)]
 
 
+async def read_pairs(service: Service, query: str, documents: Sequence[str], key: str) -> list[list[int]]:
+    """The prompts of a decoder that ranks, of the query with each of the documents in the field `key` of a request,
+    checked against the limits. Raises ApiError."""
+    service.check_inputs(1 + len(documents), key)
+    texts = [_parts(text, service, key) for text in (query, *documents)]
+    return await _ids(service, TextJob("encode_pairs", texts, most_tokens=service.most_prompt_tokens), key)
+
+
 class PromptIds(NamedTuple):
     """A prompt's tokens, with markers for its images, and the contents of these."""
 

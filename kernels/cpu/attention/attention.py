@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,6 +93,27 @@ class VisibleRow(Arguments):
 _ROW = size_of(VisibleRow) // 8
 
 
+class Seen(NamedTuple):
+    """The positions that a token sees of those up to its own: the last `window`, those of its chunk of `chunk`
+    positions, or all of them for None and 0."""
+
+    window: int | None = None
+    chunk: int = 0
+
+    def most(self, context: int) -> int:
+        """Of a token among `context` positions, at most."""
+        return min(context, self.window or context, self.chunk or context)
+
+    def count(self, length: int) -> int:
+        """Of the last one of `length` positions."""
+        if self.chunk:
+            return (length - 1) % self.chunk + 1
+        return length if self.window is None else min(length, self.window)
+
+
+ALL = Seen()
+
+
 class Visible:
     """The visible positions of each token of a batch, at most `most` a token, in memory that kernels read.
 
@@ -113,11 +135,11 @@ class Visible:
     def addresses(self) -> tuple[int, int]:
         return self._rows.buffer_info()[0], self._owners.buffer_info()[0]
 
-    def set(self, lengths: Sequence[int], window: int | None) -> None:
-        """Lets token i see the last `window` of the positions 0 .. lengths[i] - 1 (all of them for None)."""
+    def set(self, lengths: Sequence[int], seen: Seen) -> None:
+        """Lets token i see what is to be `seen` of the positions 0 .. lengths[i] - 1."""
         splits = 0
         for i, length in enumerate(lengths):
-            count = length if window is None else min(length, window)
+            count = seen.count(length)
             self._rows[_ROW * i : _ROW * i + 3] = array("q", (length - count, count, splits))
             for _ in range(0, count, KV_SPLIT):
                 self._owners[splits] = i

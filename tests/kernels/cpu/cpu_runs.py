@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quengine.kernels import cpu
 from quengine.kernels.backend import KVLayer, SlotLayer
-from quengine.kernels.cpu.attention.attention import attention_launches, check_caches, part_bytes
+from quengine.kernels.cpu.attention.attention import Seen, attention_launches, check_caches, part_bytes
 from quengine.kernels.cpu.runtime.threads import run
 from quengine.kernels.cpu.step_inputs import BatchInputs
 from quengine.kernels.cpu.step_recorder import CpuWeight, recorded, state_operation
@@ -77,7 +77,7 @@ def batch_attention(
 ) -> Tensor:
     """Attention of each sequence's newest token, q [B, H, hd], in the first cache group."""
     check_caches(q, layer)
-    visible = BatchInputs(batch).visible(0, layer.k.shape[0], window)
+    visible = BatchInputs(batch).visible(0, layer.k.shape[0], Seen(window))
     out = torch.empty(*q.shape[:2], layer.v.shape[2])
     parts = torch.empty(part_bytes(visible, *out.shape[1:]), dtype=torch.uint8)
     run(attention_launches(q, layer, visible, scale, out, parts, sinks, cap))

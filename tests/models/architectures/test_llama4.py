@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from quengine import LLM
+from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
+from quengine.kernels.reference import ReferenceBackend
+from quengine.models.decoder import Decoder
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.hf.config_hf import read_hf_config
 from tests.gguf_builder import ModelSizes, model_builder
+from tests.llama_cpp_convert import VOCAB
 from tests.models.architectures.both_files import KINDS, Case, SameLogits, opened, path_of
+from tests.transformers_models import nmse, token_ids, transformers_model
 
 SIZES = {
     "num_hidden_layers": 4,
@@ -55,6 +59,10 @@ CASES = {
     "no norms, own layers": _case(
         False, use_qk_norm=False, no_rope_layers=[1, 0, 1, 1], moe_layers=[0, 2], attention_chunk_size=128
     ),
+    "chunks": _case(False, attention_chunk_size=32, floor_scale=8, attn_scale=0.5),
+    "chunks of rotated and other layers": _case(
+        False, attention_chunk_size=32, layer_types=["full_attention", *3 * ["chunked_attention"]]
+    ),
     "no chunks": _case(False, layer_types=FULL, attn_temperature_tuning=False, attention_chunk_size=4),
 }
 
@@ -66,22 +74,66 @@ class TestLogits(SameLogits):
 def test_both_files_describe_the_same_model(root: Path) -> None:
     for kind in KINDS:
         config = opened(root, "some dense, llama3", kind).config
-        assert config.unrotated_layers == (3,) and config.layer_windows == 4 * (None,)
+        assert config.unrotated_layers == (3,) and config.layer_windows == (8192, 8192, 8192, None)
         assert config.experts is not None and config.experts.dense_layers == (0, 2)
         assert config.experts.shared_feed_forward_length == 48 and config.experts.router.weighs_inputs
         assert config.attention_chunk == 8192 and config.block.unit_norms
         assert config.attention_temperature_scale == 0.1 and config.attention_temperature_offset == 1
     own = opened(root, "no norms, own layers", "folder").config
-    assert own.unrotated_layers == (1,) and not own.block.unit_norms and own.context_length == 128
+    assert own.unrotated_layers == (1,) and not own.block.unit_norms and own.attention_chunk == 128
+    mixed = opened(root, "chunks of rotated and other layers", "folder").config
+    assert mixed.layer_windows == (None, 32, 32, 32) and mixed.unrotated_layers == (3,)
     assert opened(root, "no chunks", "folder").config.attention_chunk == 0
 
 
-def test_a_context_beyond_a_chunk_is_refused_by_name(root: Path) -> None:
-    problem = (
-        "more than the 128 of a chunk of this llama4 model's attention; more are not implemented; use -c 128"
-    )
-    with pytest.raises(EngineError, match=problem):
-        LLM(path_of(root, "no norms, own layers", "folder"), device="cpu", ctx_size=129)
+def _choices_of_transformers(root: Path, prompt: list[int], answer: list[int], ends: list[int]) -> bool:
+    """Whether each token of an answer is the likeliest one but `ends`, or as good as that, after those before it."""
+    model, _ = transformers_model(path_of(root, "chunks", "folder"))
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+    logits[:, ends] = -torch.inf
+    chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    return bool((logits.max(1).values - chosen < 0.02).all())
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_texts_beyond_a_chunk_are_those_of_transformers(root: Path, backend: str) -> None:
+    """Prompts and answers that cross the ends of chunks at 32, 64 and 96, in one batch and again from the cache."""
+    path, long = path_of(root, "chunks", "folder"), token_ids(VOCAB).tolist()
+    prompts = [long[:30], [*long, *long[:38]], long[3:20]]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with LLM(
+        path, device="cpu", threads=1, ctx_size=128, chunk_size=16, parallel=3, reuse_prefix=True,
+        backend=backend,
+    ) as llm:  # fmt: skip
+        answers = [llm.generate(prompts, params) for _ in range(2)]
+        ends = list(llm.tokenizer.eos_ids)
+    assert answers[1][1].timings.cached_tokens >= 64
+    for prompt, *found in zip(prompts, *answers, strict=True):
+        assert all(len(each.tokens) == 40 for each in found)
+        assert all(_choices_of_transformers(root, prompt, each.tokens, ends) for each in found)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_logits_beyond_a_chunk_are_those_of_transformers(root: Path, decode: bool) -> None:
+    path, long = path_of(root, "chunks", "folder"), token_ids(VOCAB).tolist()
+    ids = [*long, *long[:38], *long[5:37]]
+    model, _ = transformers_model(path)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    with LLM(path, device="cpu", threads=1, ctx_size=128, chunk_size=48) as llm:
+        found = llm.logits(ids, decode=decode)
+    assert nmse(found.double(), expected) < 5e-6
+
+
+def test_chunks_that_are_no_whole_blocks_are_refused_by_name(root: Path) -> None:
+    config = json.loads((path_of(root, "chunks", "folder") / "config.json").read_text())
+    odd = read_hf_config({**config, "attention_chunk_size": 40})
+    assert odd.context_length == 40
+    with pytest.raises(
+        EngineError, match="a chunk of this llama4 model's attention, 40, and chunks are only"
+    ):
+        Decoder(odd, opened(root, "chunks", "folder").tensors, ReferenceBackend(True), 64, 16)
 
 
 @pytest.mark.parametrize(

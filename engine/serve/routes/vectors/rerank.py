@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from quengine.request.pooling import RANK
 from quengine.serve.http import json_response, read_request, unless_gone
-from quengine.serve.routes.prompts import read_prompts
+from quengine.serve.routes.prompts import read_pairs, read_prompts
 from quengine.serve.routes.vectors.embeddings import chosen_pooling, embedded
 from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, bad_request
 from quengine.serve.schemas.reading import wrong_value
@@ -37,11 +37,9 @@ async def rerank(service: Service, request: Request) -> Response:
     if documents is None:
         raise wrong_value(RerankRequest, "documents", None)
     texts = [each.text if isinstance(each, Document) else each for each in documents]
-    given = [body.query, *texts]
-    prompts = await unless_gone(
-        request.receive, read_prompts(service, given, key, parse_special=False, ended=True)
+    scores, tokens = await (_by_head if service.model.ranks else _by_cosine)(
+        service, request, body.query, texts, key
     )
-    scores = await (_by_head if service.model.ranks else _by_cosine)(service, request, prompts, key)
     order = sorted(range(len(documents)), key=lambda index: -scores[index])[: body.top_n]
     headers = {"X-Rerank-Method": _method(service)}
     if key == "texts":
@@ -58,31 +56,61 @@ async def rerank(service: Service, request: Request) -> Response:
         | ({"document": {"text": texts[index]}} if body.return_documents else {})
         for index in order
     ]
-    answer = _answer(service, results, sum(len(prompts[0]) + len(prompt) for prompt in prompts[1:]))
+    answer = _answer(service, results, tokens)
     if request.url.path == "/v2/rerank":
         answer |= {"id": str(uuid4()), "meta": {"api_version": {"version": "2"}}}
     return json_response(answer, headers=headers)
 
 
-async def _by_cosine(service: Service, request: Request, prompts: list[list[int]], key: str) -> list[float]:
+async def _by_cosine(
+    service: Service, request: Request, query: str, texts: list[str], key: str
+) -> tuple[list[float], int]:
+    prompts = await _read(service, request, query, texts, key)
     chosen = chosen_pooling(service, None)
     pooling = "mean" if chosen == "none" else chosen
     vectors = np.array(await embedded(service, request, prompts, pooling, key))
     scores: list[float] = (vectors[1:] @ vectors[0]).tolist()
-    return scores
+    return scores, sum(len(prompts[0]) + len(prompt) for prompt in prompts[1:])
 
 
-async def _by_head(service: Service, request: Request, prompts: list[list[int]], key: str) -> list[float]:
-    """Each document behind the query and what the model has between the two, without the token that begins a text."""
-    query, *documents = prompts
-    begin = service.model.bos_id
-    query = query + service.model.pair_gap
-    pairs = [query + document[document[:1] == [begin] :] for document in documents]
+async def _by_head(
+    service: Service, request: Request, query: str, texts: list[str], key: str
+) -> tuple[list[float], int]:
+    """The scores, and the tokens of all pairs."""
+    pairs = await (_encoder_pairs if service.model.ranker is None else _decoder_pairs)(
+        service, request, query, texts, key
+    )
     for index, pair in enumerate(pairs):
         if len(pair) > service.model.ctx_size:
             problem = f"{key}[{index}]: with the query {len(pair)} tokens: the context holds {service.model.ctx_size}"
             raise bad_request(problem, key, CONTEXT_EXCEEDED)
-    return [float(vector[0]) for vector in await embedded(service, request, pairs, RANK, key)]
+    found = await embedded(service, request, pairs, RANK, key)
+    return [float(vector[0]) for vector in found], sum(map(len, pairs))
+
+
+async def _encoder_pairs(
+    service: Service, request: Request, query: str, texts: list[str], key: str
+) -> list[list[int]]:
+    """Each document after the query and what the model has between the two, without the token that begins a text."""
+    first, *documents = await _read(service, request, query, texts, key)
+    begin = service.model.bos_id
+    first = first + service.model.pair_gap
+    return [first + document[document[:1] == [begin] :] for document in documents]
+
+
+async def _decoder_pairs(
+    service: Service, request: Request, query: str, texts: list[str], key: str
+) -> list[list[int]]:
+    return await unless_gone(request.receive, read_pairs(service, query, texts, key))
+
+
+async def _read(
+    service: Service, request: Request, query: str, texts: list[str], key: str
+) -> list[list[int]]:
+    given = [query, *texts]
+    return await unless_gone(
+        request.receive, read_prompts(service, given, key, parse_special=False, ended=True)
+    )
 
 
 def _method(service: Service) -> str:
