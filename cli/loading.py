@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from quengine.llm import LLM
 
 
-def fetch(name: str, offline: bool = False) -> Path:
-    """The first file of a model that is pulled unless it is here. Raises what `pull_model` does."""
+def fetch(name: str, offline: bool = False, projector: bool = True) -> Path:
+    """The first file of a model that is pulled unless it is here, with its projector. Raises what `pull_model` does."""
     from huggingface_hub.utils import logging as hub_logging
 
     from quengine.models.hub.hub_pull import pull_model
 
     # What huggingface_hub logs, a retry for instance, looks like the engine's own lines.
     hub_logging.get_logger().handlers = logging.getLogger("quengine").handlers
-    return pull_model(name, offline, say=lambda line: typer.echo(line, err=True))
+    return pull_model(name, offline, projector, say=lambda line: typer.echo(line, err=True))
 
 
-def offer_pull(name: str) -> None:
-    """Ask on a terminal whether to pull a model that is not on this machine.
+def offer_pull(name: str, projector: bool = True) -> None:
+    """Ask on a terminal whether to pull a model that is not on this machine, and its projector.
 
     A name that stands for nothing is left to who opens the model, and says what it is for.
 
@@ -49,7 +49,7 @@ def offer_pull(name: str) -> None:
             raise
         if not typer.confirm(f"{base_model(name)} is not on this machine. Pull it?", default=True, err=True):
             raise
-        fetch(base_model(name))
+        fetch(base_model(name), projector=projector)
 
 
 logger = logging.getLogger("quengine.start")
@@ -63,7 +63,7 @@ def load_llm(model: str, config: EngineConfig) -> "LLM":
     """
     for needed in (model, config.draft_model):
         if needed is not None:
-            offer_pull(str(needed))
+            offer_pull(str(needed), not config.no_mmproj and config.mmproj is None and needed == model)
     progress = ProgressLine()
     progress(f"loading {model}")
     if config.backend != "reference":

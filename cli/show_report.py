@@ -13,6 +13,7 @@ from quengine.models.architectures import attentions_of, layers_of
 from quengine.models.blocks.encoder import BidirectionalAttention
 from quengine.models.config import ModelConfig
 from quengine.models.gguf.errors import shown
+from quengine.models.hub.projectors import find_projector
 from quengine.models.model_summary import ModelSummary
 from quengine.models.parameter_counts import count_text
 from quengine.models.tensor_table import draft_note
@@ -59,6 +60,9 @@ def lines_of(summary: ModelSummary, devices: list[dict[str, Any]], tensors: bool
         f"name          {shown(summary.name) if summary.name else '(none)'}",
         f"architecture  {shown(summary.architecture)}",
     ]
+    projector = find_projector(summary.path)
+    if projector is not None:
+        lines.append(f"images        {projector.name}")
     if summary.problem:
         lines.append(f"cannot run    {summary.problem}")
     if summary.tensors:
@@ -251,6 +255,7 @@ def as_object(summary: ModelSummary, devices: list[dict[str, Any]], tensors: boo
         "problem": summary.problem,
         "limits": summary.limits(),
         "file_bytes": summary.nbytes,
+        "projector": (found := find_projector(summary.path)) and str(found),
         "parameters": summary.parameters,
         "active_parameters": summary.counts.active_parameters,
         "active_bytes": summary.counts.active_bytes,

@@ -21,6 +21,7 @@ class Row:
     path: Path | None
     about: str = ""
     is_preset: bool = False
+    projector: Path | None = None
 
 
 def list_models(
@@ -32,7 +33,12 @@ def list_models(
     if everything:
         rows += _catalogue_rows({row.name for row in rows})
     if as_json:
-        typer.echo(json.dumps([{**vars(row), "path": row.path and str(row.path)} for row in rows], indent=2))
+        paths = ("path", "projector")
+        shown = [
+            {key: value and str(value) if key in paths else value for key, value in vars(row).items()}
+            for row in rows
+        ]
+        typer.echo(json.dumps(shown, indent=2))
         return
     if not rows:
         typer.echo("no models here; `engine list --all` shows what `engine pull` knows by name", err=True)
@@ -46,7 +52,8 @@ def list_models(
 
 def _place(row: Row) -> str:
     """The last column: what a preset is of, else where a model is."""
-    return row.about if row.is_preset else str(row.path or f"(not pulled) {row.about}")
+    images = f" (images: {row.projector.name})" if row.projector is not None else ""
+    return row.about if row.is_preset else f"{row.path or f'(not pulled) {row.about}'}{images}"
 
 
 def installed_rows() -> list[Row]:
@@ -63,7 +70,7 @@ def installed_rows() -> list[Row]:
     aliases = {(entry.repo, entry.file): entry.alias for entry in catalogue().values()}
     for model in installed_models():
         name = aliases.get((model.repo, model.files[0])) or f"hf:{model.repo}/{model.files[0]}"
-        rows.append(Row(name, model.nbytes, model.quant, model.path))
+        rows.append(Row(name, model.nbytes, model.quant, model.path, projector=model.projector_path))
     return rows
 
 

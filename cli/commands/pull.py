@@ -34,11 +34,14 @@ def pull(
     offline: Annotated[
         bool, typer.Option("--offline", help="Use only what is here (as HF_HUB_OFFLINE=1 does).")
     ] = False,
+    no_mmproj: Annotated[
+        bool, typer.Option("--no-mmproj", help="Without the projector of a model that reads images.")
+    ] = False,
 ) -> None:
     """Fetch models from the Hugging Face Hub, or go on with a fetch that was interrupted.
 
-    The files go to the Hugging Face cache, which other programs share; their digests are checked. Prints the path
-    of each model.
+    The files go to the Hugging Face cache, which other programs share; their digests are checked. A
+    model's projector (mmproj) comes with it, F16 before BF16 and Q8_0. Prints the path of each model.
     """
     from pathlib import Path
 
@@ -52,5 +55,5 @@ def pull(
         if path is None and Path(name).expanduser().exists():
             path = Path(name).expanduser()
         if path is None:
-            path = fetch(name, offline)
+            path = fetch(name, offline, not no_mmproj)
         typer.echo(path)

@@ -33,7 +33,8 @@ def remove(
     for name in presets:
         typer.echo(f"{name}: a preset, {preset_path(name)}", err=True)
     for name, model in models.items():
-        files = f"{', '.join(model.files)} ({model.nbytes / 1e9:.2f} GB) in {model.path.parent}"
+        images = f", with {model.projector} where no other model has it" if model.projector else ""
+        files = f"{', '.join(model.files)} ({model.nbytes / 1e9:.2f} GB) in {model.path.parent}{images}"
         typer.echo(f"{name}: {files}", err=True)
     if not yes and not confirm_deletion("Delete?", "engine rm -y ..."):
         return

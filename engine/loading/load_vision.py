@@ -9,6 +9,7 @@ import torch
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
+from quengine.models.hub.projectors import find_projector
 from quengine.request.content_parts import NOT_READ
 from quengine.request.image_prompts import Vision
 
@@ -36,10 +37,7 @@ def _may_see(model: Path) -> bool:
     if model.is_dir():
         config = model / "config.json"
         return config.is_file() and b"vision_config" in config.read_bytes()
-    try:
-        return any("mmproj" in beside.name.lower() for beside in model.parent.iterdir())
-    except OSError:
-        return False
+    return find_projector(model) is not None
 
 
 def open_vision(
@@ -65,8 +63,10 @@ def open_vision(
 
 
 def _opened(found: Path, path: Path, model: ModelConfig, device: torch.device) -> Vision:
+    from quengine.models.images.limited_decoder import start_decoder
     from quengine.models.vision import load_processor, load_vision
 
+    start_decoder()
     processor = load_processor(found)  # without weights
     if processor.settings.text_size != model.embedding_length:
         raise EngineError(

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quengine.errors import CannotRunError
-from quengine.models.hub.hub_name import HubName, choose_files, file_sets, fits, missing_shards, quant_of
+from quengine.models.hub.hub_name import (
+    HubName,
+    choose_files,
+    file_sets,
+    fits,
+    is_companion,
+    missing_shards,
+    quant_of,
+)
+from quengine.models.hub.projectors import choose_projector
 
 
 def cache_dir() -> Path:
@@ -66,29 +75,53 @@ def find_in_cache(wanted: HubName) -> Path | None:
 
 @dataclass(frozen=True)
 class InstalledModel:
-    """One model in the cache: its repository, its files (all shards, in order) and their bytes on disk."""
+    """One model in the cache: its repository, its files (all shards, in order) and their bytes on disk.
+
+    projector: the file that makes images rows of it, relative to the snapshot as `files` are; None: there is none.
+    """
 
     repo: str
     files: tuple[str, ...]
     path: Path
     nbytes: int
     quant: str
+    projector: str | None = None
+
+    @property
+    def projector_path(self) -> Path | None:
+        snapshot = self.path.parents[len(Path(self.files[0]).parts) - 1]
+        return None if self.projector is None else snapshot / self.projector
 
 
 def installed_models() -> list[InstalledModel]:
-    """Every complete GGUF model in the cache, by repository and file name; the newest snapshot of each."""
+    """Every complete GGUF model in the cache, by repository and file name; the newest snapshot of each. A projector is
+    no model where one has it."""
+    found = _installed()
+    taken = {(model.repo, model.projector) for model in found}
+    return [model for model in found if (model.repo, model.files[0]) not in taken]
+
+
+def _installed() -> list[InstalledModel]:
+    """With projectors as models of their own."""
     if not cache_dir().is_dir():
         return []
     found = []
     for repo in sorted(cache_dir().glob("models--*")):
         seen: set[tuple[str, ...]] = set()
         for snapshot in snapshots(repo):
-            for files in gguf_sets(snapshot):
+            sets = gguf_sets(snapshot)
+            there = [file for files in sets for file in files]
+            for files in sets:
                 if files not in seen:
                     seen.add(files)
                     nbytes = sum((snapshot / file).stat().st_size for file in files)
                     name = repo.name.removeprefix("models--").replace("--", "/", 1)
-                    found.append(InstalledModel(name, files, snapshot / files[0], nbytes, quant_of(files[0])))
+                    projector = None if is_companion(files[0]) else choose_projector(files[0], there)
+                    found.append(
+                        InstalledModel(
+                            name, files, snapshot / files[0], nbytes, quant_of(files[0]), projector
+                        )
+                    )
     return found
 
 
@@ -97,7 +130,7 @@ def find_installed(wanted: HubName) -> InstalledModel | None:
 
     Raises ModelNameError when more than one fits.
     """
-    here = [model for model in installed_models() if model.repo == wanted.repo and fits(wanted, model.files)]
+    here = [model for model in _installed() if model.repo == wanted.repo and fits(wanted, model.files)]
     if not here:
         return None
     files = choose_files(wanted, {file for model in here for file in model.files})
@@ -105,14 +138,15 @@ def find_installed(wanted: HubName) -> InstalledModel | None:
 
 
 def remove_model(model: InstalledModel) -> int:
-    """Deletes a model's files from every snapshot of its repository, and the blobs nothing else points at.
+    """Deletes a model's files from every snapshot of its repository, its projector unless another model has it, and the
+    blobs nothing else points at.
 
     Returns the bytes freed.
     """
     repo = repo_dir(model.repo)
     freed = 0
     for snapshot in list(snapshots(repo)):
-        for file in model.files:
+        for file in (*model.files, *_own_projector(model, snapshot)):
             (snapshot / file).unlink(missing_ok=True)
         _drop_empty(snapshot)
     used = {path.resolve().name for path in (repo / "snapshots").rglob("*") if path.is_symlink()}
@@ -124,6 +158,15 @@ def remove_model(model: InstalledModel) -> int:
         shutil.rmtree(repo)
         shutil.rmtree(cache_dir() / ".locks" / repo.name, ignore_errors=True)
     return freed
+
+
+def _own_projector(model: InstalledModel, snapshot: Path) -> list[str]:
+    """The projector of a model in a snapshot where no other has it."""
+    sets = gguf_sets(snapshot)
+    there = [file for files in sets for file in files]
+    others = [files[0] for files in sets if files != model.files and not is_companion(files[0])]
+    mine = choose_projector(model.files[0], there)
+    return [] if mine is None or mine in {choose_projector(each, there) for each in others} else [mine]
 
 
 def _drop_empty(snapshot: Path) -> None:

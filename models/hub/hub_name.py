@@ -9,7 +9,7 @@ from quengine.errors import EngineError
 
 _SHARD = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 REPO_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_QUANT = re.compile(
+QUANT = re.compile(
     r"(?<![A-Za-z0-9])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))(?![A-Za-z0-9_])", re.IGNORECASE
 )
 
@@ -104,7 +104,7 @@ def without_shard(file: str) -> str:
 
 def quant_of(file: str) -> str:
     """The quantization that a file's name tells ("Q4_K_M"), or an empty string."""
-    found = _QUANT.findall(without_shard(file))
+    found = QUANT.findall(without_shard(file))
     return str(found[-1]) if found else ""
 
 
@@ -148,7 +148,7 @@ def _listed(sets: Sequence[Sequence[str]]) -> str:
 def is_companion(file: str) -> bool:
     """Vision projectors and importance matrices lie beside the models and are not models."""
     stem = Path(file).name.lower()
-    return stem.startswith("mmproj") or "imatrix" in stem
+    return "mmproj" in stem or "imatrix" in stem
 
 
 def _has_quant(file: str, quant: str) -> bool:

@@ -20,6 +20,7 @@ from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub.hub import ModelNotHereError, hub_name
 from quengine.models.hub.hub_cache import cache_dir, find_in_cache, repo_dir
 from quengine.models.hub.hub_name import HubName, ModelNameError, choose_files
+from quengine.models.hub.projectors import choose_projector
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -78,6 +79,7 @@ ends the pull; the next one goes on from there."""
 def pull_model(
     name: str,
     offline: bool = False,
+    projector: bool = True,
     say: Callable[[str], None] = lambda _: None,
     watch: Watch = lambda _file, _nbytes: None,
 ) -> Path:
@@ -86,6 +88,7 @@ def pull_model(
     Args:
         name: an alias of the catalogue or an `hf:` name.
         offline: never use the network; HF_HUB_OFFLINE has the same effect.
+        projector: fetch the projector of images (mmproj) as well, where the repository has one for the model.
         say: takes lines for the user.
         watch: follows the progress.
 
@@ -107,7 +110,7 @@ def pull_model(
                 f"{name}: not on this machine, and offline; pull it without --offline or HF_HUB_OFFLINE"
             )
         return found
-    files = _list_files(wanted)
+    files = _list_files(wanted, projector)
     _check_space(files)
     for file in files:
         _fetch(file, say, watch)
@@ -115,14 +118,16 @@ def pull_model(
     return files[0].link
 
 
-def _list_files(wanted: HubName) -> list[HubFile]:
+def _list_files(wanted: HubName, projector: bool) -> list[HubFile]:
+    """The model's files, in order, and with `projector` that of its projector."""
     from huggingface_hub import HfApi
 
     with _hub_errors(f"hf:{wanted.repo}"):
         info = HfApi().model_info(wanted.repo, files_metadata=True, timeout=LISTING_TIMEOUT)
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or []}
-    files = []
-    for name in choose_files(wanted, siblings):
+    files, names = [], choose_files(wanted, siblings)
+    beside = choose_projector(names[0], siblings) if projector else None
+    for name in (*names, *([beside] if beside else [])):
         path, sibling = PurePosixPath(name), siblings[name]
         digest = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
         if path.is_absolute() or ".." in path.parts or sibling.size is None or not info.sha or not digest:

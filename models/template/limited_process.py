@@ -1,10 +1,12 @@
-"""A process with limits that runs what a model's file brings: a chat template's program, a tokenizer's patterns.
+"""A process with limits that runs what a model's file brings, a chat template's program or a tokenizer's patterns, and
+what decodes the image files of requests.
 
 Processor time and memory are bounded by the kernel there, so that whatever such a file asks for ends in an error here.
 """
 
 import json
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +29,12 @@ class ProcessStoppedError(Exception):
 
 @dataclass(frozen=True)
 class ProcessLimits:
-    """What a worker may use: seconds of processor time for one answer, bytes of address space."""
+    """What a worker may use: seconds of processor time for one answer, bytes of address space; and the seconds that an
+    answer is waited for, None: PATIENCE_SECONDS."""
 
     cpu_seconds: float
     memory_bytes: int
+    patience_seconds: float | None = None
 
 
 class _PythonJson:
@@ -44,11 +48,14 @@ class _PythonJson:
 class LimitedProcess:
     """Asks a worker again and again; its process starts with the first question.
 
-    worker: a Python file, run with a `LimitedWorker`, which gets `setup`, and answers each question.
+    worker: a Python file, run with a `LimitedWorker`, which gets `setup`, and answers each question. descriptors: that
+    it has open, under their numbers.
     """
 
-    def __init__(self, worker: Path, setup: Any, limits: ProcessLimits) -> None:
-        self._worker = worker
+    def __init__(
+        self, worker: Path, setup: Any, limits: ProcessLimits, descriptors: Sequence[int] = ()
+    ) -> None:
+        self._worker, self._descriptors = worker, descriptors
         self._setup = setup
         self._limits = limits
         self._lock = Lock()
@@ -88,7 +95,9 @@ class LimitedProcess:
     def _start(self) -> ChildProcess[Answer]:
         limits = [str(self._limits.cpu_seconds), str(self._limits.memory_bytes)]
         try:
-            process = ChildProcess((str(self._worker),), _PythonJson(), limits, quiet=True)
+            process = ChildProcess(
+                (str(self._worker),), _PythonJson(), limits, descriptors=self._descriptors, quiet=True
+            )
         except OSError as failure:
             raise ProcessStoppedError(f"no process could be started for it: {failure}") from None
         with suppress(OSError):  # `_exchange` says why
@@ -101,11 +110,12 @@ class LimitedProcess:
             process.close()
 
     def _exchange(self, process: ChildProcess[Answer], request: bytes) -> Answer:
+        patience = self._limits.patience_seconds or PATIENCE_SECONDS
         try:
             process.channel.send_bytes(request)
-            return process.channel.receive(PATIENCE_SECONDS, MAX_ANSWER_BYTES)
+            return process.channel.receive(patience, MAX_ANSWER_BYTES)
         except TimeoutError:
-            raise ProcessStoppedError(f"not done after {PATIENCE_SECONDS:g} seconds") from None
+            raise ProcessStoppedError(f"not done after {patience:g} seconds") from None
         except TooLongError:
             raise ProcessStoppedError(f"gives more than {MAX_ANSWER_BYTES >> 20} MiB") from None
         except (EOFError, OSError):

@@ -13,6 +13,7 @@ from torch import Tensor, ones_like
 
 from quengine.kernels.vision_rows import Norm, PatchRotation
 from quengine.models.gguf.file import GGUFFile
+from quengine.models.images.decode import ImageError
 from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
     Linear,
@@ -27,7 +28,6 @@ from quengine.models.vision.blocks import (
     patches,
     rotation_of_halves,
 )
-from quengine.models.vision.decode import ImageError
 from quengine.models.vision.files import Weights
 from quengine.models.vision.lfm2 import as_convolution
 from quengine.models.vision.pixels import normalized, resized

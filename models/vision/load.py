@@ -10,6 +10,7 @@ import torch
 from quengine.errors import EngineError
 from quengine.models.gguf.file import GGUFFile, open_gguf
 from quengine.models.hf.json_file import read_json
+from quengine.models.hub.projectors import find_projector
 from quengine.models.vision.files import FolderSource, GGUFSource, TensorSource, Weights
 from quengine.models.vision.processor import ImageProcessor
 from quengine.models.vision.projector import Projector
@@ -17,28 +18,17 @@ from quengine.models.vision.projectors import OF_MODEL_TYPE, projector_named
 from quengine.models.vision.settings import Keys, VisionSettings
 from quengine.models.vision.vision_model import VisionModel
 
-_TYPES = ("f16", "bf16", "q8_0", "f32")
-"""Endings of mmproj files' names, those that are preferred first."""
-
 
 def find_vision(model_path: Path) -> Path | None:
     """The mmproj*.gguf beside a model's GGUF file, or a folder itself, whose vision part this package computes.
 
-    Of several files the one whose name has most in common with the model's is taken, then F16 before other types.
+    Of several files `choose_projector` says which.
     """
     if model_path.is_dir():
         path = model_path / "config.json"
         config = read_json(path) if path.is_file() else {}
         return model_path if _of_folder(config) is not None and config.get("vision_config") else None
-    try:
-        files = [each for each in model_path.parent.iterdir() if _is_projector(each.name)]
-    except OSError:
-        return None
-    stem = model_path.stem.lower()
-    files = [each for each in files if each.name != model_path.name and each.is_file()]
-    return min(
-        files, key=lambda each: (-_common(stem, each.stem.lower()), _rank(each), each.name), default=None
-    )
+    return find_projector(model_path)
 
 
 def load_processor(path: Path, max_pixels: int | None = None) -> ImageProcessor:
@@ -147,19 +137,3 @@ def _image_processor(folder: Path, projector: Projector) -> Keys:
         )
     defaults = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
     return Keys(f"{folder}: image processor", found, defaults | dict(projector.processor_defaults))
-
-
-def _is_projector(name: str) -> bool:
-    return name.lower().endswith(".gguf") and "mmproj" in name.lower()
-
-
-def _common(model: str, projector: str) -> int:
-    """The length of the longest beginning of the model's name that is in the projector's."""
-    return max((n for n in range(len(model) + 1) if model[:n] in projector), default=0)
-
-
-def _rank(path: Path) -> int:
-    stem = path.stem.lower()
-    return next(
-        (rank for rank, kind in enumerate(_TYPES) if stem.endswith((f"-{kind}", f".{kind}", f"_{kind}"))), 9
-    )

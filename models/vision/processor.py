@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quengine.models.vision.decode import decode_image
+from quengine.models.images.limited_decoder import decode_limited
 from quengine.models.vision.projector import Projector
 from quengine.models.vision.settings import VisionSettings
 
@@ -49,7 +49,7 @@ class ImageProcessor:
             ImageError: it cannot be read, or is beyond a limit.
         """
         digest = hashlib.sha256(hashlib.sha256(self._identity).digest() + data).digest()
-        made = self._projector.arrange(decode_image(data), self.settings)
+        made = self._projector.arrange(decode_limited(data), self.settings)
         return PreparedImage(
             digest, made.pixels, made.layout, made.grid, self._projector.bidirectional(self.settings)
         )

@@ -8,7 +8,7 @@ from math import ceil, floor, sqrt
 from PIL import Image
 
 from quengine.models.gguf.file import GGUFFile
-from quengine.models.vision.decode import ImageError
+from quengine.models.images.decode import ImageError
 from quengine.models.vision.pixels import normalized, resized
 from quengine.models.vision.projector import Arranged
 from quengine.models.vision.settings import BICUBIC, Keys, VisionSettings

@@ -21,6 +21,7 @@ from huggingface_hub import constants
 from quengine.cli.main import run
 from quengine.models.hub import hub as model_names
 from quengine.models.hub.hub import resolve_model
+from quengine.models.hub.projectors import find_projector
 from tests.hub_server import COMMIT, Hub, serve_hub
 
 _sleep = time.sleep  # commands that run in this process are given another, which does not wait
@@ -35,14 +36,23 @@ FILES = {
     "Tiny-Q8_0-00001-of-00003.gguf": BIG[1:2000],
     "Tiny-Q8_0-00002-of-00003.gguf": BIG[2:2000],
     "Tiny-Q8_0-00003-of-00003.gguf": BIG[3:2000],
-    "mmproj-Tiny-F16.gguf": BIG[:10],
     "deep/Tiny-F16.gguf": BIG[:700],
+}
+SEES = "someone/Seeing-GGUF"
+OF_SEEING = {
+    "Seeing-Q4_K_M.gguf": BIG[:1000],
+    "Seeing-Q8_0.gguf": BIG[:2000],
+    "deep/Seeing-Q2_K-00001-of-00002.gguf": BIG[:300],
+    "deep/Seeing-Q2_K-00002-of-00002.gguf": BIG[1:300],
+    "mmproj-Seeing-BF16.gguf": BIG[:40],
+    "mmproj-Seeing-F16.gguf": BIG,
+    "mmproj-Seeing-Q8_0.gguf": BIG[:20],
 }
 
 
 @pytest.fixture
 def hub():
-    with serve_hub(Hub(files={REPO: dict(FILES)})) as served:
+    with serve_hub(Hub(files={REPO: dict(FILES), SEES: dict(OF_SEEING)})) as served:
         yield served
 
 
@@ -178,6 +188,53 @@ def test_all_shards_of_a_split_model_come_and_the_first_is_named(engine):
 def test_a_file_in_a_folder_of_the_repository_is_fetched_by_its_path(engine):
     done = engine("pull", f"hf:{REPO}/deep/Tiny-F16.gguf")
     assert Path(done.stdout.strip()).read_bytes() == FILES["deep/Tiny-F16.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("quant", "first"), [("Q4_K_M", "Seeing-Q4_K_M"), ("Q2_K", "deep/Seeing-Q2_K-00001-of-00002")]
+)
+def test_the_projector_comes_with_the_model_and_is_found_beside_it(engine, hub, quant, first):
+    """F16 of several; from the root of the repository for a model in a folder of it."""
+    done = engine("pull", f"hf:{SEES}:{quant}")
+    path = Path(done.stdout.strip())
+    assert path.as_posix().endswith(f"{first}.gguf")
+    fetched = [name for name, _ in hub.gets]
+    assert fetched[-1] == "mmproj-Seeing-F16.gguf" and len(fetched) == 1 + (2 if quant == "Q2_K" else 1)
+    found = find_projector(path)
+    assert found is not None and found.name == "mmproj-Seeing-F16.gguf" and found.read_bytes() == BIG
+
+
+def test_a_projector_is_left_out_where_it_is_not_wanted(engine, hub):
+    done = engine("pull", "--no-mmproj", f"hf:{SEES}:Q4_K_M")
+    assert done.returncode == 0 and [name for name, _ in hub.gets] == ["Seeing-Q4_K_M.gguf"]
+    assert find_projector(Path(done.stdout.strip())) is None
+    assert engine("pull", f"hf:{SEES}:Q4_K_M").stdout == done.stdout
+    assert [name for name, _ in hub.gets[1:]] == ["mmproj-Seeing-F16.gguf"]
+
+
+def test_a_pull_that_failed_within_the_projector_goes_on_there(engine, hub):
+    hub.cut_after, hub.down = [CHUNK + 1_000_000], False
+    hub.files[SEES]["Seeing-Q4_K_M.gguf"] = BIG[:1000]
+    hub.cut_after = [1000, CHUNK + 1_000_000]
+    assert engine("pull", f"hf:{SEES}:Q4_K_M").returncode == 0
+    assert [start for name, start in hub.gets if "mmproj" in name] == [None, f"bytes={CHUNK}-"]
+
+
+def test_a_projector_belongs_to_its_models_in_lists_and_goes_with_the_last(engine):
+    for quant in ("Q4_K_M", "Q8_0"):
+        engine("pull", f"hf:{SEES}:{quant}")
+    listed = {row["name"]: row for row in json.loads(engine("list", "--json").stdout)}
+    names = [f"hf:{SEES}/Seeing-{quant}.gguf" for quant in ("Q4_K_M", "Q8_0")]
+    ours = [name for name in listed if SEES in name]
+    assert ours == names and all(
+        listed[name]["projector"].endswith("mmproj-Seeing-F16.gguf") for name in ours
+    )
+    assert "(images: mmproj-Seeing-F16.gguf)" in engine("list").stdout
+    path, projector = Path(listed[names[1]]["path"]), Path(listed[names[1]]["projector"])
+    assert engine("rm", "-y", names[0]).returncode == 0
+    assert path.exists() and projector.exists()
+    assert "with mmproj-Seeing-F16.gguf" in engine("rm", "-y", names[1]).stderr
+    assert not path.exists() and not projector.exists() and SEES not in engine("list").stdout
 
 
 def test_a_small_file_outside_large_file_storage_is_checked_by_its_git_object_id(engine, hub):

@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from quengine.models.hub.hub_name import is_companion, own_name, without_shard
 from quengine.models.hub.presets import toml_text
+from quengine.models.hub.projectors import find_projector, projector_name
 from quengine.serve.models.model_spec import HUB, parts_of
 from quengine.serve.models.preset_file import options_name
 from quengine.serve.schemas.errors import ApiError, bad_request
@@ -57,7 +58,8 @@ def linked_model(
     """Give the model whose first file is `file` the checked name `name` in `folder`, with `options` beside it
     (`preset_file.made_options`); undone where the block raises.
 
-    A link leads to the file itself, not to other links. A file of the same disk becomes a second name of its contents
+    Its projector, if there is one, is linked beside it, as this model's alone. A link leads to the file itself, not to
+    other links. A file of the same disk becomes a second name of its contents
     (a hard link), so that each of the two can be removed.
 
     Raises:
@@ -72,6 +74,10 @@ def linked_model(
             for part in parts_of(file):
                 own = last + part.name[len(without_shard(part.name)) :]
                 _link(part, own, descriptor)
+                made.append(own)
+            if (projector := find_projector(file)) is not None:
+                own = projector_name(last)
+                _link(projector, own, descriptor)
                 made.append(own)
             if options:
                 own = options_name(f"{last}.gguf")
@@ -100,7 +106,8 @@ def _link(source: Path, name: str, folder: int) -> None:
 
 @contextmanager
 def unlinked_model(folder: Path, file: Path) -> Iterator[None]:
-    """Remove the file `file` of a model, with all its parts; of a link the link alone. Undone where the block raises.
+    """Remove the file `file` of a model, with all its parts and a projector that is called after it; of a link the link
+    alone. Undone where the block raises.
 
     Raises:
         ApiError: it is a folder, not in `folder`, or the system refuses.
@@ -114,8 +121,8 @@ def unlinked_model(folder: Path, file: Path) -> Iterator[None]:
     with _opened(folder, above) as descriptor:
         try:
             names = [part.name for part in parts_of(file)]
-            options = options_name(file.name)
-            for name in (*names, *([options] if file.with_name(options).exists() else ())):
+            beside = (options_name(file.name), projector_name(without_shard(file.name)))
+            for name in (*names, *(name for name in beside if file.with_name(name).exists())):
                 aside = f".{uuid4().hex}"
                 os.rename(name, aside, src_dir_fd=descriptor, dst_dir_fd=descriptor)
                 hidden[aside] = name

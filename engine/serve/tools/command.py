@@ -21,6 +21,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from quengine import kernels
 from quengine.errors import CannotRunError
 from quengine.serve.tools.options import COMMANDS
 from quengine.serve.tools.tool import (
@@ -44,7 +45,7 @@ PASSED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TERM"
 _KEEPER = (
     *(sys.executable, "-I", "-S", "-c"),
     "import sys; sys.path.append(sys.argv.pop(1)); from confine.keeper import main; main()",
-    str(Path(__file__).parent),
+    str(Path(kernels.__file__).parent),
 )
 """What keeps a command: it imports nothing of this package beside `confine`."""
 _KEEPER_SECONDS = 10.0
@@ -73,7 +74,7 @@ class ShellCommand(Struct):
 def check_confinement(as_root: bool) -> None:
     """Raises CannotRunError where this machine cannot confine commands, and for root without `as_root`."""
     if sys.platform == "linux":
-        from quengine.serve.tools.confine import landlock, privileges
+        from quengine.kernels.confine import landlock, privileges
 
         if landlock.version() > 0 and privileges.supported():
             if os.geteuid() == 0 and not as_root:

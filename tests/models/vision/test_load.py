@@ -45,6 +45,12 @@ def test_the_projector_beside_a_model(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "mmproj-gemma-3-4b-it-f32.gguf").write_bytes(b"")
     (tmp_path / "mmproj-other-f16.gguf").write_bytes(b"")
     assert find_vision(model) == tmp_path / "mmproj-gemma-3-4b-it-f32.gguf"
+    for name in (
+        "mmproj-gemma-3-4b-it-q8_0.gguf",
+        "mmproj-gemma-3-4b-it-f16.gguf",
+    ):  # its q is not the model's
+        (tmp_path / name).write_bytes(b"")
+    assert find_vision(model) == tmp_path / "mmproj-gemma-3-4b-it-f16.gguf"
     assert find_vision(folder) == folder and find_vision(tmp_path) is None
 
 

@@ -20,6 +20,7 @@ from quengine import LLM, SamplingParams
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub import hub_pull
+from quengine.models.hub.projectors import find_projector
 from quengine.serve.models.model_spec import ModelSpec, find_models
 from quengine.serve.models.preset_file import find_specs
 from quengine.serve.models.residency import MakeRoom
@@ -164,6 +165,26 @@ def test_all_parts_of_a_split_file_are_linked(client: ollama.Client, folder: Pat
     assert served.server.models.named(f"{NAME}:Q8_0").nbytes == sum(len(path.read_bytes()) for path in found)
     client.delete(f"{NAME}:Q8_0")
     assert [path.name for path in folder.iterdir()] == ["old.gguf"]
+
+
+def test_a_projector_is_linked_to_its_model_alone_and_goes_with_it(
+    client: ollama.Client, folder: Path, hub: Hub
+) -> None:
+    hub.files[REPO]["mmproj-Tiny-F16.gguf"] = BIG[:500]
+    client.pull(f"{NAME}:Q8_0")
+    path = folder / "hf.co/someone/Tiny-GGUF:Q8_0-00001-of-00003.gguf"
+    projector = find_projector(path)
+    assert projector == path.with_name("mmproj-Tiny-GGUF:Q8_0.gguf") and projector.read_bytes() == BIG[:500]
+    other = path.with_name("other.gguf")
+    other.write_bytes(b"other")
+    assert find_projector(other) is None
+    client.copy(f"{NAME}:Q8_0", "short")
+    copied = find_projector(folder / "short-00001-of-00003.gguf")
+    assert copied == folder / "mmproj-short.gguf"
+    client.delete(f"{NAME}:Q8_0")
+    assert not projector.exists() and copied.read_bytes() == BIG[:500]
+    client.delete("short")
+    assert not copied.exists()
 
 
 def test_a_pull_that_broke_off_goes_on(

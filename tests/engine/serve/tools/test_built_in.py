@@ -13,8 +13,8 @@ import pytest
 
 from quengine import EngineError
 from quengine.errors import CannotRunError
+from quengine.kernels.confine import landlock
 from quengine.serve.settings import ServerSettings
-from quengine.serve.tools.confine import landlock
 from quengine.serve.tools.options import BUILT_IN, ToolsOptions
 from quengine.serve.tools.search_main import Glob
 from quengine.serve.tools.toolset import Toolset

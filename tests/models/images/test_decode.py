@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from quengine.models.vision import ImageError
-from quengine.models.vision import decode as decoding
-from quengine.models.vision.decode import decode_image
+from quengine.models.images import decode as decoding
+from quengine.models.images.decode import ImageError, decode_image
 from tests.models.vision.vision_models import encoded, picture
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)

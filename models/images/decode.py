@@ -1,5 +1,7 @@
 """Bytes of an image file as RGB pixels, within limits that are checked before anything is decoded.
 
+`limited_decoder` calls it in a process that a file which leads a decoder astray cannot leave.
+
 Only the decoders of four formats are reachable. Orientation follows EXIF; transparency is laid over white, as the image
 processors of `transformers` do; 16-bit grey keeps its upper eight bits.
 """
@@ -8,11 +10,29 @@ import io
 import re
 import warnings
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import (
+    GifImagePlugin,
+    Image,
+    ImageColor,
+    ImageOps,
+    ImagePalette,
+    JpegImagePlugin,
+    MpoImagePlugin,
+    PngImagePlugin,
+    TiffImagePlugin,
+    UnidentifiedImageError,
+    WebPImagePlugin,
+)
 
 from quengine.errors import EngineError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
+IMPORTED = (
+    *(GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin),
+    *(MpoImagePlugin, TiffImagePlugin),  # JPEG files of several images, and EXIF
+    *(ImageColor, ImagePalette),
+)
+"""What Pillow imports for some files: nothing is left to be imported once the process has no files."""
 MAX_BYTES = 64 << 20
 MAX_PIXELS = 1 << 26
 """8192 x 8192: 192 MiB of RGB."""
@@ -44,11 +64,9 @@ def decode_image(data: bytes) -> Image.Image:
 
     Raises:
         ImageError: another format, a damaged file, or one beyond MAX_BYTES, MAX_PIXELS, MAX_SIDE or MAX_SCANS.
+        MemoryError: there is no more.
     """
-    if not data:
-        raise ImageError("image: 0 bytes")
-    if len(data) > MAX_BYTES:
-        raise ImageError(f"image: {len(data)} bytes, over the limit of {MAX_BYTES}")
+    check_bytes(data)
     if data[:2] == b"\xff\xd8" and (scans := data.count(b"\xff\xda")) > MAX_SCANS:
         raise ImageError(f"image: a JPEG of {scans} scans, over the limit of {MAX_SCANS}")
     try:
@@ -58,7 +76,7 @@ def decode_image(data: bytes) -> Image.Image:
                 _check_size(image)
                 image.load()
                 return _upright_rgb(image)
-    except ImageError:
+    except (ImageError, MemoryError):
         raise
     except Image.DecompressionBombError as error:  # Pillow's own limit, twice ours and more
         found = re.search(r"\((\d+) pixels\)", str(error))
@@ -69,6 +87,14 @@ def decode_image(data: bytes) -> Image.Image:
     except Exception as error:  # Pillow's decoders raise anything on damaged files
         what = str(error) or type(error).__name__
         raise ImageError(f"image: a damaged file of {len(data)} bytes: {what[:200]}") from None
+
+
+def check_bytes(data: bytes) -> None:
+    """Raises ImageError for a file of no bytes, or of too many."""
+    if not data:
+        raise ImageError("image: 0 bytes")
+    if len(data) > MAX_BYTES:
+        raise ImageError(f"image: {len(data)} bytes, over the limit of {MAX_BYTES}")
 
 
 def _check_size(image: Image.Image) -> None:

@@ -16,13 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quengine.serve.tools import command
-from quengine.serve.tools.confine import landlock, privileges
+from quengine import kernels
+from quengine.kernels.confine import landlock, privileges
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or landlock.version() == 0 or not privileges.supported(), reason="no Landlock"
 )
-TOOLS = Path(command.__file__).parent
+KERNELS = Path(kernels.__file__).parent
 START = """
 import sys
 folder, namespaced = sys.argv.pop(1), sys.argv.pop(1) == "True"
@@ -53,7 +53,7 @@ class Keeper:
         return PYTHONS.get(self.user, sys.executable)
 
     def start(self, *program: str, how: str = "confined") -> "subprocess.Popen[str]":
-        head = [self.python, "-I", "-S", "-c", START, str(TOOLS), str(self.namespaced)]
+        head = [self.python, "-I", "-S", "-c", START, str(KERNELS), str(self.namespaced)]
         return subprocess.Popen(
             [*head, how, str(self.folder / "work"), str(self.folder / "temporary"), *program],
             cwd=self.folder / "work",

@@ -1,4 +1,5 @@
-"""Takes from a process what its user may do beside files: capabilities, and system calls that Landlock does not judge.
+"""Takes from a process what its user may do beside files: capabilities, and system calls that Landlock does not judge;
+or, from one that only computes, all system calls but those that this takes.
 
 The filter is a program of classic BPF over struct seccomp_data (https://docs.kernel.org/userspace-api/seccomp_filter.html).
 Numbers of system calls: linux/unistd.h of each architecture.
@@ -29,11 +30,13 @@ _SET_FLAGS, _SET_ATTRIBUTES = 0x40086602, 0x401C5820
 
 @dataclass(frozen=True)
 class _Machine:
-    """`numbers` of the calls below; a name that an architecture lacks is not among them."""
+    """`numbers` of the calls below; a name that an architecture lacks is not among them. `computing`: numbers of what
+    a process calls that computes with the memory and the descriptors that it has."""
 
     architecture: int
     capset: int
     numbers: dict[str, int]
+    computing: tuple[int, ...]
 
 
 _EVERYWHERE = {
@@ -98,9 +101,35 @@ _ARM_NUMBERS = {
     "rt_tgsigqueueinfo": 240,
     "prlimit64": 261,
 }
+_X86_COMPUTING = (
+    *(0, 1, 3, 5, 7, 8),  # read, write, close, fstat, poll, lseek
+    *(9, 10, 11, 12, 25, 28),  # mmap, mprotect, munmap, brk, mremap, madvise
+    *(13, 14, 15, 131),  # rt_sigaction, rt_sigprocmask, rt_sigreturn, sigaltstack
+    *(
+        24,
+        35,
+        36,
+        38,
+        96,
+        98,
+        228,
+        230,
+    ),  # sched_yield, nanosleep, getitimer, setitimer, gettimeofday, getrusage, clock_*
+    *(39, 186, 202, 219, 271, 318),  # getpid, gettid, futex, restart_syscall, ppoll, getrandom
+    *(60, 231),  # exit, exit_group
+)
+_ARM_COMPUTING = (
+    *(63, 64, 57, 80, 62),
+    *(222, 226, 215, 214, 216, 233),
+    *(134, 135, 139, 132),
+    *(124, 101, 102, 103, 169, 165, 113, 115),
+    *(172, 178, 98, 128, 73, 278),
+    *(93, 94),
+)
+"""The same; poll is ppoll."""
 _MACHINES = {
-    "x86_64": _Machine(0xC000003E, 126, _X86_NUMBERS | _EVERYWHERE),
-    "aarch64": _Machine(0xC00000B7, 91, _ARM_NUMBERS | _EVERYWHERE),
+    "x86_64": _Machine(0xC000003E, 126, _X86_NUMBERS | _EVERYWHERE, _X86_COMPUTING),
+    "aarch64": _Machine(0xC00000B7, 91, _ARM_NUMBERS | _EVERYWHERE, _ARM_COMPUTING),
 }
 _SHUT = ("add_key", "request_key", "keyctl", "io_uring_setup")
 """The user's keys; and a way to make other calls that no filter sees."""
@@ -139,8 +168,17 @@ def filter_calls(keep_metadata: bool, keeper: int | None) -> None:
             file, which Landlock has judged, and for root not at all, since /etc is among what it opens.
         keeper: a process that gets no signals and no limits.
     """
+    _install(program(_MACHINES[platform.machine()], keep_metadata, os.geteuid() == 0, keeper))
+
+
+def allow_computing_alone() -> None:
+    """Refuse every system call but those of a process that computes with the memory and the descriptors that it has: it
+    opens no file and no socket, and starts no process and no thread. Raises OSError."""
+    _install(computing_program(_MACHINES[platform.machine()]))
+
+
+def _install(made: bytes) -> None:
     prctl(NO_NEW_PRIVS, 1)
-    made = program(_MACHINES[platform.machine()], keep_metadata, os.geteuid() == 0, keeper)
     instructions = ctypes.create_string_buffer(made, len(made))
     head = struct.pack("@HP", len(made) // 8, ctypes.addressof(instructions))
     prctl(SECCOMP, _FILTER_MODE, ctypes.create_string_buffer(head, len(head)))
@@ -148,15 +186,7 @@ def filter_calls(keep_metadata: bool, keeper: int | None) -> None:
 
 def program(machine: _Machine, keep_metadata: bool, root: bool, keeper: int | None) -> bytes:
     """The filter."""
-    numbers = machine.numbers
-    code = [
-        _step(_LOAD, _ARCHITECTURE_AT),
-        _step(_EQUAL, machine.architecture, 1, 0),
-        _step(_RETURN, _KILL),
-        _step(_LOAD, _NUMBER_AT),
-        _step(_AT_LEAST, _X32, 0, 1),
-        _step(_RETURN, _ERROR | _ENOSYS),
-    ]
+    numbers, code = machine.numbers, _of_architecture(machine)
     refused = [
         *_SHUT,
         *(_BY_PATH if keep_metadata else ()),
@@ -175,6 +205,26 @@ def program(machine: _Machine, keep_metadata: bool, root: bool, keeper: int | No
             code += _argument_is(numbers[name], at, (keeper, -keeper, -1), _EPERM)
         code += _argument_is(numbers["prlimit64"], 0, (keeper,), _EPERM)
     return b"".join([*code, _step(_RETURN, _ALLOW)])
+
+
+def computing_program(machine: _Machine) -> bytes:
+    """The filter of `allow_computing_alone`."""
+    allowed = [
+        step for number in machine.computing for step in (_step(_EQUAL, number, 0, 1), _step(_RETURN, _ALLOW))
+    ]
+    return b"".join([*_of_architecture(machine), *allowed, _step(_RETURN, _ERROR | _EPERM)])
+
+
+def _of_architecture(machine: _Machine) -> list[bytes]:
+    """The beginning of a filter: the number of a call of this architecture is loaded."""
+    return [
+        _step(_LOAD, _ARCHITECTURE_AT),
+        _step(_EQUAL, machine.architecture, 1, 0),
+        _step(_RETURN, _KILL),
+        _step(_LOAD, _NUMBER_AT),
+        _step(_AT_LEAST, _X32, 0, 1),
+        _step(_RETURN, _ERROR | _ENOSYS),
+    ]
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -1,0 +1,90 @@
+"""Which file has the projector of a model (mmproj), by names alone: in a repository, and beside a model's file."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+from quengine.models.hub.hub_name import QUANT, without_shard
+
+_PREFERRED = ("f16", "bf16", "q8_0", "f32")
+"""Types of a projector's file, the first one first."""
+
+
+def is_projector(file: str) -> bool:
+    """Whether a file of this name is a projector."""
+    name = PurePosixPath(file).name.lower()
+    return name.endswith(".gguf") and "mmproj" in name
+
+
+def projector_name(model: str) -> str:
+    """The name that makes a projector that of the model `model` (a file's name without suffix) alone."""
+    return f"mmproj-{model}.gguf"
+
+
+def choose_projector(model: str, files: Iterable[str]) -> str | None:
+    """The projector of the model file `model` among files of the same root, as paths with "/", if there is one.
+
+    Those of the model's own folder come before those of the folders above it; of these the one whose name has most in
+    common with the model's, then F16, BF16, Q8_0. One that `projector_name` calls after another model is that one's.
+    """
+    names = list(files)
+    own = PurePosixPath(model)
+    if is_projector(model):
+        return None
+    for folder in own.parents:
+        here = [name for name in names if PurePosixPath(name).parent == folder]
+        others = {
+            projector_name(without_shard(name)).lower()
+            for name in here
+            if name.lower().endswith(".gguf") and without_shard(name) != without_shard(model)
+        }
+        found = [
+            name for name in here if is_projector(name) and PurePosixPath(name).name.lower() not in others
+        ]
+        if found:
+            return min(found, key=lambda name: (-_common(own.name, name), _rank(name), name))
+    return None
+
+
+def find_projector(model: Path) -> Path | None:
+    """`choose_projector` of a file, among the files beside it and, in the Hub's cache, those of its snapshot."""
+    if model.is_dir():
+        return None
+    root = next(
+        (
+            each
+            for each in model.parents
+            if each.parent.name == "snapshots" and "--" in each.parent.parent.name
+        ),
+        model.parent,
+    )
+    folders = [each for each in model.parents if each.is_relative_to(root)]
+    try:
+        files = [
+            path.relative_to(root).as_posix()
+            for folder in folders
+            for path in folder.iterdir()
+            if path.is_file()
+        ]
+    except OSError:
+        return None
+    found = choose_projector(model.relative_to(root).as_posix(), files)
+    return None if found is None else root / found
+
+
+def _common(model: str, projector: str) -> int:
+    """The length of the longest beginning of the model's name, up to its type, that is in the projector's."""
+    wanted, given = _plain(model), _plain(projector)
+    return max((n for n in range(len(wanted) + 1) if wanted[:n] in given), default=0)
+
+
+def _plain(file: str) -> str:
+    return QUANT.sub("", without_shard(file)).lower().strip("-_.")
+
+
+def _rank(file: str) -> int:
+    stem = without_shard(file).lower()
+    return next(
+        (rank for rank, kind in enumerate(_PREFERRED) if re.search(rf"(?:^|[-._]){kind}$", stem)),
+        len(_PREFERRED),
+    )

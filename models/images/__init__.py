@@ -1,0 +1,1 @@
+"""Image files as pixels: decoding within limits, in a process that reaches nothing else."""

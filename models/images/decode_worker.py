@@ -1,0 +1,73 @@
+"""The process that decodes image files. Run as a script by `limited_decoder`; imports little but Pillow.
+
+Its setup is {"descriptor", "size"}, of memory that both sides have mapped. A request {"size"} says how many bytes of a
+file are at its beginning; the answer is {"width", "height"}, whose RGB pixels are there now, row by row, or {"error"}.
+
+Once all that Pillow may import is imported, the process gives up files, sockets and other processes (`seal`).
+"""
+
+import io
+import json
+import mmap
+import resource
+import signal
+from contextlib import suppress
+from typing import Any
+
+from PIL import Image
+
+from quengine.kernels.confine import landlock, privileges
+from quengine.models.images.decode import FORMATS, ImageError, decode_image
+from quengine.models.template.limited_worker import LimitedWorker
+
+
+def seal() -> None:
+    """Give up all but memory, time and open descriptors, where the system has Landlock and seccomp."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if landlock.version() > 0:
+        with suppress(OSError):
+            landlock.confine((), ())
+    if privileges.supported():
+        with suppress(OSError):
+            privileges.drop_capabilities()
+        with suppress(OSError):
+            privileges.allow_computing_alone()
+
+
+def import_decoders() -> None:
+    """Decode a turned image of each format, so that whatever is imported on the way is there."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for kind in FORMATS:
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(file, kind, exif=exif)
+        decode_image(file.getvalue())
+
+
+def decode(memory: mmap.mmap, size: int) -> dict[str, Any]:
+    """The answer to a request."""
+    image = decode_image(memory[:size])
+    pixels = image.tobytes()
+    memory[: len(pixels)] = pixels
+    return {"width": image.width, "height": image.height}
+
+
+def main() -> None:
+    worker = LimitedWorker()
+    memory = mmap.mmap(worker.setup["descriptor"], worker.setup["size"])
+    import_decoders()
+    seal()
+    for request in worker.requests():
+        signal.setitimer(signal.ITIMER_VIRTUAL, worker.seconds)
+        try:
+            answer = decode(memory, json.loads(request)["size"])
+        except ImageError as error:
+            answer = {"error": str(error)}
+        except MemoryError:
+            answer = {"error": f"image: takes more than {worker.memory >> 20} MiB of memory to decode"}
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        worker.answer(answer)
+
+
+if __name__ == "__main__":
+    main()

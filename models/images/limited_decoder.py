@@ -1,0 +1,126 @@
+"""Decodes image files in processes that a hostile file cannot leave: without files, sockets and other processes, and
+with limits of memory and processor time.
+
+They are kept for the next image, and replaced when a file ends them. Files and pixels go through shared memory.
+"""
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import BoundedSemaphore, Lock
+
+from PIL import Image
+
+from quengine.models.images.decode import MAX_BYTES, MAX_PIXELS, MAX_SIDE, ImageError, check_bytes
+from quengine.models.template.limited_process import LimitedProcess, ProcessLimits, ProcessStoppedError
+
+LIMITS = ProcessLimits(cpu_seconds=20.0, memory_bytes=3 << 30, patience_seconds=60.0)
+"""For one image: the largest that may be read takes half of it (`benchmarks/checks/hostile_images.py --times`)."""
+MOST_PROCESSES = 4
+"""At once."""
+_WORKER = Path(__file__).with_name("decode_worker.py")
+_MEMORY_BYTES = max(MAX_BYTES, 3 * MAX_PIXELS)
+_KEPT_BYTES = 16 << 20
+"""Of shared memory, between images."""
+
+
+class LimitedDecoder:
+    """One process, started with its first image. For one thread at a time."""
+
+    def __init__(self, limits: ProcessLimits = LIMITS) -> None:
+        self._descriptor = os.memfd_create("quengine-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._descriptor, _MEMORY_BYTES)  # taken as it is used
+        # A process that shortens the file would end this one, which has it mapped, with SIGBUS.
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._memory = mmap.mmap(self._descriptor, _MEMORY_BYTES)
+        setup = {"descriptor": self._descriptor, "size": _MEMORY_BYTES}
+        self.process = LimitedProcess(_WORKER, setup, limits, (self._descriptor,))
+
+    def start(self) -> None:
+        """Start the process now. Raises ProcessStoppedError."""
+        self.process.start()
+
+    def decode(self, data: bytes) -> Image.Image:
+        """As `decode_image`. Raises ImageError, also where a limit or a fault ends the process."""
+        check_bytes(data)
+        self._memory[: len(data)] = data
+        used = len(data)
+        try:
+            answer = self.process.ask({"size": len(data)})
+            if "error" in answer:
+                raise ImageError(str(answer["error"]))
+            width, height = _checked(answer.get("width")), _checked(answer.get("height"))
+            if width * height > MAX_PIXELS:
+                raise ProcessStoppedError("it gives too many pixels")
+            used = max(used, 3 * width * height)
+            with memoryview(self._memory) as memory, memory[: 3 * width * height] as pixels:
+                return Image.frombytes("RGB", (width, height), pixels)
+        except ProcessStoppedError as problem:
+            raise ImageError(f"image: a file of {len(data)} bytes cannot be decoded: {problem}") from None
+        finally:
+            if used > _KEPT_BYTES:
+                self._memory.madvise(mmap.MADV_REMOVE)
+
+    def close(self) -> None:
+        """End the process and give back the memory."""
+        self.process.close()
+        self._memory.close()
+        os.close(self._descriptor)
+
+
+def _checked(side: object) -> int:
+    """A side of an image as the process, which a file may have taken over, says it is."""
+    if not isinstance(side, int) or not 0 < side <= MAX_SIDE:
+        raise ProcessStoppedError("it gives no size in pixels")
+    return side
+
+
+class LimitedDecoders:
+    """As many processes as there are threads that decode at once, up to MOST_PROCESSES; the others wait."""
+
+    def __init__(self) -> None:
+        self._turns, self._lock = BoundedSemaphore(MOST_PROCESSES), Lock()
+        self._free = list[LimitedDecoder]()
+
+    def decode(self, data: bytes) -> Image.Image:
+        """As `LimitedDecoder.decode`."""
+        with self._taken() as decoder:
+            return decoder.decode(data)
+
+    def start(self) -> None:
+        """Have a process for the first image, which starts meanwhile."""
+        with self._taken() as decoder, suppress(ProcessStoppedError):  # that image says why
+            decoder.start()
+
+    @contextmanager
+    def _taken(self) -> Iterator[LimitedDecoder]:
+        """The decoder that was used last."""
+        with self._turns:
+            with self._lock:
+                decoder = self._free.pop() if self._free else None
+            decoder = decoder or LimitedDecoder()
+            try:
+                yield decoder
+            finally:
+                with self._lock:
+                    self._free.append(decoder)
+
+
+_decoders = LimitedDecoders()
+
+
+def decode_limited(data: bytes) -> Image.Image:
+    """The image in `data` as `decode_image` gives it, decoded in one of this process's limited ones.
+
+    Raises:
+        ImageError: as `decode_image`; or the process crashed, or took too much time or memory.
+    """
+    return _decoders.decode(data)
+
+
+def start_decoder() -> None:
+    """Start a limited process, if there is none, so that the first image need not wait for it."""
+    _decoders.start()
