@@ -4,9 +4,10 @@
         [--streams 32 64] [--rate 25] [--size 1024] [--seconds 5] [--json FILE]
 
 A synthetic model with a synthetic projector runs in an engine process, as the server's. First alone: the time to the
-first token of a prompt with an image that is new, with the next new one, and with one that is kept. Then for each number of streams: all
-decode without images, then with `--rate` new images a second beside them (0: in turns, each one once the last is
-answered). Prints pauses between two tokens of a stream in ms, tokens a second, and images a second.
+first token of a prompt with an image that is new, with the next new one, and with one that is kept. Then for each
+number of streams: all decode alone, then with `--rate` new prompts of text a second beside them that have as many
+tokens as one with an image, then with as many new images (0: in turns, each once the last is answered). Prints pauses
+between two tokens of a stream in ms, tokens a second, and prompts a second.
 """
 
 import argparse
@@ -15,8 +16,9 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,10 @@ from quengine.serve.processes.server_engine import ProcessEngine
 from quengine.serve.processes.shared_engine import Failed, Finished, GenerationRequest, Piece
 
 WARM_STEPS = 30
+
+
+def _one_token() -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, seed=0)
 
 
 def pictures(size: int) -> Iterator[bytes]:
@@ -52,6 +58,7 @@ class Streams:
     texts: dict[int, list[tuple[float, int]]] = field(default_factory=dict)
     sent: dict[int, float] = field(default_factory=dict)
     answered: dict[int, float] = field(default_factory=dict)
+    image_tokens: int = 0
 
     def add_text(self, number: int, tokens: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, seed=number)
@@ -61,10 +68,18 @@ class Streams:
         self.texts[request.id] = []
         self.engine.add(request)
 
+    def add_prompt(self, number: int) -> int:
+        """A new prompt of text with as many tokens as the first one with an image."""
+        few = self.engine.text.tokenizer.vocab_size // 2
+        ids = np.random.default_rng(number).integers(few // 2, few, self.image_tokens).tolist()
+        return self._add(GenerationRequest(ids, _one_token()))
+
     def add_image(self, image: bytes) -> int:
         marker = self.engine.text.tokenizer.encode(self.engine.model.marker, special=True)
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, seed=0)
-        request = GenerationRequest([400, 401, *marker, 402], params, images=(image,), most_tokens=self.engine.model.ctx_size - 1)
+        prompt, most = [400, 401, *marker, 402], self.engine.model.ctx_size - 1
+        return self._add(GenerationRequest(prompt, _one_token(), images=(image,), most_tokens=most))
+
+    def _add(self, request: GenerationRequest) -> int:
         self.sent[request.id] = time.perf_counter()
         self.engine.add(request)
         return request.id
@@ -79,6 +94,8 @@ class Streams:
                 raise SystemExit(f"a request failed: {event.message}")
             if isinstance(event, Piece) and event.request_id in self.texts and event.tokens:
                 self.texts[event.request_id].append((now, len(event.tokens)))
+            if isinstance(event, Finished):
+                self.image_tokens = self.image_tokens or event.timings.prompt_tokens
             if isinstance(event, Piece | Finished) and event.request_id in self.sent:
                 self.answered.setdefault(event.request_id, now)
 
@@ -99,7 +116,7 @@ class Streams:
         found, tokens = list[float](), 0
         for times in self.texts.values():
             inside = [(at, count) for at, count in times if began <= at <= ended]
-            found += [b - a for (a, _), (b, _) in zip(inside, inside[1:], strict=False)]
+            found += [b - a for (a, _), (b, _) in pairwise(inside)]
             tokens += sum(count for _, count in inside)
         return sorted(found), tokens / (ended - began)
 
@@ -125,39 +142,41 @@ def first_tokens(streams: Streams, images: Iterator[bytes]) -> dict[str, Any]:
 def beside(
     streams: Streams, images: Iterator[bytes], count: int, rate: float, seconds: float
 ) -> dict[str, Any]:
-    """Pauses of `count` streams without images, then with."""
+    """Pauses of `count` streams alone, with prompts of text, and with images."""
+    made = [next(images) for _ in range(int(rate * seconds) if rate else 60)]
     streams.texts.clear()
     for number in range(count):
         streams.add_text(number, streams.engine.model.ctx_size - 100)
     while min(map(len, streams.texts.values())) < WARM_STEPS:
         streams.take(1.0)
-    plain = shown(*streams.pauses(*streams.for_seconds(seconds)))
-    given = list[int]()
-    made = [next(images) for _ in range(int(rate * seconds) if rate else 60)]
-    before = time.perf_counter()
-    while (now := time.perf_counter()) < before + seconds:
-        waiting = sum(each not in streams.answered for each in given)
-        due = len(given) < len(made) and (now >= before + len(given) / rate if rate else not waiting)
-        if due:
-            given.append(streams.add_image(made[len(given)]))
-        streams.take(0.002)
-    ended = time.perf_counter()
-    answers = [streams.answered[each] for each in given if each in streams.answered]
-    waits = sorted(streams.answered[each] - streams.sent[each] for each in given if each in streams.answered)
-    found = shown(*streams.pauses(before, ended))
-    lost = 100 * (1 - found["tokens_s"] / plain["tokens_s"])
+    alone = shown(*streams.pauses(*streams.for_seconds(seconds)))
+    results: dict[str, Any] = {"streams": count, "alone": alone}
+    adds = {"text": lambda number: streams.add_prompt(number), "images": lambda n: streams.add_image(made[n])}
+    for name, add in adds.items():
+        results[name] = loaded(streams, add, len(made), rate, seconds)
+        lost = 100 * (1 - results[name]["tokens_s"] / alone["tokens_s"])
+        results[name]["lost_percent"] = round(lost, 1)
     for each in streams.texts:
         streams.engine.cancel(each)
+    return results
+
+
+def loaded(
+    streams: Streams, add: Callable[[int], int], most: int, rate: float, seconds: float
+) -> dict[str, Any]:
+    """Pauses while `add` adds prompts."""
+    given, before = list[int](), time.perf_counter()
+    while (now := time.perf_counter()) < before + seconds:
+        waiting = sum(each not in streams.answered for each in given)
+        if len(given) < most and (now >= before + len(given) / rate if rate else not waiting):
+            given.append(add(len(given)))
+        streams.take(0.002)
+    found = shown(*streams.pauses(before, time.perf_counter()))
+    waits = [streams.answered[each] - streams.sent[each] for each in given if each in streams.answered]
     for each in given:
         streams.until(each)
-    return {
-        "streams": count,
-        "plain": plain,
-        "with_images": found,
-        "lost_percent": round(lost, 1),
-        "images_s": round(len(answers) / seconds, 1),
-        "image_answer_ms": round(1e3 * statistics.median(waits), 1) if waits else None,
-    }
+    answer = round(1e3 * statistics.median(waits), 1) if waits else None
+    return found | {"prompts_s": round(len(waits) / seconds, 1), "answer_ms": answer}
 
 
 def files(folder: Path, model: str, projector: str) -> Path:
