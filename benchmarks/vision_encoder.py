@@ -16,81 +16,13 @@ import numpy as np
 import torch
 from PIL import Image
 
+from quengine.models.synthetic.projector_presets import PROJECTORS_OF
 from quengine.models.vision.files import GGUFSource, Weights
 from quengine.models.vision.processor import ImageProcessor
 from quengine.models.vision.projectors import PROJECTORS
-from quengine.models.vision.settings import LANCZOS, VisionSettings
+from quengine.models.vision.settings import VisionSettings
 from quengine.models.vision.vision_model import VisionModel
 
-_HALF = (0.5, 0.5, 0.5)
-_SIGLIP = {
-    "width": 1152,
-    "layers": 27,
-    "heads": 16,
-    "feed_forward": 4304,
-    "eps": 1e-6,
-    "mean": _HALF,
-    "std": _HALF,
-}
-MODELS = {
-    "qwen3.5": VisionSettings(
-        projector="qwen3vl_merger",
-        patch=16,
-        image_size=768,
-        text_size=4096,
-        merge=2,
-        min_pixels=1 << 16,
-        max_pixels=1 << 24,
-        features={"deepstack": ()},
-        **_SIGLIP,
-    ),
-    "mistral-small": VisionSettings(
-        projector="pixtral",
-        width=1024,
-        layers=24,
-        heads=16,
-        feed_forward=4096,
-        patch=14,
-        image_size=1540,
-        text_size=5120,
-        eps=1e-5,
-        mean=_HALF,
-        std=_HALF,
-        activation="silu",
-        merge=2,
-        longest_edge=1540,
-    ),
-    "gemma-3": VisionSettings(
-        projector="gemma3", patch=14, image_size=896, text_size=2560, merge=4, **_SIGLIP
-    ),
-    "gemma-4": VisionSettings(
-        projector="gemma4v",
-        patch=16,
-        image_size=1,
-        text_size=2816,
-        merge=3,
-        theta=100.0,
-        features={"rows": 280, "positions": 10240, "bidirectional": True},
-        **_SIGLIP,
-    ),
-    "smolvlm2-500m": VisionSettings(
-        projector="idefics3",
-        width=768,
-        layers=12,
-        heads=12,
-        feed_forward=3072,
-        patch=16,
-        image_size=512,
-        text_size=960,
-        eps=1e-6,
-        mean=_HALF,
-        std=_HALF,
-        merge=4,
-        tile=512,
-        longest_edge=2048,
-        resample=LANCZOS,
-    ),
-}
 _ABSENT = ("attn_qkv.weight", "input_min", "v.std_bias")
 """Tensors that some files have in place of others."""
 
@@ -132,7 +64,7 @@ def flops(settings: VisionSettings, patches: int) -> float:
 def measure(
     name: str, size: int, counts: list[int], device: torch.device, repeats: int
 ) -> list[dict[str, object]]:
-    settings = MODELS[name]
+    settings = PROJECTORS_OF[name]
     model = model_of(settings, device)
     random = np.random.default_rng(0)
     buffer = io.BytesIO()
@@ -170,7 +102,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--model", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--model", nargs="*", default=list(PROJECTORS_OF), choices=list(PROJECTORS_OF))
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--images", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--repeats", type=int, default=5)

@@ -102,7 +102,9 @@ class LLM:
             kept = config.image_cache << 20
             windows = [pool.window for pool in self.loaded.cache.pools if pool.window is not None]
             most = min([self.loaded.decoder.chunk_size, *windows])
-            self.images = ImagePrompts(vision, self.tokenizer, self.loaded.device, kept, most)
+            device = self.loaded.device
+            alone = device.type != "cuda" or config.deterministic
+            self.images = ImagePrompts(vision, self.tokenizer, device, kept, most, alone)
         self._sequences = SequenceFactory(
             self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose
         )

@@ -1,10 +1,9 @@
 """Prompts with images: markers become rows of features, which are encoded once and kept.
 
-Features are made in the thread of the request that needs them, beside the steps of other requests; those of an image
-that several requests have are computed by the first of them.
+An image is decoded in the thread of the request that needs it, and encoded beside the steps of other requests
+(`image_queue`); one that several requests have is decoded and encoded for the first of them.
 """
 
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
@@ -14,20 +13,18 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
 
 from quengine.errors import EngineError
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.content_parts import places_of
+from quengine.request.image_queue import Encoder, ImageQueue
 from quengine.request.prompt_images import Features, ImagePrompt, ImageRows, PromptImages
 
 if TYPE_CHECKING:
     from quengine.models.vision import PreparedImage
 
-logger = logging.getLogger(__name__)
 
-
-class Vision(Protocol):
+class Vision(Encoder, Protocol):
     """`models.vision.VisionModel`, as far as prompts need it."""
 
     @property
@@ -39,7 +36,6 @@ class Vision(Protocol):
     @property
     def deepstack(self) -> int: ...
     def prepare(self, data: bytes) -> "PreparedImage": ...
-    def encode(self, images: Seq["PreparedImage"]) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,26 +59,36 @@ class ImagePrompts:
         device: of the encoder.
         cache_bytes: host memory for features that are kept for later prompts.
         most_rows: of a run that attends both ways, which one step computes.
+        alone: each image is encoded by itself, so that its features follow from it alone to the last bit.
 
     Attributes:
         marker: the text that stands for an image in a prompt.
         marker_ids: its tokens.
-        encoded: number of images that were encoded, and not found among those that are kept.
     """
 
     def __init__(
-        self, vision: Vision, tokenizer: Tokenizer, device: torch.device, cache_bytes: int, most_rows: int
+        self,
+        vision: Vision,
+        tokenizer: Tokenizer,
+        device: torch.device,
+        cache_bytes: int,
+        most_rows: int,
+        alone: bool = True,
     ) -> None:
         self.marker, self._vision, self._tokenizer = vision.marker, vision, tokenizer
         self.marker_ids = tokenizer.encode(vision.marker, special=True)
         # The token at image rows, which no sampler may count as text: of <start><image><end> the middle one.
         self._pad = self.marker_ids[len(self.marker_ids) // 2]
-        self._device, self._most_rows = device, most_rows
+        self._most_rows = most_rows
+        self._queue = ImageQueue(vision, device, alone)
         self._kept = _FeatureCache(cache_bytes)
         self._under_way: dict[bytes, Future[EncodedImage]] = {}
-        self._lock, self._encoding = threading.Lock(), threading.Lock()
-        self._stream: torch.cuda.Stream | None = None
-        self.encoded = 0
+        self._lock = threading.Lock()
+
+    @property
+    def encoded(self) -> int:
+        """Number of images that were encoded, and not found among those that are kept."""
+        return self._queue.encoded
 
     def make(self, ids: Seq[int], images: Seq[bytes]) -> ImagePrompt:
         """The prompt of these tokens, with each marker among them replaced by the rows of an image, in order.
@@ -118,7 +124,7 @@ class ImagePrompts:
         return ImagePrompt(expanded, PromptImages(tuple(each.features for each in images), tuple(rows)))
 
     def _found(self, images: Seq[bytes]) -> list[EncodedImage]:
-        """The features of images: kept ones, those that another thread computes now, and new ones, encoded together."""
+        """The features of images: kept ones, those that another thread waits for, and new ones."""
         names = [sha256(data).digest() for data in images]
         mine, wanted = dict[bytes, Future[EncodedImage]](), dict[bytes, Future[EncodedImage]]()
         with self._lock:
@@ -140,10 +146,12 @@ class ImagePrompts:
     def _encode_new(self, images: dict[bytes, bytes], mine: dict[bytes, "Future[EncodedImage]"]) -> None:
         try:
             prepared = [self._vision.prepare(images[name]) for name in mine]
-            for name, image in zip(mine, self._encode(prepared), strict=True):
+            for name, image, rows in zip(mine, prepared, self._queue.add(prepared), strict=True):
+                features = Features(image.digest, rows.result(), image.bidirectional, image.grid)
+                encoded = EncodedImage(features, image.layout)
                 with self._lock:
-                    self._kept.add(name, image)
-                mine[name].set_result(image)
+                    self._kept.add(name, encoded)
+                mine[name].set_result(encoded)
         except BaseException as error:
             for future in mine.values():
                 if not future.done():
@@ -152,29 +160,6 @@ class ImagePrompts:
             with self._lock:
                 for name in mine:
                     self._under_way.pop(name, None)
-
-    def _encode(self, prepared: Seq["PreparedImage"]) -> list[EncodedImage]:
-        """One batch at a time: on a CUDA device on a stream of its own, so that steps go on."""
-        with self._encoding, torch.no_grad():
-            if self._device.type == "cuda":
-                self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-                with torch.cuda.stream(self._stream):
-                    values = [_to_host(part) for part in self._vision.encode(prepared)]
-                self._stream.synchronize()
-            else:
-                values = [part.float() for part in self._vision.encode(prepared)]
-            self.encoded += len(prepared)
-        logger.info("%d images encoded to %s rows", len(prepared), ", ".join(str(len(v)) for v in values))
-        return [
-            EncodedImage(Features(image.digest, rows, image.bidirectional, image.grid), image.layout)
-            for image, rows in zip(prepared, values, strict=True)
-        ]
-
-
-def _to_host(values: Tensor) -> Tensor:
-    """A copy in pinned memory, complete once the stream is."""
-    held = torch.empty(values.shape, dtype=torch.float32, pin_memory=True)
-    return held.copy_(values, non_blocking=True)
 
 
 class _FeatureCache:

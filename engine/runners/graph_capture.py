@@ -58,8 +58,10 @@ def capture_step(warm: Callable[[], object], step: Callable[[], Tensor], pool: A
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
     stream = _capture_stream(torch.cuda.current_device())
-    # A collection may destroy CUDA objects of an engine that is gone, which no thread may do during a capture.
-    with paused(), torch.cuda.graph(graph, pool=pool, stream=stream):
+    # A collection may destroy CUDA objects of an engine that is gone, which no thread may do during a capture. What
+    # the thread that encodes images does meanwhile is none of this capture.
+    capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    with paused(), capture:
         logits = step()
     graph.instantiate()
     return CapturedStep(graph, logits, count_nodes(graph.raw_cuda_graph()))
@@ -68,9 +70,10 @@ def capture_step(warm: Callable[[], object], step: Callable[[], Tensor], pool: A
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """One capture stream for all graphs of a device: they share memory only if captured on the same stream,
-    and torch's own is on the device that was current at its first use.
+    and torch's own is on the device that was current at its first use. Its launches come before those of the stream
+    that encodes images.
     """
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def count_nodes(graph: int) -> GraphNodes:

@@ -128,6 +128,25 @@ class Windows:
 
 
 @dataclass(frozen=True, eq=False)
+class UnitGrid:
+    """A unit of `height` x `width` patches, and what follows from its size alone.
+
+    positions: added to the embedded patches, [height, width, encoder's width]; rotation: of queries and keys; windows:
+    of layers without full attention.
+    """
+
+    height: int
+    width: int
+    positions: Tensor | None = None
+    rotation: PatchRotation | None = None
+    windows: Windows | None = None
+
+    def placed(self, x: Tensor) -> Tensor:
+        """x [B, height, width, encoder's width] with the positions added."""
+        return x if self.positions is None else x + self.positions
+
+
+@dataclass(frozen=True, eq=False)
 class VisionAttention:
     """Attention of all rows of a unit, or of a window, to one another.
 

@@ -4,6 +4,7 @@ Definition: `transformers` models/gemma3 (Gemma3ImageProcessor, Gemma3MultiModal
 one another both ways in the text model.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from math import isqrt
 
@@ -12,13 +13,13 @@ from torch import Tensor
 
 from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
-from quengine.models.vision.blocks import HF_ACTIVATIONS, Linear, norm, patch_linear, patches
+from quengine.models.vision.blocks import HF_ACTIVATIONS, Linear, UnitGrid, norm, patch_linear, patches
 from quengine.models.vision.files import Weights
 from quengine.models.vision.pixels import normalized, resized
 from quengine.models.vision.projector import Arranged, Projector
 from quengine.models.vision.settings import BILINEAR, Keys, VisionSettings, folder_settings, gguf_settings
 from quengine.models.vision.siglip import SIGLIP_DEFAULTS, siglip_blocks, siglip_names
-from quengine.models.vision.vision_block import VisionBlock
+from quengine.models.vision.vision_block import VisionBlock, through
 
 
 def _gguf(file: GGUFFile) -> VisionSettings:
@@ -73,12 +74,13 @@ class Gemma3:
     project_norm: Norm
     project: Linear
 
-    def __call__(self, pixels: Tensor) -> Tensor:
+    def grid(self, height: int, width: int) -> UnitGrid:
+        return UnitGrid(height, width)
+
+    def layers(self, pixels: Tensor, grid: UnitGrid) -> Generator[None, None, Tensor]:
         """pixels [B, 3, size, size] -> [B, rows, text_size]."""
         x = self.embed(patches(pixels.to(self.positions.dtype), self.settings.patch).flatten(1, 2))
-        x = x + self.positions
-        for block in self.blocks:
-            x = block(x)
+        x = yield from through(self.blocks, x + self.positions, grid)
         return self.project(self.project_norm(self._averaged(self.post_norm(x))))
 
     def _averaged(self, x: Tensor) -> Tensor:

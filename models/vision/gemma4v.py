@@ -4,7 +4,7 @@ Definition: `transformers` models/gemma4 (Gemma4ImageProcessor, Gemma4VisionMode
 not scaled; matrices of E2B and E4B clamp what goes in and out. The 12B model has no encoder (`gemma4uv`): refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from math import floor, sqrt
 
@@ -18,6 +18,7 @@ from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
     Linear,
     Mlp,
+    UnitGrid,
     VisionAttention,
     axial_angles,
     clipped_linear,
@@ -33,7 +34,7 @@ from quengine.models.vision.lfm2 import as_convolution
 from quengine.models.vision.pixels import normalized, resized
 from quengine.models.vision.projector import Arranged, Projector
 from quengine.models.vision.settings import BICUBIC, Keys, VisionSettings, folder_settings, gguf_settings
-from quengine.models.vision.vision_block import VisionBlock
+from quengine.models.vision.vision_block import VisionBlock, through
 
 _ROWS = 280
 """Of an image, at most."""
@@ -121,18 +122,19 @@ class Gemma4V:
     project_norm: Norm
     project: Linear
 
-    def __call__(self, pixels: Tensor) -> Tensor:
+    def grid(self, height: int, width: int) -> UnitGrid:
+        places = self.positions[0, None, :width] + self.positions[1, :height, None]
+        return UnitGrid(height, width, places, self._rotation(height, width))
+
+    def layers(self, pixels: Tensor, grid: UnitGrid) -> Generator[None, None, Tensor]:
         """pixels [B, 3, H, W] in [0, 1] -> [B, rows, text_size]."""
         settings = self.settings
-        grid = patches(2 * (pixels.to(self.positions.dtype) - 0.5), settings.patch)
-        height, width = grid.shape[1:3]
-        places = self.positions[0, None, :width] + self.positions[1, :height, None]
-        x = (self.embed(grid) + places).flatten(1, 2)
-        rotate = self._rotation(height, width)
-        for block in self.blocks:
-            x = block(x, rotate)
+        pixels = 2 * (pixels.to(self.positions.dtype) - 0.5)
+        x = grid.placed(self.embed(patches(pixels, settings.patch)))
+        x = yield from through(self.blocks, x.flatten(1, 2), grid)
         step = settings.merge
-        x = x.view(-1, height // step, step, width // step, step, settings.width).mean((2, 4)).flatten(1, 2)
+        squares = x.view(-1, grid.height // step, step, grid.width // step, step, settings.width)
+        x = squares.mean((2, 4)).flatten(1, 2)
         x = x * settings.width**0.5
         if self.standard is not None:
             x = (x - self.standard[0]) * self.standard[1]

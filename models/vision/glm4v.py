@@ -3,6 +3,7 @@
 Definition: `transformers` models/glm4v (Glm4vImageProcessor, Glm4vVisionModel).
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
     Linear,
     Mlp,
+    UnitGrid,
     axial_angles,
     linear,
     merged,
@@ -37,7 +39,7 @@ from quengine.models.vision.qwen_images import (
     sized,
 )
 from quengine.models.vision.settings import Keys, VisionSettings, folder_settings, gguf_settings
-from quengine.models.vision.vision_block import VisionBlock
+from quengine.models.vision.vision_block import VisionBlock, through
 
 MIN_PIXELS, MAX_PIXELS = 112 * 112 // 2, 28 * 28 * 6144
 """Of a resized image in the released models, which count two frames of it."""
@@ -104,17 +106,18 @@ class Glm4V:
     project_norm: Norm
     mlp: Mlp
 
-    def __call__(self, pixels: Tensor) -> Tensor:
+    def grid(self, height: int, width: int) -> UnitGrid:
+        settings, device = self.settings, self.positions.device
+        angles = axial_angles(height, width, settings.head_dim, settings.theta, device)
+        return UnitGrid(height, width, self._positions(height, width), rotation_of_halves(angles))
+
+    def layers(self, pixels: Tensor, grid: UnitGrid) -> Generator[None, None, Tensor]:
         """pixels [B, 3, H, W] -> [B, rows, text_size]."""
         settings = self.settings
-        grid = patches(pixels.to(self.positions.dtype), settings.patch)
-        height, width = grid.shape[1:3]
-        x = (self.embed_norm(self.embed(grid)) + self._positions(height, width)).flatten(1, 2)
-        angles = axial_angles(height, width, settings.head_dim, settings.theta, pixels.device)
-        rotate = rotation_of_halves(angles)
-        for block in self.blocks:
-            x = block(x, rotate)
-        x = merged(self.post_norm(x).view(-1, height, width, settings.width), settings.merge).flatten(1, 2)
+        x = self.embed(patches(pixels.to(self.positions.dtype), settings.patch))
+        x = yield from through(self.blocks, grid.placed(self.embed_norm(x)).flatten(1, 2), grid)
+        x = self.post_norm(x).view(-1, grid.height, grid.width, settings.width)
+        x = merged(x, settings.merge).flatten(1, 2)
         x = self.project(self.down(x), bounded=False)
         return self.mlp(F.gelu(self.project_norm(x)))
 

@@ -5,6 +5,7 @@ Idefics3Connector). An image is resized to its longest edge, then to multiples o
 the last unit is the whole image in one tile.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from math import ceil, isqrt
 
@@ -14,7 +15,16 @@ from torch import Tensor
 
 from quengine.kernels.vision_rows import Norm
 from quengine.models.gguf.file import GGUFFile
-from quengine.models.vision.blocks import HF_ACTIVATIONS, Linear, linear, merged, norm, patch_linear, patches
+from quengine.models.vision.blocks import (
+    HF_ACTIVATIONS,
+    Linear,
+    UnitGrid,
+    linear,
+    merged,
+    norm,
+    patch_linear,
+    patches,
+)
 from quengine.models.vision.files import Weights
 from quengine.models.vision.pixels import normalized, resized
 from quengine.models.vision.projector import Arranged, Projector
@@ -27,7 +37,7 @@ from quengine.models.vision.settings import (
     gguf_settings,
 )
 from quengine.models.vision.siglip import SIGLIP_DEFAULTS, siglip_blocks, siglip_names
-from quengine.models.vision.vision_block import VisionBlock
+from quengine.models.vision.vision_block import VisionBlock, through
 
 MAX_SIDE = 4096
 """Pixels of the longest edge in any case."""
@@ -131,15 +141,14 @@ class Idefics3:
     post_norm: Norm
     project: Linear
 
-    def __call__(self, pixels: Tensor) -> Tensor:
+    def grid(self, height: int, width: int) -> UnitGrid:
+        return UnitGrid(height, width, self.positions[self._position_ids(height, width)])
+
+    def layers(self, pixels: Tensor, grid: UnitGrid) -> Generator[None, None, Tensor]:
         """pixels [B, 3, tile, tile] -> [B, rows, text_size]."""
-        grid = patches(pixels.to(self.positions.dtype), self.settings.patch)
-        x = self.embed(grid) + self.positions[self._position_ids(*grid.shape[1:3])]
-        height, width = x.shape[1:3]
-        x = x.flatten(1, 2)
-        for block in self.blocks:
-            x = block(x)
-        x = self.post_norm(x).view(-1, height, width, x.shape[-1])
+        x = grid.placed(self.embed(patches(pixels.to(self.positions.dtype), self.settings.patch)))
+        x = yield from through(self.blocks, x.flatten(1, 2), grid)
+        x = self.post_norm(x).view(-1, grid.height, grid.width, x.shape[-1])
         return self.project(merged(x, self.settings.merge)).flatten(1, 2)
 
     def _position_ids(self, height: int, width: int) -> Tensor:

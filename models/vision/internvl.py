@@ -4,7 +4,7 @@ Definition: `transformers` models/internvl (InternVLVisionModel, InternVLMultiMo
 (GotOcr2ImageProcessor).
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
     Linear,
     Mlp,
+    UnitGrid,
     VisionAttention,
     linear,
     merged,
@@ -30,7 +31,7 @@ from quengine.models.vision.pixels import normalized, resized
 from quengine.models.vision.projector import Arranged, Projector
 from quengine.models.vision.settings import BICUBIC, Keys, VisionSettings, folder_settings, gguf_settings
 from quengine.models.vision.tiles import cut_tiles, tile_counts
-from quengine.models.vision.vision_block import VisionBlock
+from quengine.models.vision.vision_block import VisionBlock, through
 
 _MAX_TILES = 12
 _NORM_EPS = 1e-5
@@ -117,15 +118,16 @@ class InternVL:
     project_norm: Norm
     project: Mlp
 
-    def __call__(self, pixels: Tensor) -> Tensor:
+    def grid(self, height: int, width: int) -> UnitGrid:
+        return UnitGrid(height, width)
+
+    def layers(self, pixels: Tensor, grid: UnitGrid) -> Generator[None, None, Tensor]:
         """pixels [B, 3, tile, tile] -> [B, rows, text_size]."""
-        grid = patches(pixels.to(self.positions.dtype), self.settings.patch)
-        height, width = grid.shape[1:3]
-        x = self.embed(grid.flatten(1, 2))
+        x = self.embed(patches(pixels.to(self.positions.dtype), self.settings.patch).flatten(1, 2))
         x = torch.cat([self.first.expand(len(x), 1, -1), x], 1) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        x = merged(x[:, 1:].reshape(-1, height, width, self.settings.width), self.settings.merge)
+        x = yield from through(self.blocks, x, grid)
+        x = x[:, 1:].reshape(-1, grid.height, grid.width, self.settings.width)
+        x = merged(x, self.settings.merge)
         return self.project(self.project_norm(x.flatten(1, 2)))
 
 

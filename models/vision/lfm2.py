@@ -4,6 +4,7 @@ Definition: `transformers` models/lfm2_vl (Lfm2VlImageProcessor, Lfm2VlMultiModa
 image processor resizes with torchvision, which rounds a few pixels otherwise than Pillow.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from math import isqrt
 
@@ -17,6 +18,7 @@ from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
     Linear,
     Mlp,
+    UnitGrid,
     linear,
     merged,
     norm,
@@ -30,7 +32,7 @@ from quengine.models.vision.qwen_images import sized
 from quengine.models.vision.settings import BILINEAR, Keys, VisionSettings, folder_settings, gguf_settings
 from quengine.models.vision.siglip import SIGLIP_DEFAULTS, siglip_blocks, siglip_names
 from quengine.models.vision.tiles import cut_tiles, tile_counts
-from quengine.models.vision.vision_block import VisionBlock
+from quengine.models.vision.vision_block import VisionBlock, through
 
 _MIN_ROWS, _MAX_ROWS = 64, 256
 _TILE, _MIN_TILES, _MAX_TILES, _TOLERANCE = 512, 2, 10, 2.0
@@ -128,14 +130,14 @@ class Lfm2:
     project_norm: Norm | None
     project: Mlp
 
-    def __call__(self, pixels: Tensor) -> Tensor:
+    def grid(self, height: int, width: int) -> UnitGrid:
+        return UnitGrid(height, width, self._positions(height, width))
+
+    def layers(self, pixels: Tensor, grid: UnitGrid) -> Generator[None, None, Tensor]:
         """pixels [B, 3, H, W] -> [B, rows, text_size]."""
-        grid = patches(pixels.to(self.positions.dtype), self.settings.patch)
-        height, width = grid.shape[1:3]
-        x = (self.embed(grid) + self._positions(height, width)).flatten(1, 2)
-        for block in self.blocks:
-            x = block(x)
-        x = self.post_norm(x).view(-1, height, width, self.settings.width)
+        x = grid.placed(self.embed(patches(pixels.to(self.positions.dtype), self.settings.patch)))
+        x = yield from through(self.blocks, x.flatten(1, 2), grid)
+        x = self.post_norm(x).view(-1, grid.height, grid.width, self.settings.width)
         x = merged(x, self.settings.merge).flatten(1, 2)
         return self.project(x if self.project_norm is None else self.project_norm(x))
 

@@ -4,6 +4,7 @@ Definition: `transformers` models/pixtral and models/mistral3 (PixtralImageProce
 Mistral3MultiModalProjector). GGUF has rotated rows of queries and keys as neighbours, as the text models of the family.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from math import floor, sqrt
 
@@ -17,6 +18,7 @@ from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
     Linear,
     Mlp,
+    UnitGrid,
     VisionAttention,
     linear,
     merged,
@@ -37,7 +39,7 @@ from quengine.models.vision.settings import (
     folder_settings,
     gguf_settings,
 )
-from quengine.models.vision.vision_block import VisionBlock
+from quengine.models.vision.vision_block import VisionBlock, through
 
 _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
 _EPS = 1e-5
@@ -111,18 +113,19 @@ class Pixtral:
     merger: Linear | None
     project: Mlp
 
-    def __call__(self, pixels: Tensor) -> Tensor:
+    def grid(self, height: int, width: int) -> UnitGrid:
+        angles = self._angles(height, width).to(self.embed.weight.device)
+        return UnitGrid(height, width, rotation=rotation_of_pairs(angles))
+
+    def layers(self, pixels: Tensor, grid: UnitGrid) -> Generator[None, None, Tensor]:
         """pixels [B, 3, H, W] -> [B, rows, text_size]."""
-        grid = patches(pixels.to(self._dtype), self.settings.patch)
-        height, width = grid.shape[1:3]
-        x = self.pre_norm(self.embed(grid.flatten(1, 2)))
-        rotate = rotation_of_pairs(self._angles(height, width).to(x.device))
-        for block in self.blocks:
-            x = block(x, rotate)
+        x = self.pre_norm(self.embed(patches(pixels.to(self._dtype), self.settings.patch).flatten(1, 2)))
+        x = yield from through(self.blocks, x, grid)
         if self.project_norm is not None:
             x = self.project_norm(x)
         if self.merger is not None:
-            x = self.merger(merged(x.view(-1, height, width, x.shape[-1]), self.settings.merge).flatten(1, 2))
+            squares = merged(x.view(-1, grid.height, grid.width, x.shape[-1]), self.settings.merge)
+            x = self.merger(squares.flatten(1, 2))
         return self.project(x)
 
     @property

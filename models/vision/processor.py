@@ -33,6 +33,11 @@ class PreparedImage:
         """Rows of the prompt that the encoder makes."""
         return sum(part for part in self.layout if isinstance(part, int))
 
+    @property
+    def shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """[3, H, W] of each unit."""
+        return tuple((int(unit.shape[0]), int(unit.shape[1]), int(unit.shape[2])) for unit in self.pixels)
+
 
 class ImageProcessor:
     """The preprocessing of a projector, whose `marker` stands for an image. identity: of the projector's file."""

@@ -1,6 +1,6 @@
 """The declaration of a projector: which files it is in, how images are prepared for it, and what computes it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -8,6 +8,7 @@ from PIL import Image
 from torch import Tensor
 
 from quengine.models.gguf.file import GGUFFile
+from quengine.models.vision.blocks import UnitGrid
 from quengine.models.vision.files import Change, Weights
 from quengine.models.vision.settings import Keys, VisionSettings
 
@@ -24,8 +25,15 @@ class Arranged:
 class ImageEncoder(Protocol):
     """A vision encoder and its projector with weights."""
 
-    def __call__(self, pixels: Tensor) -> Tensor:
-        """pixels [B, 3, H, W] on the device -> [B, rows, text_size * (1 + deepstack)], fp32 or wider."""
+    def grid(self, height: int, width: int) -> UnitGrid:
+        """What a unit of `height` x `width` patches has of its size, on the device."""
+        ...
+
+    def layers(self, pixels: Tensor, grid: UnitGrid) -> Generator[None, None, Tensor]:
+        """pixels [B, 3, H, W] on the device -> [B, rows, text_size * (1 + deepstack)], fp32 or wider.
+
+        Yields after each layer. Computes on the device alone, of `grid` and `pixels`, so that it can be captured.
+        """
         ...
 
 

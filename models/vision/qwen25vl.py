@@ -3,6 +3,7 @@
 Definition: `transformers` models/qwen2_5_vl (Qwen2_5_VisionTransformerPretrainedModel).
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
     Linear,
     Mlp,
+    UnitGrid,
     VisionAttention,
     Windows,
     axial_angles,
@@ -88,19 +90,21 @@ class Qwen25VL:
     merger: Merger
     dtype: torch.dtype
 
-    def __call__(self, pixels: Tensor) -> Tensor:
+    def grid(self, height: int, width: int) -> UnitGrid:
+        settings, device = self.settings, self.embed.weight.device
+        angles = axial_angles(height, width, settings.head_dim, settings.theta, device)
+        side = settings.features["window"] // settings.merge // settings.patch * settings.merge
+        windows = Windows.of(height, width, side, device)
+        return UnitGrid(height, width, rotation=rotation_of_halves(angles), windows=windows)
+
+    def layers(self, pixels: Tensor, grid: UnitGrid) -> Generator[None, None, Tensor]:
         """pixels [B, 3, H, W] -> [B, rows, text_size]."""
         settings = self.settings
-        grid = patches(pixels.to(self.dtype), settings.patch)
-        height, width = grid.shape[1:3]
-        x = self.embed(grid.flatten(1, 2))
-        angles = axial_angles(height, width, settings.head_dim, settings.theta, pixels.device)
-        rotate = rotation_of_halves(angles)
-        side = settings.features["window"] // settings.merge // settings.patch * settings.merge
-        windows = Windows.of(height, width, side, pixels.device)
+        x = self.embed(patches(pixels.to(self.dtype), settings.patch).flatten(1, 2))
         for layer, block in enumerate(self.blocks):
-            x = block(x, rotate, None if layer in settings.features["full"] else windows)
-        return self.merger(x.view(-1, height, width, settings.width))
+            x = block(x, grid.rotation, None if layer in settings.features["full"] else grid.windows)
+            yield
+        return self.merger(x.view(-1, grid.height, grid.width, settings.width))
 
 
 def gated_block(weights: Weights, settings: VisionSettings, hidden: int, name: str) -> VisionBlock:

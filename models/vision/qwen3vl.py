@@ -4,6 +4,7 @@ Definition: `transformers` models/qwen3_vl (Qwen3VLVisionModel) and models/qwen3
 own vector, one for each of the text model's first layers, made of the encoder's rows after a layer of its middle.
 """
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from math import isqrt
 
@@ -16,6 +17,7 @@ from quengine.models.vision.blocks import (
     HF_ACTIVATIONS,
     Linear,
     Mlp,
+    UnitGrid,
     VisionAttention,
     axial_angles,
     linear,
@@ -105,21 +107,24 @@ class Qwen3VL:
     merger: Merger
     deepstack: dict[int, Merger]
 
-    def __call__(self, pixels: Tensor) -> Tensor:
+    def grid(self, height: int, width: int) -> UnitGrid:
+        settings, device = self.settings, self.positions.device
+        angles = axial_angles(height, width, settings.head_dim, settings.theta, device)
+        positions = interpolated(self.positions, height, width)
+        return UnitGrid(height, width, positions, rotation_of_halves(angles))
+
+    def layers(self, pixels: Tensor, grid: UnitGrid) -> Generator[None, None, Tensor]:
         """pixels [B, 3, H, W] -> [B, rows, text_size * (1 + deepstack)]."""
         settings = self.settings
-        grid = patches(pixels.to(self.positions.dtype), settings.patch)
-        height, width = grid.shape[1:3]
-        x = (self.embed(grid) + interpolated(self.positions, height, width)).flatten(1, 2)
-        rotate = rotation_of_halves(
-            axial_angles(height, width, settings.head_dim, settings.theta, pixels.device)
-        )
-        features = []
+        x = grid.placed(self.embed(patches(pixels.to(self.positions.dtype), settings.patch)))
+        x, features = x.flatten(1, 2), []
         for layer, block in enumerate(self.blocks):
-            x = block(x, rotate)
+            x = block(x, grid.rotation)
             if layer in self.deepstack:
-                features.append(self.deepstack[layer](x.view(-1, height, width, settings.width)))
-        return torch.cat([self.merger(x.view(-1, height, width, settings.width)), *features], -1)
+                squares = x.view(-1, grid.height, grid.width, settings.width)
+                features.append(self.deepstack[layer](squares))
+            yield
+        return torch.cat([self.merger(x.view(-1, grid.height, grid.width, settings.width)), *features], -1)
 
 
 def interpolated(table: Tensor, height: int, width: int) -> Tensor:

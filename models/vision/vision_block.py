@@ -1,5 +1,6 @@
 """A pre-norm layer of a vision encoder: by torch's operations, or on CUDA with one kernel between two fp16 matrices."""
 
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from quengine.kernels.vision_rows import Norm, PatchRotation
-from quengine.models.vision.blocks import Joined, Linear, Mlp, VisionAttention, Windows
+from quengine.models.vision.blocks import Joined, Linear, Mlp, UnitGrid, VisionAttention, Windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,14 @@ class VisionBlock:
         if self.post is not None:
             y = self.post[part](y)
         return y if self.scales is None else y * self.scales[part]
+
+
+def through(blocks: Iterable[VisionBlock], x: Tensor, grid: UnitGrid) -> Generator[None, None, Tensor]:
+    """x [B, rows, width] through all layers; yields after each."""
+    for block in blocks:
+        x = block(x, grid.rotation, grid.windows)
+        yield
+    return x
 
 
 def fused_block(

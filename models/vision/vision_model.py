@@ -1,15 +1,22 @@
 """A vision encoder with its projector on a device: prepared images in, rows of the text model out."""
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Generator, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from quengine.models.vision.blocks import UnitGrid
+from quengine.models.vision.encoder_graphs import EncoderGraphs, in_slices
 from quengine.models.vision.processor import ImageProcessor, PreparedImage
 from quengine.models.vision.projector import ImageEncoder
 
 MAX_PATCHES = 1 << 14
 """Patches that are encoded at once: four images of 1024 x 1024 pixels with patches of 16."""
+SLICE = 1 << 14
+"""Patches times layers of a slice: 2 ms of an H200 for layers of 1,152."""
+_GRIDS = 16
 
 
 class VisionModel:
@@ -29,33 +36,63 @@ class VisionModel:
         self.deepstack = deepstack
         self.device = device
         self._encoder = encoder
+        self._graphs = EncoderGraphs(encoder, device) if device.type == "cuda" else None
+        self._grids: OrderedDict[tuple[int, int], UnitGrid] = OrderedDict()
 
     def prepare(self, data: bytes) -> PreparedImage:
         """The image file `data` as the encoder takes it, made on the CPU. Raises ImageError."""
         return self.processor.prepare(data)
 
-    @torch.inference_mode()
     def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
         """The rows of each image, fp32 [rows, text_size * (1 + deepstack)] on the device.
 
         Units of equal size, of whichever images, are encoded together, up to MAX_PATCHES patches. A row of deepstack is
         the row itself, then what layer 0, 1, ... of the text model adds to it.
         """
+        slices = self.slices(images)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                rows: list[Tensor] = end.value
+                return rows
+
+    @torch.inference_mode()
+    def slices(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[Tensor]]:
+        """`encode` in slices, of SLICE patches times layers or of one layer: yields after each. One thread at a time
+        may take them."""
         units = [(index, unit) for index, image in enumerate(images) for unit in image.pixels]
         groups: dict[tuple[int, ...], list[int]] = {}
         for at, (_, unit) in enumerate(units):
             groups.setdefault(tuple(unit.shape), []).append(at)
         rows: dict[int, Tensor] = {}
         for shape, members in groups.items():
-            step = self._units_at_once(shape)
-            for start in range(0, len(members), step):
-                part = members[start : start + step]
-                pixels = torch.stack([units[at][1] for at in part]).to(self.device)
-                rows |= dict(zip(part, self._encoder(pixels), strict=True))
+            left = iter(members)
+            while part := list(islice(left, self._units_at_once(shape))):
+                made = yield from self._rows(torch.stack([units[at][1] for at in part]))
+                rows |= dict(zip(part, made, strict=True))
         of_image: list[list[Tensor]] = [[] for _ in images]
         for at, (index, _) in enumerate(units):
             of_image[index].append(rows[at])
         return [torch.cat(parts) for parts in of_image]
+
+    def _rows(self, pixels: Tensor) -> Generator[None, None, Tensor]:
+        """pixels [B, 3, H, W] in host memory -> [B, rows, N] on the device."""
+        patch = self.processor.settings.patch
+        grid = self._grid(pixels.shape[-2] // patch, pixels.shape[-1] // patch)
+        layers = max(1, SLICE // (len(pixels) * grid.height * grid.width))
+        if self._graphs is not None:
+            return (yield from self._graphs.rows(pixels, grid, layers))
+        return (yield from in_slices(self._encoder.layers(pixels, grid), layers))
+
+    def _grid(self, height: int, width: int) -> UnitGrid:
+        key = height, width
+        if key not in self._grids:
+            self._grids[key] = self._encoder.grid(height, width)
+        self._grids.move_to_end(key)
+        if len(self._grids) > _GRIDS:
+            self._grids.popitem(last=False)
+        return self._grids[key]
 
     def _units_at_once(self, shape: tuple[int, ...]) -> int:
         patch = self.processor.settings.patch

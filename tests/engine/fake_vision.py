@@ -3,7 +3,7 @@
 So a prompt with an image has the answers of a prompt with the tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -45,23 +45,31 @@ class FakeImage:
         first = len(self.tokens) // 2
         return "<image>", first, "<row>", len(self.tokens) - first, "</image>"
 
+    @property
+    def shapes(self) -> tuple[tuple[int, int, int], ...]:
+        return ((3, 1, len(self.tokens)),)
+
 
 class FakeVision:
-    """`table`: the embeddings of all tokens [vocab, K]. encoded: the images of each call."""
+    """`table`: the embeddings of all tokens [vocab, K]. encoded: the images of each call. gate: what each call waits
+    for between its two slices."""
 
     projector, marker, deepstack = "fake", "<image>", 0
 
     def __init__(self, table: Tensor) -> None:
         self.table, self.text_size = table, table.shape[1]
         self.encoded = list[int]()
+        self.gate: Callable[[], object] = lambda: None
 
     def prepare(self, data: bytes) -> FakeImage:
         if not data or data.startswith(b"no image"):
             raise EngineError("the image is none that is read here")
         return FakeImage(tuple(data), sha256(data).digest())
 
-    def encode(self, images: Sequence[FakeImage]) -> list[Tensor]:
+    def slices(self, images: Sequence[FakeImage]) -> Generator[None, None, list[Tensor]]:
         self.encoded.append(len(images))
+        yield
+        self.gate()
         return [self.table[torch.tensor(image.tokens)] for image in images]
 
 

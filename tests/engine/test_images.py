@@ -164,9 +164,9 @@ def test_an_image_that_two_threads_ask_for_is_encoded_once(llm: LLM, vision: Fak
     assert vision.encoded == [1]
 
 
-def test_images_of_one_prompt_are_encoded_together(llm: LLM, vision: FakeVision) -> None:
+def test_images_of_one_prompt_are_encoded_once_each(llm: LLM, vision: FakeVision) -> None:
     llm.with_images("<image><image><image>", [b"\x01" + PICTURE, b"\x02" + PICTURE, b"\x01" + PICTURE])
-    assert vision.encoded == [2]
+    assert vision.encoded == [1, 1]
 
 
 def test_a_preempted_prompt_has_its_images_again(model: Path) -> None:

@@ -53,7 +53,8 @@ logger = logging.getLogger("quengine.serve")
 IDLE_SECONDS = 0.3
 """Without a request, after which the engine prepares a step that later ones may need."""
 
-_COMPILING = 2  # constraints, and requests with images, at once
+_COMPILING = 2  # constraints at once
+_WITH_IMAGES = 16  # requests whose images are decoded, or wait for the encoder, at once
 
 
 class EngineLoop:
@@ -74,7 +75,7 @@ class EngineLoop:
         self._engine = engine
         self._received: deque[ToEngine | Future[GenerationRequest]] = deque()
         self._wake = threading.Condition()
-        self._compilers = ThreadPoolExecutor(_COMPILING)
+        self._compilers, self._readers = ThreadPoolExecutor(_COMPILING), ThreadPoolExecutor(_WITH_IMAGES)
         self._preparing: dict[Future[GenerationRequest], int] = {}
         self._running: set[int] = set()
         self._stats_at = 0.0
@@ -155,7 +156,7 @@ class EngineLoop:
                 self._prepare_images(request)
             return request
 
-        future = self._compilers.submit(prepared)
+        future = (self._readers if request.images else self._compilers).submit(prepared)
         self._preparing[future] = request.id
         future.add_done_callback(self._receive)
 

@@ -206,8 +206,13 @@ def test_batches_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     images = [model.prepare(png(picture(90, 60, seed))) for seed in range(3)]
     alone = [model.encode([image])[0] for image in images]
     sizes: list[int] = []
-    encoder = model._encoder
-    monkeypatch.setattr(model, "_encoder", lambda pixels: sizes.append(len(pixels)) or encoder(pixels))
+    layers = type(model._encoder).layers
+
+    def noted(encoder: Any, pixels: torch.Tensor, grid: Any) -> Any:
+        sizes.append(len(pixels))
+        return layers(encoder, pixels, grid)
+
+    monkeypatch.setattr(type(model._encoder), "layers", noted)
     monkeypatch.setattr("quengine.models.vision.vision_model.MAX_PATCHES", 64 * 10)
     together = model.encode(images)
     assert sizes == [10, 10, 10, 9] and sum(sizes) == sum(len(image.pixels) for image in images)

@@ -43,6 +43,28 @@ def test_rows_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_graphs_give_the_bits_of_the_layers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Units that come a second time are captured in slices, those of several sizes over one memory."""
+    monkeypatch.setattr("quengine.models.vision.vision_model.SLICE", 1)  # a graph for each layer
+    write_vision(tmp_path, CASES[name])
+    vision = load_vision(tmp_path, "cuda")
+    images = [vision.prepare(png(picture(*size))) for size in ((100, 70), (40, 40))]
+    expected = [vision.encode([image])[0] for image in images]
+    assert vision._graphs is not None and not vision._graphs._captured
+    for _ in range(3):
+        for image, rows in zip(images, expected, strict=True):
+            assert torch.equal(vision.encode([image])[0], rows)
+    others = vision.prepare(png(picture(100, 70, seed=1)))
+    assert not torch.equal(vision.encode([others])[0], expected[0])
+    assert torch.equal(vision.encode([images[0]])[0], expected[0])
+    layers = vision.processor.settings.layers
+    assert all(len(each.graphs) == layers + 1 for each in vision._graphs._captured.values())
+
+
+@pytest.mark.gpu
 def test_large_activations_stay_finite(tmp_path: Path) -> None:
     """Products of a feed-forward that leave the range of fp16: rows are scaled before the last matrix."""
 

@@ -1,0 +1,114 @@
+"""Images of all requests on their way through the encoder: in a thread and on a stream of its own, beside steps.
+
+Images wait in the order in which they come. Those of one size are encoded together, of whichever requests; a slice of
+some layers follows the last one once that is done, so that no step waits for more than a slice.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Generator
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from quengine.models.vision import PreparedImage
+
+logger = logging.getLogger(__name__)
+
+TOGETHER = 1 << 21
+"""Pixels of the images that are encoded together: two of 1024 x 1024, which keep a GPU busy, or 32 of 256 x 256."""
+
+
+class Encoder(Protocol):
+    """`models.vision.VisionModel`, as far as images that wait need it."""
+
+    def slices(self, images: Seq["PreparedImage"]) -> Generator[None, None, list[Tensor]]: ...
+
+
+class ImageQueue:
+    """Encodes images in the order in which they come. Threads may share it.
+
+    Args:
+        vision: the encoder.
+        device: of the encoder.
+        alone: each image by itself, so that its features follow from it alone to the last bit.
+
+    Attributes:
+        encoded: number of images that were encoded.
+        batches: number of times that some were encoded together, or one alone.
+    """
+
+    def __init__(self, vision: Encoder, device: torch.device, alone: bool) -> None:
+        self._vision, self._device, self._alone = vision, device, alone
+        self._waiting: deque[tuple[PreparedImage, Future[Tensor]]] = deque()
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "images")
+        self._stream: torch.cuda.Stream | None = None
+        self.encoded = self.batches = 0
+
+    def add(self, images: Seq["PreparedImage"]) -> list["Future[Tensor]"]:
+        """The features of each image, once it is encoded: fp32 [rows, text_size * (1 + deepstack)] in host memory."""
+        added = [(image, Future[Tensor]()) for image in images]
+        with self._lock:
+            self._waiting.extend(added)
+        self._thread.submit(self._encode_waiting)
+        return [future for _, future in added]
+
+    def _encode_waiting(self) -> None:
+        while batch := self._next():
+            try:
+                values = self._encoded([image for image, _ in batch])
+            except BaseException as error:
+                for _, future in batch:
+                    future.set_exception(error)
+                continue
+            self.encoded, self.batches = self.encoded + len(batch), self.batches + 1
+            for (_, future), rows in zip(batch, values, strict=True):
+                future.set_result(rows)
+
+    def _next(self) -> list[tuple["PreparedImage", "Future[Tensor]"]]:
+        """The image that has waited longest, with others of its size up to TOGETHER pixels."""
+        with self._lock:
+            if not self._waiting:
+                return []
+            first = self._waiting[0][0].shapes
+            pixels = sum(height * width for _, height, width in first)
+            most = 1 if self._alone else max(1, TOGETHER // pixels)
+            batch = [each for each in self._waiting if each[0].shapes == first][:most]
+            for each in batch:
+                self._waiting.remove(each)
+        return batch
+
+    def _encoded(self, images: Seq["PreparedImage"]) -> list[Tensor]:
+        with torch.no_grad():
+            if self._device.type != "cuda":
+                values = [rows.float() for rows in self._sliced(images)]
+            else:
+                self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                with torch.cuda.stream(self._stream):
+                    values = [_to_host(rows) for rows in self._sliced(images)]
+                    self._stream.synchronize()
+        logger.info("%d images encoded to %s rows", len(images), ", ".join(str(len(v)) for v in values))
+        return values
+
+    def _sliced(self, images: Seq["PreparedImage"]) -> list[Tensor]:
+        slices = self._vision.slices(images)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as end:
+                rows: list[Tensor] = end.value
+                return rows
+            if self._stream is not None:
+                self._stream.synchronize()
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """A copy in pinned memory, complete once the stream is."""
+    held = torch.empty(values.shape, dtype=torch.float32, pin_memory=True)
+    return held.copy_(values, non_blocking=True)
