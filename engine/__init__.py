@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from quengine.errors import CannotRunError, EngineError
+    from quengine.evaluation.perplexity import perplexity
     from quengine.llm import LLM
     from quengine.models.convert.convert_folder import convert
     from quengine.models.quantize.quantize_file import quantize
@@ -27,6 +28,7 @@ __all__ = [
     "SamplingParams",
     "__version__",
     "convert",
+    "perplexity",
     "quantize",
 ]
 
@@ -37,6 +39,7 @@ _HOME = {
     "EngineError": "quengine.errors",
     "CannotRunError": "quengine.errors",
     "convert": "quengine.models.convert.convert_folder",
+    "perplexity": "quengine.evaluation.perplexity",
     "quantize": "quengine.models.quantize.quantize_file",
 }
 
