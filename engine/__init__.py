@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from typing import Any
 
     from quengine.errors import CannotRunError, EngineError
+    from quengine.evaluation.compare import compare
+    from quengine.evaluation.perplexity import perplexity
     from quengine.llm import LLM
     from quengine.models.convert.convert_folder import convert
     from quengine.models.quantize.quantize_file import quantize
@@ -26,7 +28,9 @@ __all__ = [
     "EngineError",
     "SamplingParams",
     "__version__",
+    "compare",
     "convert",
+    "perplexity",
     "quantize",
 ]
 
@@ -37,6 +41,8 @@ _HOME = {
     "EngineError": "quengine.errors",
     "CannotRunError": "quengine.errors",
     "convert": "quengine.models.convert.convert_folder",
+    "compare": "quengine.evaluation.compare",
+    "perplexity": "quengine.evaluation.perplexity",
     "quantize": "quengine.models.quantize.quantize_file",
 }
 

@@ -20,12 +20,18 @@ def read_text(path: Path, failure: str, limit: int = MAX_INPUT_BYTES) -> str:
     Raises:
         EngineError: it is something else (a device may never end), too large, not UTF-8, or cannot be read.
     """
+    data = read_bytes(path, failure, limit)
+    return universal_newlines(_decoded(data, f"{failure} {_shown(path)}"))
+
+
+def read_bytes(path: Path, failure: str, limit: int = MAX_INPUT_BYTES) -> bytes:
+    """The content of a file, as `read_text` reads it. Raises EngineError alike."""
     failure = f"{failure} {_shown(path)}"
     try:
         _check_kind(path.stat(), failure)  # before it is opened: opening a device may do something
         with path.open("rb") as file:
             _check_kind(os.fstat(file.fileno()), failure)
-            return universal_newlines(read_stream(file, failure, limit))
+            return _read(file, failure, limit)
     except OSError as error:
         near = nearest_file(path) if isinstance(error, FileNotFoundError) else ""
         raise EngineError(f"{failure}: {error.strerror or error}{near}") from None
@@ -45,12 +51,20 @@ def read_stream(
     Raises:
         EngineError: it is too large, not UTF-8, or cannot be read.
     """
+    return _decoded(_read(stream, failure, limit), failure, replace)
+
+
+def _read(stream: IO[bytes], failure: str, limit: int) -> bytes:
     try:
         data = stream.read(limit + 1)
     except OSError as error:
         raise EngineError(f"{failure}: {error.strerror or error}") from None
     if len(data) > limit:
         raise EngineError(f"{failure}: more than {limit} bytes")
+    return data
+
+
+def _decoded(data: bytes, failure: str, replace: bool = False) -> str:
     try:
         return data.decode(errors="replace" if replace else "strict")
     except UnicodeDecodeError as error:
