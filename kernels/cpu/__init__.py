@@ -3,7 +3,8 @@
 backend.py has all of them; these are computed at once, for chunks of prompts:
 
     set_threads(n), get_threads(), max_threads()                    threads of these kernels and of torch
-    prompt_linear(x, parts, addend=None)                            x [T, K] times weights -> [T, sum of N_i], fp32
+    prompt_linear(x, parts, addend=None, y=None)                    x [T, K] times weights -> [T, sum of N_i], fp32
+    add_rows(y, addend, scale=1.0)                                  y += scale * addend, in place [T, N]
     normed(x, norm)                                                 rows of x after RMSNorm or LayerNorm [T, K]
     rms_norm(x, weight, eps)                                        rows of x normalised [T, K]
     rope_store(qkv, spec, layer, batch)                             rotated queries; keys and values go to the cache
@@ -26,6 +27,7 @@ dataclass in `X.py`.
 from quengine.kernels.cpu.attention.latent_attention import check_latent, prompt_latent_attention
 from quengine.kernels.cpu.attention.prefill_attention import prefill_attention
 from quengine.kernels.cpu.gemv.matmul import prompt_linear
+from quengine.kernels.cpu.ops.add import add_rows
 from quengine.kernels.cpu.ops.glu import glu, input_glu
 from quengine.kernels.cpu.ops.layer_norm import normed
 from quengine.kernels.cpu.ops.output_gate import output_gate
@@ -36,6 +38,7 @@ from quengine.kernels.cpu.runtime.threads import Launch, get_threads, max_thread
 
 __all__ = [
     "Launch",
+    "add_rows",
     "check_latent",
     "get_threads",
     "glu",

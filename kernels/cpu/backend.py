@@ -22,6 +22,7 @@ from quengine.kernels.cpu.moe.operations import (
     prompt_experts_add,
     prompt_experts_glu,
 )
+from quengine.kernels.cpu.runtime.scratch import scratch
 from quengine.kernels.cpu.step_recorder import CpuWeight, StepBatch, recorded, state_operation
 from quengine.kernels.embedded_rows import place_embeddings
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
@@ -123,7 +124,8 @@ class CpuBackend:
         activation: Gating = "silu",
     ) -> Tensor:
         if batch.phase == "prefill":
-            y = _prompt_linear(cpu.normed(x, norm), gate_up)
+            between = scratch("gate and up", len(x), gate_up.rows)
+            y = cpu.prompt_linear(cpu.normed(x, norm), gate_up.parts, y=between)
             return glu(y, activation) if activation == "gelu_erf" else cpu.glu(y, activation)
         with recorded(batch, len(x)) as step:
             return step.norm_glu(x, norm, gate_up, activation)
@@ -168,9 +170,9 @@ class CpuBackend:
         y = y if row_scale is None else y.mul_(row_scale.view(-1, 1))
         # The residual is added last: beside its large values, partial sums of the product would lose bits.
         if branch is not None:
-            y = cpu.normed(y, branch.first_norm).add_(cpu.normed(branch.rows, branch.norm))
+            y = cpu.add_rows(cpu.normed(y, branch.first_norm), cpu.normed(branch.rows, branch.norm))
         scale = 1.0 if post_norm is None else post_norm.residual_scale
-        return cpu.normed(y, post_norm).add_(residual if scale == 1.0 else residual * scale)
+        return cpu.add_rows(cpu.normed(y, post_norm), residual, scale)
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
@@ -323,7 +325,7 @@ class CpuBackend:
     def fused(self, batch: ForwardBatch, x: Tensor, weight: CpuWeight, before: Tensor | None) -> Tensor:
         if batch.phase == "prefill":
             product = _prompt_linear(x, weight)
-            return product if before is None else product.add_(before)
+            return product if before is None else cpu.add_rows(product, before)
         with recorded(batch, len(x)) as step:
             return step.fused(x, weight, before)
 

@@ -39,7 +39,7 @@ from quengine.kernels.cpu.moe.experts import CpuExperts, down_launches, gate_up_
 from quengine.kernels.cpu.moe.groups import GROUP, HEAD, ExpertSlots
 from quengine.kernels.cpu.moe.operations import ExpertRows
 from quengine.kernels.cpu.moe.router import logits_launches, logits_width, router_launch
-from quengine.kernels.cpu.ops.add import add_launch, scale_launch
+from quengine.kernels.cpu.ops.add import add_launch, add_rows_launch, scale_launch
 from quengine.kernels.cpu.ops.gated_delta import gated_delta_launches
 from quengine.kernels.cpu.ops.glu import glu_launch, input_glu_launch
 from quengine.kernels.cpu.ops.latent_store import latent_store_launch
@@ -147,7 +147,7 @@ class StepRecorder:
         out = self._fp32("layer inputs", part.cols)
         self._then(norm_parts_launch(projected, norm))
         self._stage([embed_launch(part, self.inputs.tokens(part.rows), out, scale)])
-        self._then(_add_rows(out, projected))
+        self._then(add_rows_launch(out, projected))
         return out
 
     def input_glu(self, x: Tensor, gate: CpuWeight, inputs: Tensor, layer: int, activation: Gating) -> Tensor:
@@ -220,7 +220,7 @@ class StepRecorder:
         if branch is not None:
             self._add_branch(product, branch)
         self._then(rms_norm_launch(product, post_norm.weight, post_norm.eps, y))
-        self._then(_add_rows(y, residual, post_norm.residual_scale))
+        self._then(add_rows_launch(y, residual, post_norm.residual_scale))
         return y
 
     def _add_branch(self, product: Tensor, branch: Branch) -> None:
@@ -229,7 +229,7 @@ class StepRecorder:
         other = self._fp32("normed branch", product.shape[1])
         self._then(rms_norm_launch(product, own.weight, own.eps, product))
         self._then(rms_norm_launch(branch.rows, norm.weight, norm.eps, other))
-        self._then(_add_rows(product, other))
+        self._then(add_rows_launch(product, other))
 
     def route(self, x: Tensor, norm: RMSNorm | None, router: Router, experts: Tensor | None) -> Routing:
         source, gate = self._normed(x, norm), router.shared_gate
@@ -588,12 +588,6 @@ def state_operation(
         with recorded(batch, rows.stop - rows.start, rows.start) as step:
             outs.append(operation(step, x[rows]))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def _add_rows(y: Tensor, addend: Tensor, scale: float = 1.0) -> Launch:
-    """y += scale * addend, both fp32 [rows, width], contiguous: as one long row, so that a task is a row."""
-    flat = y.view(1, -1)
-    return add_launch(flat, addend.view(1, -1), 0, flat.shape[1], y.shape[1], scale)
 
 
 def _share_memory(x: Tensor, y: Tensor) -> bool:

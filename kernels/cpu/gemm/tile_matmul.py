@@ -2,8 +2,8 @@
 
 Strips of weight rows are dequantized panel by panel into the caches and multiplied with all activation rows. Each
 element of the result is summed over the inner dimension in order, in one accumulator: it depends on its two rows
-alone, not on the other rows or the number of threads. On AMX an fp32 is split into two bf16 terms (amx.py); without
-AMX, K-quants are multiplied as integers on processors with VNNI (vnni.py).
+alone, not on the other rows or the number of threads. K-quants are multiplied as integers, on AMX (amx_bytes.py) or
+with VNNI (vnni.py); of other types AMX multiplies two bf16 terms of an fp32 (amx.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from quengine.kernels.cpu.gemm import vnni
+from quengine.kernels.cpu.gemm import amx_bytes, vnni
 from quengine.kernels.cpu.gemm.amx import BLOCK, MOST_BLOCKS, MOST_ROWS, has_amx
+from quengine.kernels.cpu.gemm.amx_bytes import uses_amx_bytes
 from quengine.kernels.cpu.gemm.tiles import DEPTH, MatmulArguments, PackArguments
 from quengine.kernels.cpu.gemm.vnni import uses_vnni
 from quengine.kernels.cpu.runtime.kernel_table import (
+    amx_bytes_matmul_kernel,
+    amx_bytes_pack_kernel,
+    amx_bytes_panel_kernel,
     amx_matmul_kernel,
     amx_pack_kernel,
     amx_panel_kernel,
@@ -61,6 +65,9 @@ class TileKind:
 
 def tile_kind(w: QuantTensor) -> TileKind:
     """The fastest kind for a weight on this processor."""
+    if has_amx() and uses_amx_bytes(w):
+        sizes = (amx_bytes.COLUMNS, amx_bytes.ROWS, amx_bytes.ROW_BYTES, amx_bytes.MOST_ROWS)
+        return TileKind(*sizes, True, amx_bytes_pack_kernel, True, _amx_bytes_product)
     if has_amx():
         return TileKind(BLOCK, BLOCK, 4 * DEPTH, MOST_ROWS, False, amx_pack_kernel, True, _amx_product)
     if uses_vnni(w):
@@ -127,6 +134,15 @@ def _amx_product(w: QuantTensor, blocks: int) -> _Product:
     strips = -(-w.rows // BLOCK)
     of_task = max(1, min(MOST_BLOCKS // blocks, strips // (_TASKS * get_threads())))
     return amx_matmul_kernel(), amx_panel_kernel(w.format.name), of_task, -(-strips // of_task)
+
+
+def _amx_bytes_product(w: QuantTensor, blocks: int) -> _Product:
+    """The product of bytes on AMX."""
+    strips = -(-w.rows // amx_bytes.COLUMNS)
+    most = min(amx_bytes.MOST_STRIPS, amx_bytes.MOST_SUMS // (blocks * amx_bytes.ROWS * amx_bytes.COLUMNS))
+    of_task = _strips_of_task(strips, most, get_threads())
+    panel = amx_bytes_panel_kernel(w.format.name)
+    return amx_bytes_matmul_kernel(w.format.name), panel, of_task, -(-strips // of_task)
 
 
 def _vnni_product(w: QuantTensor, blocks: int) -> _Product:

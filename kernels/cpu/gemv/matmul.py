@@ -75,16 +75,19 @@ class DequantizeArguments(Arguments):
 _TASK_BYTES = 512 << 10
 
 
-def prompt_linear(x: Tensor, parts: Sequence[QuantTensor], addend: Tensor | None = None) -> Tensor:
+def prompt_linear(
+    x: Tensor, parts: Sequence[QuantTensor], addend: Tensor | None = None, y: Tensor | None = None
+) -> Tensor:
     """x [T, K] fp32 times weights [N_i, K] transposed, side by side, plus an addend [T or 1, sum of N_i], by the
-    prefill kernels: fp32 [T, sum of N_i].
+    prefill kernels: fp32 [T, sum of N_i], contiguous, in `y` if given.
 
     A row's bits do not depend on the other rows or on their number. Raises ValueError when a weight's width is
     not K.
     """
     for w in parts:
         check_width(x, w)
-    y = torch.empty(x.shape[0], sum(w.rows for w in parts))
+    if y is None:
+        y = torch.empty(x.shape[0], sum(w.rows for w in parts))
     run(tile_matmul_launches(x.contiguous(), parts, y, addend))
     return y
 

@@ -111,10 +111,15 @@ def finish_tile(
 @vector_code
 def configure_tiles(e: Emitter, memory: ir.Value) -> None:
     """Configures eight tiles of 16 rows of 64 bytes for this thread. memory: the address of 64 bytes of scratch."""
+    configure(e, memory, e.const(vec(I8, 16), [16] * 8 + [0] * 8))
+
+
+def configure(e: Emitter, memory: ir.Value, rows: ir.Value) -> None:
+    """Configures eight tiles of 64 bytes a row. rows: int8 [16], of each tile, then zeros."""
     # Byte 0: palette 1; bytes 16 on: bytes per row, int16; bytes 48 on: rows, int8.
     e.store(e.const(vec(I8, 16), [1] + [0] * 15), memory)
     e.store(e.const(vec(I16, 16), [64] * 8 + [0] * 8), memory, 16)
-    e.store(e.const(vec(I8, 16), [16] * 8 + [0] * 8), memory, 48)
+    e.store(rows, memory, 48)
     _call(e, "ldtilecfg", _pointer(e, memory))
 
 
@@ -147,16 +152,16 @@ def multiply_amx_tiles(
     with e.b.if_else(e.b.icmp_signed("!=", fresh, e.i64(0))) as (then, otherwise):
         with then:
             for tile in product.sums:
-                _call(e, "tilezero", _tile(tile))
+                clear_tile(e, tile)
         with otherwise:
             for tile in product.sums:
-                _load(e, tile, e.at(sums, TILE_BYTES * tile))
+                load_tile(e, tile, e.at(sums, TILE_BYTES * tile))
     product.begin(e, operands(e.i64(0)))
     last = e.at(depth, -STEP)
     e.each(e.i64(0), last, STEP, step)
     product.emit(e, operands(last), None)
     for tile in product.sums:
-        _call(e, "tilestored64", _tile(tile), _pointer(e, e.at(sums, TILE_BYTES * tile)), e.i64(64))
+        store_tile(e, tile, e.at(sums, TILE_BYTES * tile))
 
 
 class _Product:
@@ -198,21 +203,37 @@ class _Product:
                 self._weights(e, following, a, 1)
 
     def _multiply(self, e: Emitter, a: int, b: int) -> None:
-        _call(e, "tdpbf16ps", _tile(2 * a + b), _tile(4 + a), _tile(6 + b))
+        tile_instruction(e, "tdpbf16ps", 2 * a + b, 4 + a, 6 + b)
 
     def _weights(self, e: Emitter, at: tuple[ir.Value, ir.Value], half: int, term: int) -> None:
-        _load(e, 4 + half, e.at(at[0], HALF_BYTES * half + TILE_BYTES * term))
+        load_tile(e, 4 + half, e.at(at[0], HALF_BYTES * half + TILE_BYTES * term))
 
     def _activations(self, e: Emitter, at: tuple[ir.Value, ir.Value], half: int, term: int) -> None:
-        _load(e, 6 + half, e.at(at[1], TILE_BYTES * (2 * half + term)))
+        load_tile(e, 6 + half, e.at(at[1], TILE_BYTES * (2 * half + term)))
 
 
 def _tile(number: int) -> ir.Constant:
     return ir.Constant(I8, number)
 
 
-def _load(e: Emitter, tile: int, address: ir.Value) -> None:
+def load_tile(e: Emitter, tile: int, address: ir.Value) -> None:
+    """Loads a tile whose rows are 64 bytes apart."""
     _call(e, "tileloadd64", _tile(tile), _pointer(e, address), e.i64(64))
+
+
+def store_tile(e: Emitter, tile: int, address: ir.Value) -> None:
+    """Stores a tile with rows 64 bytes apart."""
+    _call(e, "tilestored64", _tile(tile), _pointer(e, address), e.i64(64))
+
+
+def clear_tile(e: Emitter, tile: int) -> None:
+    """Sets a tile to zero."""
+    _call(e, "tilezero", _tile(tile))
+
+
+def tile_instruction(e: Emitter, name: str, *tiles: int) -> None:
+    """An instruction of tiles alone: llvm.x86.`name`."""
+    _call(e, name, *(_tile(tile) for tile in tiles))
 
 
 def _pointer(e: Emitter, address: ir.Value) -> ir.Value:

@@ -74,12 +74,12 @@ def quantize_int16(e: Emitter, x: ir.Value, inverse: ir.Value, words: ir.Value, 
         a = round_within(e, b.fmul(e.load(_WIDE, x, 4 * k), times), ACTIVATION_MOST)
         e.store(e.pick(a, [4 * i + j for i in range(_LANES // 4) for j in ORDER]), words, 2 * k)
         pairs.append(e.pair_products(a, e.const(a.type, 1)))
-    by_16 = _eights(e, pairs)
+    by_16 = sums_of_eights(e, pairs)
     for by, sums in ((BY_16, by_16), (BY_32, b.add(*e.evens_odds(by_16)))):
         e.store(b.fmul(e.splat(b.fneg(t), sums.type.count), e.to_float(sums)), tail, by)
 
 
-def _eights(e: Emitter, parts: list[ir.Value]) -> ir.Value:
+def sums_of_eights(e: Emitter, parts: list[ir.Value]) -> ir.Value:
     """For eight vectors of 16 int32 lanes: the sums of each run of eight lanes, in one vector."""
     lanes = 8
     while len(parts) > 1:

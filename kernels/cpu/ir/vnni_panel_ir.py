@@ -22,6 +22,8 @@ _LANES = TILE.lanes
 _INTS, _WORDS, _BYTES = vec(I32, _LANES), vec(I16, 2 * _LANES), vec(I8, 4 * _LANES)
 _Codes = Iterator[tuple[int, ir.Value]]
 """A column, a multiple of 4, and the codes of it and the next three."""
+_Words = Iterator[tuple[int, tuple[ir.Value, ...]]]
+"""A column, a multiple of 4, then q of it and the column after the next, and of the two others."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,8 @@ def _halves(e: Emitter, v: ir.Value) -> list[ir.Value]:
 
 
 @dataclass(frozen=True)
-class _Scales:
-    """d and, if any, dmin: fp32. sc and mn of each group: int32."""
+class Scales:
+    """Of a super-block of each row. d and, if any, dmin: fp32. sc and mn of each group: int32."""
 
     d: ir.Value
     sc: list[ir.Value]
@@ -95,7 +97,7 @@ class _Scales:
     mn: tuple[ir.Value, ...] = ()
 
 
-def _six_bit_scales(rows: _Rows, fmt: BlockFormat) -> _Scales:
+def _six_bit_scales(rows: _Rows, fmt: BlockFormat) -> Scales:
     """The scales of Q4_K and Q5_K; see `_six_bit_pairs` of block_ir.py."""
     e = rows.e
     supers, a, b, c = rows.sixteen(fmt.layout["d"][0])
@@ -104,33 +106,33 @@ def _six_bit_scales(rows: _Rows, fmt: BlockFormat) -> _Scales:
         [_bits(e, v, 0, 63), e.b.or_(_bits(e, c, by, 15), _bits(e, v, -2, 0x30))]
         for v, by in ((a, 0), (b, -4))
     )
-    return _Scales(d, [s for v in sc for s in _bytes(e, v)], dmin, tuple(m for v in mn for m in _bytes(e, v)))
+    return Scales(d, [s for v in sc for s in _bytes(e, v)], dmin, tuple(m for v in mn for m in _bytes(e, v)))
 
 
-def _q2_k_scales(rows: _Rows, fmt: BlockFormat) -> _Scales:
+def _q2_k_scales(rows: _Rows, fmt: BlockFormat) -> Scales:
     e, packed = rows.e, rows.sixteen(fmt.layout["scales"][0])
     d, dmin = _halves(e, rows.sixteen(fmt.nbytes - 16)[3])
     sc, mn = ([part for v in packed for part in _bytes(e, _bits(e, v, by, 15))] for by in (0, -4))
-    return _Scales(d, sc, dmin, tuple(mn))
+    return Scales(d, sc, dmin, tuple(mn))
 
 
-def _q3_k_scales(rows: _Rows, fmt: BlockFormat) -> _Scales:
+def _q3_k_scales(rows: _Rows, fmt: BlockFormat) -> Scales:
     """The scales of Q3_K, as in block_ir.py: nibbles of 8 bytes, upper two bits in planes of 4 bytes."""
     e = rows.e
     *nibbles, top = rows.sixteen(fmt.layout["scales"][1] - 16)[1:]
     low = [_bits(e, v, by, 15) for by in (0, -4) for v in nibbles]
     sub = [e.b.or_(v, _bits(e, top, 4 - 2 * k, 0x30)) for k, v in enumerate(low)]
     sc = [e.b.sub(part, e.const(_INTS, 32)) for v in sub for part in _bytes(e, v)]
-    return _Scales(_halves(e, rows.sixteen(fmt.nbytes - 16)[3])[1], sc)
+    return Scales(_halves(e, rows.sixteen(fmt.nbytes - 16)[3])[1], sc)
 
 
-def _q6_k_scales(rows: _Rows, fmt: BlockFormat) -> _Scales:
+def _q6_k_scales(rows: _Rows, fmt: BlockFormat) -> Scales:
     e = rows.e
     sc = [part for v in rows.sixteen(fmt.layout["scales"][0]) for part in _bytes(e, v)]
-    return _Scales(_halves(e, rows.sixteen(fmt.nbytes - 16)[3])[1], sc)
+    return Scales(_halves(e, rows.sixteen(fmt.nbytes - 16)[3])[1], sc)
 
 
-def _iq4_xs_scales(rows: _Rows, fmt: BlockFormat) -> _Scales:
+def _iq4_xs_scales(rows: _Rows, fmt: BlockFormat) -> Scales:
     """The scales of IQ4_XS: nibble i of 4 bytes, and bits 2i and 2i + 1 of the 16 bits after d."""
     e = rows.e
     both, low = rows.sixteen(fmt.layout["d"][0])[:2]
@@ -139,7 +141,7 @@ def _iq4_xs_scales(rows: _Rows, fmt: BlockFormat) -> _Scales:
         top = e.and_(e.shift_left(both, 4 - 16 - 2 * i), 0x30)
         sub = e.b.or_(e.and_(e.shift_left(low, -4 * i), 15), top)
         sc.append(e.b.sub(sub, e.const(_INTS, 32)))
-    return _Scales(_halves(e, both)[0], sc)
+    return Scales(_halves(e, both)[0], sc)
 
 
 def _q4_k_codes(rows: _Rows, fmt: BlockFormat) -> _Codes:
@@ -189,7 +191,7 @@ def _iq4_xs_codes(rows: _Rows, fmt: BlockFormat) -> _Codes:
                 yield first + 16 * half, lookup(e, fmt.table, e.b.bitcast(_bits(e, v, by, 15), _BYTES))
 
 
-_SCALES: Mapping[str, Callable[[_Rows, BlockFormat], _Scales]] = {
+_SCALES: Mapping[str, Callable[[_Rows, BlockFormat], Scales]] = {
     "Q2_K": _q2_k_scales,
     "Q3_K": _q3_k_scales,
     "Q4_K": _six_bit_scales,
@@ -224,20 +226,40 @@ def fill_int16_panel(
     w: the address of the super-block in row 0. Rows after `last` repeat it. d: fp32 [lanes]; mins, if the format has
     any: fp32 [groups, lanes].
     """
-    fmt = FORMATS[format_name]
-    offset = fmt.offset if fmt.table is None else TABLE_OFFSET
-    b = e.b
-    numbers = [e.at(first, i) for i in range(_LANES)]
-    numbers = [b.select(b.icmp_signed("<", number, last), number, last) for number in numbers]
-    rows = _Rows(e, [e.at(w, b.mul(number, row_bytes)) for number in numbers])
-    scales = _SCALES[fmt.name](rows, fmt)
+    fmt, b = FORMATS[format_name], e.b
+    scales, codes = super_block(e, fmt, row_addresses(e, w, row_bytes, first, last))
     e.store(scales.d, d)
     for g, mn in enumerate(scales.mn):
         e.store(b.fmul(e.to_float(mn), scales.dmin), mins, 4 * _LANES * g)
     doubled = [i // 2 * 2 for i in range(2 * _LANES)]
     factors = [e.pick(b.bitcast(sc, _WORDS), doubled) for sc in scales.sc]
-    for column, codes in _CODES[fmt.name](rows, fmt):
-        lines, factor = b.bitcast(codes, _WORDS), factors[column // fmt.group]
-        for odd, words in enumerate((e.and_(lines, 0xFF), e.shift_left(lines, -8))):
-            ints = b.sub(words, e.const(_WORDS, offset)) if offset else words
-            e.store(b.mul(ints, factor), out, 4 * TILE.columns * (column // 2 + odd))
+    for column, words in codes:
+        for odd, ints in enumerate(words):
+            e.store(b.mul(ints, factors[column // fmt.group]), out, 4 * TILE.columns * (column // 2 + odd))
+
+
+def row_addresses(
+    e: Emitter, w: ir.Value, row_bytes: ir.Value, first: ir.Value, last: ir.Value
+) -> list[ir.Value]:
+    """The addresses in rows first .. first + `TILE.lanes` - 1 of what is at address w in row 0; rows after `last`
+    repeat it."""
+    b, numbers = e.b, [e.at(first, i) for i in range(_LANES)]
+    numbers = [b.select(b.icmp_signed("<", number, last), number, last) for number in numbers]
+    return [e.at(w, b.mul(number, row_bytes)) for number in numbers]
+
+
+def super_block(e: Emitter, fmt: BlockFormat, starts: list[ir.Value]) -> tuple[Scales, _Words]:
+    """The scales of a super-block of `TILE.lanes` rows, and for each four columns q of the even ones and of the odd
+    ones, int16 pairs in the lanes of their rows."""
+    offset = fmt.offset if fmt.table is None else TABLE_OFFSET
+    rows = _Rows(e, starts)
+
+    def words() -> _Words:
+        for column, codes in _CODES[fmt.name](rows, fmt):
+            lines = e.b.bitcast(codes, _WORDS)
+            parts = (e.and_(lines, 0xFF), e.shift_left(lines, -8))
+            if offset:
+                parts = tuple(e.b.sub(part, e.const(_WORDS, offset)) for part in parts)
+            yield column, parts
+
+    return _SCALES[fmt.name](rows, fmt), words()

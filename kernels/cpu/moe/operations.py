@@ -17,6 +17,7 @@ from quengine.kernels.cpu.moe.experts import (
 from quengine.kernels.cpu.moe.groups import ExpertSlots
 from quengine.kernels.cpu.moe.prompt import prompt_expert_launches
 from quengine.kernels.cpu.ops.glu import glu
+from quengine.kernels.cpu.runtime.scratch import scratch
 from quengine.kernels.cpu.runtime.threads import run
 from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Routing
@@ -72,7 +73,7 @@ def prompt_experts_glu(
     """
     _check_width(x, gate_up)
     (rows, used), width = routing.experts.shape, gate_up.parts[0].first.rows
-    between = torch.empty(rows * used, len(gate_up.parts) * width)
+    between = scratch("gate and up", rows * used, len(gate_up.parts) * width)
     groups, launches = prompt_expert_launches(x.contiguous(), routing, gate_up.parts, between)
     run(launches)
     return ExpertRows(glu(between, activation), groups)
@@ -90,7 +91,7 @@ def prompt_experts_add(
     if residual is None:
         residual = torch.zeros(len(routing.experts), part.first.rows)
     residual, groups = residual.contiguous(), gated.groups
-    y, products = torch.empty_like(residual), torch.empty(groups.slots, part.first.rows)
+    y, products = torch.empty_like(residual), scratch("experts' products", groups.slots, part.first.rows)
     groups, launches = prompt_expert_launches(gated.values, routing, down.parts, products, by_place=True)
     run([*launches, add_experts_launch(groups, products, routing.weights, residual, y)])
     return y

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
 from quengine.kernels.cpu.runtime.kernel_table import add_kernel, scale_kernel
-from quengine.kernels.cpu.runtime.threads import Launch
+from quengine.kernels.cpu.runtime.threads import Launch, run
 
 
 @dataclass
@@ -39,6 +39,18 @@ def add_launch(y: Tensor, addend: Tensor, column: int, count: int, step: int, sc
         *(rows, count, step, scale),
     )
     return Launch(add_kernel(), arguments, -(-count // step), keep=(y, addend))
+
+
+def add_rows_launch(y: Tensor, addend: Tensor, scale: float = 1.0) -> Launch:
+    """y += scale * addend, both fp32 [rows, width], contiguous: as one long row, so that a task is a row."""
+    flat = y.view(1, -1)
+    return add_launch(flat, addend.view(1, -1), 0, flat.shape[1], y.shape[1], scale)
+
+
+def add_rows(y: Tensor, addend: Tensor, scale: float = 1.0) -> Tensor:
+    """`add_rows_launch`, run at once; returns y. torch's own threads would spin beside the team's after every sum."""
+    run([add_rows_launch(y, addend.contiguous(), scale)])
+    return y
 
 
 @dataclass

@@ -54,6 +54,23 @@ def nap(e: Emitter, microseconds: ir.Value) -> None:
 
 
 @vector_code
+def pause(e: Emitter) -> None:
+    """Tells the processor that this thread waits in a loop: the core's other thread and the bus get its share."""
+    triple = e.b.module.triple
+    if triple.startswith(("x86_64", "i686")):
+        name, arguments = "llvm.x86.sse2.pause", []
+    elif triple.startswith(("aarch64", "arm64")):
+        name, arguments = "llvm.aarch64.hint", [ir.Constant(I32, 1)]
+    else:
+        return
+    declared = e.b.module.globals.get(name)
+    if declared is None:
+        signature = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
+        declared = ir.Function(e.b.module, signature, name)
+    e.b.call(declared, arguments)
+
+
+@vector_code
 def yield_cpu(e: Emitter) -> None:
     """POSIX sched_yield: lets another thread run on this CPU."""
     e.b.call(_c_function(e, "sched_yield", []), [])

@@ -10,6 +10,7 @@ from quengine.kernels.cpu.runtime.atomics import (
     call_kernel,
     fetch_add,
     nap,
+    pause,
     yield_cpu,
 )
 from quengine.kernels.cpu.runtime.compiled import compile_function
@@ -24,7 +25,8 @@ from quengine.kernels.cpu.runtime.threads import (
     TABLE,
 )
 
-_YIELD_AFTER = 2_000  # turns of a wait loop, microseconds in all, after which every turn yields the CPU
+# Turns of a wait loop, each a pause of 10 to 60 ns, after which every turn yields the CPU.
+_YIELD_AFTER = 1_000
 # Turns after which a thread that waits for a task sleeps: the task's owner was descheduled, maybe in favour of the
 # waiting thread. A scheduler may ignore sched_yield; without the sleep a token took 3 times as long on a busy machine.
 _NAP_AFTER, _NAP_MICROSECONDS = _YIELD_AFTER + 50, 50
@@ -65,6 +67,8 @@ def watch(state: int, seen: int) -> int:
         turns += 1
         if turns > _YIELD_AFTER:
             yield_cpu()
+        else:
+            pause()
         number = atomic_load(state + OPEN)
         if number > seen:
             # The leader closes the list and then waits for the threads inside, so a thread that enters checks again.
@@ -112,3 +116,5 @@ def _wait(turns: int) -> None:
         nap(_NAP_MICROSECONDS)
     elif turns > _YIELD_AFTER:
         yield_cpu()
+    else:
+        pause()

@@ -6,14 +6,15 @@
     python -m tests.kernels.cpu.cpu_target emulate
 
 `check` prints the tile in use; `object` compiles the kernels' vector code for another architecture and prints the
-machine of the object files (ELF e_machine); `matrix` compiles the product on AMX tiles and counts its
-instructions, without running it; `emulate` runs it with those instructions in portable code (tile_emulator.py).
+machine of the object files (ELF e_machine); `matrix` and `bytes` compile the products on AMX tiles and count their
+instructions, without running them; `emulate` runs it with those instructions in portable code (tile_emulator.py).
 """
 
 import dataclasses
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -204,11 +205,11 @@ def compile_for(triple: str, cpu: str) -> None:
     print(f"{len(libraries)} kernels, machine {sorted(machines)}")
 
 
-def compile_matrix_kernels() -> None:
+def compile_matrix_kernels(kernel: Callable[[], int], *names: str) -> None:
     libraries = collect_libraries()
-    kernel_table.amx_matmul_kernel()
+    kernel()
     code = libraries[-1].get_asm_str()
-    print(", ".join(f"{name} {code.count(name)}" for name in ("tdpbf16ps", "ldtilecfg", "tilerelease")))
+    print(", ".join(f"{name} {code.count(name)}" for name in names))
 
 
 if __name__ == "__main__":
@@ -216,7 +217,10 @@ if __name__ == "__main__":
     if sys.argv[1] == "check":
         check()
     elif sys.argv[1] == "matrix":
-        compile_matrix_kernels()
+        compile_matrix_kernels(kernel_table.amx_matmul_kernel, "tdpbf16ps", "ldtilecfg", "tilerelease")
+    elif sys.argv[1] == "bytes":
+        product = partial(kernel_table.amx_bytes_matmul_kernel, "Q4_K")
+        compile_matrix_kernels(product, "tdpbssd", "tdpbf16ps", "ldtilecfg")
     elif sys.argv[1] == "emulate":
         tile_emulator.main()
     else:

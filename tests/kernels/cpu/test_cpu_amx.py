@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.cpu import prompt_linear, set_threads
+from quengine.kernels.cpu.gemm import tile_matmul
 from quengine.kernels.cpu.gemm.amx import has_amx, two_term_product, two_terms
 from quengine.kernels.cpu.gemm.tiles import DEPTH, PackArguments, PanelArguments
 from quengine.kernels.cpu.runtime.kernel_table import amx_pack_kernel, amx_panel_kernel
@@ -22,6 +23,11 @@ SAPPHIRE_RAPIDS = {
     "NUMBA_CPU_NAME": "sapphirerapids",
     "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512dq,+avx512vl,+amx-tile,+amx-bf16",
 }
+
+
+@pytest.fixture(autouse=True)
+def no_tiles_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_matmul, "uses_amx_bytes", lambda _: False)
 
 
 def numbers(*shape: int) -> Tensor:
@@ -89,7 +95,7 @@ def test_the_product_compiles_for_a_processor_with_tiles(tmp_path: Path) -> None
 
 
 def test_the_product_is_its_definition_with_emulated_tiles(tmp_path: Path) -> None:
-    assert run_for_target(tmp_path, "emulate").strip() == "6 weights, blocks of 32"
+    assert run_for_target(tmp_path, "emulate").strip() == "6 weights in bf16, 4 in bytes"
 
 
 @pytest.mark.skipif(not has_amx(), reason="no AMX tiles on this processor, or not allowed")

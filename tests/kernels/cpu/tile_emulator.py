@@ -13,9 +13,10 @@ from llvmlite import ir
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.cpu import prompt_linear, set_threads
 from quengine.kernels.cpu.gemm import tile_matmul
-from quengine.kernels.cpu.gemm.amx import BLOCK, TILE_BYTES, two_term_product
+from quengine.kernels.cpu.gemm.amx import TILE_BYTES, two_term_product
+from quengine.kernels.cpu.gemm.amx_bytes import FACTORS, byte_product
 from quengine.kernels.cpu.ir import amx_ir
-from quengine.kernels.cpu.ir.vector_ir import F32, I16, I32, Emitter, vec
+from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, Emitter, vec
 from tests.kernels.weights import nmse, random_weight
 
 TILES = (ctypes.c_uint8 * (8 * TILE_BYTES))()
@@ -26,6 +27,12 @@ CASES = [
     ("Q8_0", 300, 96, 40),
     ("F16", 40, 300, 50),
     ("F32", 5, 31, 1),
+]
+BYTES = [
+    ("Q4_K", 77, 512, 33),
+    ("Q6_K", 32, 768, 16),
+    ("Q2_K", 300, 256, 40),
+    ("Q3_K", 37, 512, 530),
 ]
 
 
@@ -39,6 +46,8 @@ def emulate(e: Emitter, name: str, *args: ir.Value) -> None:
             e.store(e.load(vec(I32, 16), e.i64(_file(args[0])), 64 * row), _row(e, args[1], args[2], row))
     elif name == "tdpbf16ps":
         _multiply(e, *(_file(arg) for arg in args))
+    elif name == "tdpbssd":
+        _multiply_bytes(e, *(_file(arg) for arg in args))
     elif name == "tilezero":
         for row in range(16):
             e.store(e.const(vec(I32, 16), 0), e.i64(_file(args[0])), 64 * row)
@@ -79,19 +88,50 @@ def _multiply(e: Emitter, sums: int, a: int, b: int) -> None:
     e.loop(e.i64(0), e.i64(16), 1, [], row)
 
 
+def _multiply_bytes(e: Emitter, sums: int, a: int, b: int) -> None:
+    """sums[i, j] += the sum over four n of a[i, 4k + n] * b[k, 4j + n], of signed bytes."""
+
+    def row(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        offset = e.b.mul(i, e.i64(64))
+
+        def four(k: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+            at = e.at(e.at(e.i64(a), offset), e.b.mul(k, e.i64(4)))
+            lanes = e.load(vec(I32, 16), e.at(e.i64(b), e.b.mul(k, e.i64(64))))
+            (total,) = state
+            for n in range(4):
+                factor = e.splat(e.b.sext(e.load(I8, at, n), I32), 16)
+                byte = e.b.ashr(e.shift_left(lanes, 24 - 8 * n), e.const(vec(I32, 16), 24))
+                total = e.b.add(total, e.b.mul(factor, byte))
+            return [total]
+
+        place = e.at(e.i64(sums), offset)
+        (total,) = e.loop(e.i64(0), e.i64(16), 1, [e.load(vec(I32, 16), place)], four)
+        e.store(total, place)
+        return []
+
+    e.loop(e.i64(0), e.i64(16), 1, [], row)
+
+
 def main() -> None:
     amx_ir._call = emulate
     tile_matmul.has_amx = lambda: True
     set_threads(1)
     generator = torch.Generator().manual_seed(1)
-    for name, weight_rows, cols, rows in CASES:
+    for bytes_of, cases in ((False, CASES), (True, BYTES)):
+        tile_matmul.uses_amx_bytes = lambda w, use=bytes_of: use and w.format.name in FACTORS
+        check(cases, bytes_of, generator)
+    print(f"{len(CASES)} weights in bf16, {len(BYTES)} in bytes")
+
+
+def check(cases: list[tuple[str, int, int, int]], bytes_of: bool, generator: torch.Generator) -> None:
+    """Prompts on emulated tiles against the definition, of two bf16 terms or of two bytes."""
+    for name, weight_rows, cols, rows in cases:
         w = random_weight(name, weight_rows, cols // FORMATS[name].block)
         x, addend = (torch.randn(rows, n, generator=generator) for n in (cols, weight_rows))
-        expected = two_term_product(x, dequantize(w.format, w.data))
+        expected = byte_product(x, w) if bytes_of else two_term_product(x, dequantize(w.format, w.data))
         y = prompt_linear(x, [w])
         assert nmse(y, expected) <= 1e-11, (name, nmse(y, expected))
         assert nmse(prompt_linear(x, [w], addend), expected + addend) <= 1e-11, name
         assert nmse(prompt_linear(x, [w], addend[:1]), expected + addend[:1]) <= 1e-11, name
         for some in (slice(0, 1), slice(rows // 3, rows), slice(rows - 1, rows)):
             assert torch.equal(prompt_linear(x[some], [w]), y[some]), name
-    print(f"{len(CASES)} weights, blocks of {BLOCK}")
