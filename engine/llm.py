@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import compress, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -29,7 +29,6 @@ from quengine.engine_lock import EngineLock
 from quengine.errors import EngineError
 from quengine.load import load_model
 from quengine.memory import attended_bytes
-from quengine.model_runner import LaunchedStep
 from quengine.models.config import no_text
 from quengine.platform.deferred_interrupt import DeferredInterrupt
 from quengine.platform.device import on_device
@@ -46,9 +45,10 @@ from quengine.request.prompt_images import ImagePrompt, PromptImages
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.request.sequence_factory import SequenceFactory
-from quengine.sampler import NO_CHOICE, Result, Sample, Verified
+from quengine.sampler import NO_CHOICE, Sample, Verified
 from quengine.scheduler import PENDING, Scheduler
 from quengine.speculative.speculation import Speculation
+from quengine.step_plan import StepPlan
 from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.tool_calls import ToolUse
@@ -94,7 +94,7 @@ class LLM:
         self.runner = self.loaded.runner
         self.scheduler = self._make_scheduler()
         # steps in flight, whose results have not been taken, in launch order
-        self._in_flight = deque[LaunchedStep]()
+        self._in_flight = deque[StepPlan]()
         self.speculation = Speculation.of(config, self.scheduler, self.loaded.draft, self.loaded.device.type)
         vision = self.loaded.vision
         self.images: ImagePrompts | None = None
@@ -381,53 +381,54 @@ class LLM:
                 self._lock.release()
 
     def _compute(self) -> list[tuple[Sequence, str]]:
+        """Launches the steps that the scheduler plans, and takes the results of the first one in flight."""
         in_flight = self._in_flight
-        while in_flight and in_flight[0].plan.cancelled:
+        while in_flight and in_flight[0].cancelled:
             in_flight.popleft()
-        while self._launch_next():  # if this raises, the results of the steps in flight are still to be taken
-            pass
+        while all(step.may_follow for step in in_flight):
+            step = self.scheduler.plan(in_flight)
+            if step is None:
+                break
+            try:
+                if self.speculation is not None:
+                    self.speculation.propose(step)
+                self.runner.launch(step)
+            except BaseException:  # the results of the steps in flight are still to be taken
+                self.scheduler.failed(step)
+                raise
+            in_flight.append(step)
         return self._commit(in_flight.popleft()) if in_flight else []
 
-    def _launch_next(self) -> bool:
-        """Launches the step that the scheduler plans after those in flight; returns whether there is one."""
-        if not all(step.may_follow for step in self._in_flight):
-            return False
-        plan = self.scheduler.plan([step.plan for step in self._in_flight])
-        if plan is None:
-            return False
-        if self.speculation is not None:
-            self.speculation.propose(plan)
+    def _commit(self, step: StepPlan) -> list[tuple[Sequence, str]]:
+        """Takes the results of a step; returns its sequences, but for cancelled ones, each with its new text."""
         try:
-            self._in_flight.append(self.runner.launch(plan))
+            results = [
+                (sequence, self.runner.explain(step, sequence) if result is NO_CHOICE else result)
+                for sequence, slot, result in zip(step.sequences, step.slots, step.results(), strict=True)
+                if sequence.slot is slot
+            ]
         except BaseException:
-            self.scheduler.failed(plan)
+            self.scheduler.failed(step)
             raise
-        return True
-
-    def _commit(self, step: LaunchedStep) -> list[tuple[Sequence, str]]:
-        """Takes the results of a step; returns its sequences, each with its new text."""
-        self.scheduler.current = plan = step.plan
-        running = [
-            s.slot is slot for s, slot in zip(plan.sequences, plan.slots, strict=True)
-        ]  # not cancelled
-        try:
-            results = list(compress(zip(plan.sequences, step.results(), strict=True), running))
-            for number, (sequence, result) in enumerate(results):
-                if result is NO_CHOICE:
-                    result = self.runner.explain(plan, sequence)
-                    results[number] = sequence, result
-                if isinstance(result, Exception):
-                    sequence.fail(result)
-        except BaseException:
-            self.scheduler.failed(plan, launched=True)
-            raise
-        self.scheduler.commit(plan)
+        for sequence, result in results:
+            if isinstance(result, Exception):
+                sequence.fail(result)
+        self.scheduler.commit(step)
         if self.speculation is not None:
-            self.speculation.committed(plan)
-        texts = [(sequence, self._take(sequence, result)) for sequence, result in results]
+            self.speculation.committed(step)
+        texts = list[tuple[Sequence, str]]()
+        for sequence, result in results:
+            text = ""
+            if isinstance(result, Sample):
+                text = sequence.advance(result)
+            elif isinstance(result, Verified) and self.speculation is not None:
+                text = self.speculation.take(sequence, result)
+            elif sequence.pooled and not sequence.finished:
+                sequence.end_pooled()
+            texts.append((sequence, text))
         self.scheduler.release()
         if logger.isEnabledFor(logging.INFO):
-            self._log_ends(plan.sequences)
+            self._log_ends(step.sequences)
         return texts
 
     def _log_ends(self, sequences: Seq[Sequence]) -> None:
@@ -440,15 +441,6 @@ class LLM:
                     sequence.finish_reason,
                     f"; {t.shifts} context shifts" if t.shifts else "",
                 )
-
-    def _take(self, sequence: Sequence, result: Result) -> str:
-        if isinstance(result, Sample):
-            return sequence.advance(result)
-        if isinstance(result, Verified) and self.speculation is not None:
-            return self.speculation.take(sequence, result)
-        if sequence.pooled and not sequence.finished:
-            sequence.end_pooled()
-        return ""
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
         """Captures the steps that the first requests would otherwise wait for: a second or two on a GPU.

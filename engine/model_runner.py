@@ -1,9 +1,8 @@
 """Runs steps: the decoder on a batch, over the cache, and the sampling of the next tokens."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -93,21 +92,6 @@ class StepGraphs(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class LaunchedStep:
-    """A step that has been computed, or is in flight on a device.
-
-    results: waits for the results of the sequences of `plan`, in order; None for a sequence cancelled meanwhile,
-    NO_CHOICE where a device found no token (`ModelRunner.explain`). Valid until the next step is launched, unless
-    `may_follow`.
-    may_follow: another step may be launched before the results are taken.
-    """
-
-    plan: StepPlan
-    results: Callable[[], list[Result]]
-    may_follow: bool = False
-
-
 class ModelRunner:
     """Runs a decoder over its cache.
 
@@ -154,8 +138,9 @@ class ModelRunner:
         if self.ranks is not None:
             self.ranks.close()
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Launches a step, on a CUDA device without waiting for it.
+    def launch(self, plan: StepPlan, on_host: bool = False) -> StepPlan:
+        """Launches a step, on a CUDA device without waiting for it; returns it, with its results. `on_host`: tokens are
+        sampled on the host.
 
         In decode it adds one more token of each sequence to the cache. A sequence's first row is its first token that
         is not in the cache, nor in a step in flight. If that is its newest token, the result is a Sample of the next
@@ -169,26 +154,29 @@ class ModelRunner:
         exception that is raised concerns all rows; no sequence has then advanced, and the call may be repeated with
         fewer of them. The block tables cover the rows.
         """
-        if plan.phase == "prefill" and any(sequence.pool is not None for sequence in plan.sequences):
-            embedded = [self._embed(s, chunk) for s, chunk in zip(plan.sequences, plan.chunks, strict=True)]
-            return LaunchedStep(plan, lambda: embedded)
-        if any(scored_rows(s, chunk) for s, chunk in zip(plan.sequences, plan.chunks, strict=False)):
-            scored = self._score(plan)
-            return LaunchedStep(plan, lambda: scored)
-        if self.device_decoder is not None and not plan.given.numbers:
+        if plan.phase == "prefill" and (found := self._pooled_or_scored(plan)) is not None:
+            plan.results = lambda: found
+            return plan
+        given = plan.given
+        if self.device_decoder is not None and not on_host and not given.numbers:
             with ProfilerRange(f"launch {_NAMES[plan.phase]}"):
                 results = self.device_decoder.launch(plan)
             if results is not None:
-                return LaunchedStep(plan, results, True)
-        return self._launch_on_host(plan)
-
-    def _launch_on_host(self, plan: StepPlan) -> LaunchedStep:
-        """`launch`, with tokens sampled on the host."""
+                plan.results, plan.may_follow = results, True
+                return plan
         if plan.phase == "decode" and self._has_states:
             self._keep_states(list(zip(plan.sequences, plan.starts, strict=True)))
         with ProfilerRange(_NAMES[plan.phase]):
-            logits = self.forward(plan.phase, plan.rows, given=plan.given).float().cpu()
-        return LaunchedStep(plan, partial(_sampled, plan, logits))
+            logits = self.forward(plan.phase, plan.rows, given=given).float().cpu()
+        plan.results = partial(_sampled, plan, logits)
+        return plan
+
+    def _pooled_or_scored(self, plan: StepPlan) -> list[Result] | None:
+        """The results of a step of prompts that are pooled or scored; None for others."""
+        pairs = list(zip(plan.sequences, plan.chunks, strict=True))
+        if any(sequence.pool is not None for sequence, _ in pairs):
+            return [self._embed(sequence, chunk) for sequence, chunk in pairs]
+        return self._score(plan) if any(scored_rows(*pair) for pair in pairs) else None
 
     @torch.no_grad()
     def forward(
@@ -321,7 +309,7 @@ class ModelRunner:
             alone = StepPlan.prefill([sequence], [plan.chunks[plan.sequences.index(sequence)]])
         else:
             alone = StepPlan.decode([sequence])
-        result = self._launch_on_host(alone).results()[0]
+        result = self.launch(alone, on_host=True).results()[0]
         sequence.slot.launched = 0
         return result
 

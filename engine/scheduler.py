@@ -43,6 +43,9 @@ _CHANGED_TAIL = 8
 """Tokens at the end of a prompt that a template may write differently once the answer follows, as where it opens a
 block of reasoning that later turns leave out."""
 
+_MORE_FOLLOW = ["prefill", "decode"]
+"""Phases of two steps in flight that another step may follow."""
+
 PENDING = 4
 """Positions after the tokens that the host knows that steps launched ahead may have computed, drafts aside."""
 
@@ -111,6 +114,7 @@ class Scheduler:
         self.prefilling: list[Sequence] = []  # both in order of arrival
         self.decoding: list[Sequence] = []
         self.current: StepPlan | None = None
+        """The step that was committed, or has failed, last."""
         self.holds_back: Callable[[Sequence], bool] | None = None
         """Whether a sequence may have a draft once the results in flight are known: no step of it is launched ahead."""
         self._free_slots = list(range(parallel))
@@ -159,28 +163,39 @@ class Scheduler:
             self._remove(sequence)
 
     def plan(self, in_flight: Seq[StepPlan] = ()) -> StepPlan | None:
-        """The step to launch after those in flight, whose results are not known.
+        """The step to launch after those in flight, whose results are not known: prompts and decode steps take turns.
 
-        None if there is nothing to do, if the step depends on those results, or if no sequence can get blocks for it
-        without preemption. The prompt tokens in flight count as cached from now on: a device computes its steps in
-        order.
+        None if there is nothing to do, if the step depends on those results, if no sequence can get blocks for it
+        without preemption, or if enough is in flight: two steps are, but for a prefill and the decode step after it,
+        which may be too short to keep the device busy, so that another prefill follows. The prompt tokens in flight
+        count as cached from now on: a device computes its steps in order.
         """
-        if in_flight:
-            plan = self._plan_behind(in_flight)
-        else:
-            plan = self._next_alone() or self._next()
+        ahead = bool(in_flight)
+        self._preempts = not ahead
+        if not ahead:
             self._began = time.perf_counter()
-        if plan is not None:
-            self.current = plan
-        return plan
+            if (alone := self._next_alone()) is not None:
+                return alone
+            while not self.prefilling and self._admit():
+                pass
+            decode_is_due = self._decode_is_due and bool(self.decoding)
+        elif self._alone or (len(in_flight) > 1 and [step.phase for step in in_flight] != _MORE_FOLLOW):
+            return None
+        else:
+            self._cache_prompts(in_flight[-1])
+            decode_is_due = in_flight[-1].phase == "prefill" and any(map(self._is_known, self.decoding))
+        if not decode_is_due and (self.prefilling or (ahead and self.waiting)):
+            prompts = self._prompt_step(self._chunk_size(bool(self.decoding)))
+            if prompts is not None:
+                return prompts
+        return self._decode_step(ahead) if len(in_flight) < 2 else None
 
-    def commit(self, plan: StepPlan | None = None) -> None:
+    def commit(self, plan: StepPlan) -> None:
         """Notes that a step's keys and values are in the cache; to be called before tokens are appended.
 
-        plan: None means the current one. Failed and cancelled sequences are skipped.
+        Failed and cancelled sequences are skipped.
         """
-        plan = plan or self.current
-        assert plan is not None
+        self.current = plan
         self._decode_is_due = plan.phase == "prefill"
         # A step that was in flight beside others took the time since the end of the one before it.
         now = time.perf_counter()
@@ -249,15 +264,16 @@ class Scheduler:
         if self.current is not None:
             self._alone.extend(self.current.sequences)
 
-    def failed(self, plan: StepPlan, launched: bool = False) -> None:
-        """Handles a step that could not be launched or, if `launched`, whose results are lost: prompts whose first
-        token is among them are computed again. The step may have changed some of its states; sequences whose states
-        cannot be rolled back begin again."""
+    def failed(self, plan: StepPlan) -> None:
+        """Handles a step that could not be launched, or whose results are lost: prompts whose first token is among them
+        are computed again. The step may have changed some of its states; sequences whose states cannot be rolled back
+        begin again."""
+        self.current = plan
         if plan.phase == "decode":
             for sequence, slot, drafted in zip(plan.sequences, plan.slots, plan.drafted, strict=True):
                 if sequence.slot is not slot:
                     continue
-                if launched:  # steps in flight continue from lost tokens
+                if plan.launched:  # steps in flight continue from lost tokens
                     sequence.slot = Slot(slot.index, slot.end)
                     continue
                 slot.launched -= 1
@@ -269,7 +285,7 @@ class Scheduler:
                 continue
             if restarts:
                 self._restarted.add(sequence)
-            has_none = launched and plan.phase == "prefill"
+            has_none = plan.launched and plan.phase == "prefill"
             if restarts or (has_none and sequence.num_cached_tokens == len(sequence.token_ids)):
                 self._preempt(sequence, keeps=False)
 
@@ -449,42 +465,6 @@ class Scheduler:
                 return StepPlan.prefill([sequence], [chunk])
         return None
 
-    def _next(self) -> StepPlan | None:
-        while not self.prefilling and self._admit():
-            pass
-        if self.prefilling and not (self.decoding and self._decode_is_due):
-            plan = self._prompt_step(self._chunk_size(bool(self.decoding)))
-            if plan is not None:
-                return plan
-        return self._decode_step() if self.decoding else None
-
-    def _plan_behind(self, in_flight: Seq[StepPlan]) -> StepPlan | None:
-        """See `plan`. Prompts and decode steps take turns. After a decode step that follows a prefill there is another
-        prefill, as the decode step may be too short to keep the device busy; else two steps are enough."""
-        phases = [plan.phase for plan in in_flight]
-        if self._alone or (len(phases) > 1 and phases != ["prefill", "decode"]):
-            return None
-        last = in_flight[-1]
-        self._cache_prompts(last)
-        self._preempts = False
-        try:
-            if last.phase == "prefill" and any(map(self._is_known, self.decoding)):
-                return self._decode_ahead()
-            prompts = None
-            if self.prefilling or self.waiting:
-                prompts = self._prompt_step(self._chunk_size(bool(self.decoding)))
-            return self._decode_ahead() if prompts is None and phases == ["decode"] else prompts
-        finally:
-            self._preempts = True
-
-    def _decode_ahead(self) -> StepPlan | None:
-        """A decode step of all sequences whose inputs the device has or gets, if all of them have blocks for it."""
-        known = [each for each in self.decoding if self._is_known(each)]
-        ready = [each for each in known if self._has_reach(each)]
-        rows = sum(1 + sequence.replay for sequence in ready)
-        fits = self._most_ahead is None or rows <= self._most_ahead
-        return StepPlan.decode(ready) if known and len(ready) == len(known) and fits else None
-
     def _is_known(self, sequence: Sequence) -> bool:
         """Whether a sequence has a next step whose input is known on the host, or will be on the device."""
         slot = sequence.slot
@@ -633,9 +613,22 @@ class Scheduler:
                 return True
         return False
 
-    def _decode_step(self) -> StepPlan:
-        """A decode step of every sequence that has, or gets, blocks for its next token; the oldest always gets them."""
-        return StepPlan.decode([each for each in list(self.decoding) if self._has_reach(each)])
+    def _decode_step(self, ahead: bool) -> StepPlan | None:
+        """A decode step of the sequences that have, or get, blocks for their next token; the oldest always gets them.
+
+        ahead: steps are in flight. The step is then of all sequences whose inputs the device has or gets; None if one
+        of them has no blocks for it, or there are too many rows.
+        """
+        known = [each for each in self.decoding if not ahead or self._is_known(each)]
+        ready = [each for each in known if self._has_reach(each)]
+        if ahead and (len(ready) < len(known) or self._is_too_large(ready)):
+            return None
+        return StepPlan.decode(ready) if ready else None
+
+    def _is_too_large(self, sequences: Seq[Sequence]) -> bool:
+        """Whether a decode step of these sequences has more rows than one that is launched ahead may have."""
+        most = self._most_ahead
+        return most is not None and sum(1 + sequence.replay for sequence in sequences) > most
 
     def _has_reach(self, sequence: Sequence) -> bool:
         """Whether a sequence has, or gets, blocks for the next token that is to be computed."""

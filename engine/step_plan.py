@@ -1,6 +1,6 @@
-"""The plan of one step: whose rows are computed, as the scheduler makes it and a runner launches it."""
+"""One step: whose rows are computed, as the scheduler plans it and a runner launches it, and then its results."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -13,6 +13,7 @@ from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import BlockTables, ForwardBatch, Phase, decode_batch, prefill_batch
 from quengine.request.prompt_images import PromptImages
 from quengine.request.sequence import Sequence
+from quengine.sampler import Result
 from quengine.slot import Slot
 
 
@@ -58,9 +59,14 @@ class DraftRoom(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True)
+def _not_launched() -> list[Result]:
+    raise RuntimeError("the step has not been launched")
+
+
+@dataclass(eq=False)
 class StepPlan:
-    """One step: a chunk of each sequence's prompt (prefill), or its next token (decode).
+    """One step: a chunk of each sequence's prompt (prefill), or its next token (decode). The scheduler plans it, a
+    runner launches it, and the engine then takes its results.
 
     Attributes:
         slots: the slot of each sequence when the step was planned. One that has another by now was preempted or
@@ -68,6 +74,10 @@ class StepPlan:
         starts: the position of each sequence's first row; -1: the device alone knows it.
         chunks: in prefill, the rows. In decode they follow from the sequences, as far as the host knows them.
         drafting: in a decode step that drafts on the device, the draft of each sequence; else empty.
+        results: waits for the results of the sequences, in order, once the step is launched; None for a sequence
+            cancelled meanwhile, NO_CHOICE where a device found no token (`ModelRunner.explain`). Valid until the next
+            step is launched, unless `may_follow`.
+        may_follow: another step may be launched before the results are taken.
     """
 
     phase: Phase
@@ -76,6 +86,8 @@ class StepPlan:
     starts: list[int]
     chunks: list[SequenceRows] = field(default_factory=list)
     drafting: list[DraftRoom] = field(default_factory=list)
+    results: Callable[[], list[Result]] = _not_launched
+    may_follow: bool = False
 
     @classmethod
     def prefill(cls, sequences: list[Sequence], chunks: list[SequenceRows]) -> "StepPlan":
@@ -119,6 +131,10 @@ class StepPlan:
     def drafted(self) -> Iterable[int]:
         """Of each sequence, most tokens that its draft on the device adds."""
         return (room.most for room in self.drafting) if self.drafting else repeat(0, len(self.sequences))
+
+    @property
+    def launched(self) -> bool:
+        return self.results is not _not_launched
 
     @property
     def cancelled(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from quengine import LLM, SamplingParams
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.model_runner import LaunchedStep, ModelRunner
+from quengine.model_runner import ModelRunner
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
 from quengine.runners.cuda_graphs import CudaGraphs
@@ -51,7 +51,7 @@ def decoding(llm: LLM, batch: int, depth: int) -> list[Sequence]:
 
 def run(runner: ModelRunner, sequences: list[Sequence], count: int) -> None:
     """That many steps, each launched before the tokens of the one before it are read."""
-    in_flight = deque[LaunchedStep]()
+    in_flight = deque[StepPlan]()
     for number in range(count + 1):
         if number < count:
             in_flight.append(runner.launch(StepPlan.decode(sequences)))
@@ -59,7 +59,7 @@ def run(runner: ModelRunner, sequences: list[Sequence], count: int) -> None:
             take(sequences, in_flight.popleft())
 
 
-def take(sequences: list[Sequence], step: LaunchedStep) -> None:
+def take(sequences: list[Sequence], step: StepPlan) -> None:
     for sequence, result in zip(sequences, step.results(), strict=True):
         assert isinstance(result, Sample), result
         sequence.slot.launched -= 1

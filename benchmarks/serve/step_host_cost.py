@@ -19,7 +19,6 @@ import torch
 
 from quengine.kernels.channel import encode
 from quengine.llm import LLM
-from quengine.model_runner import LaunchedStep
 from quengine.platform import collector
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import StepTokens
@@ -76,10 +75,11 @@ def measure(given: argparse.Namespace, streams: int) -> None:
     with LLM(given.model, device="cpu", ctx_size=PROMPT + tokens + 1, parallel=streams) as llm:
         decoder = DeviceDecoder(Graphs(streams, -(-llm.ctx_size // 32), 32000))  # type: ignore[arg-type]
 
-        def launch(plan: StepPlan) -> LaunchedStep:
+        def launch(plan: StepPlan) -> StepPlan:
             results = decoder.launch(plan)
             assert results is not None
-            return LaunchedStep(plan, results, True)
+            plan.results, plan.may_follow = results, True
+            return plan
 
         llm.runner.launch = launch  # type: ignore[method-assign]
         engine = LLMEngine(llm)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.block_manager import CachePool
-from quengine.model_runner import LaunchedStep
 from quengine.request.output import Completion
 from quengine.sampler import Sample
 from quengine.scheduler import Scheduler
@@ -99,7 +98,7 @@ def test_prompts_computed_in_one_step_give_the_texts_they_give_alone(
         computed: list[int] = []
         launch = llm.runner.launch
 
-        def counted(plan: StepPlan) -> LaunchedStep:
+        def counted(plan: StepPlan) -> StepPlan:
             if plan.phase == "prefill":
                 computed.append(len(plan.sequences))
             return launch(plan)
@@ -241,7 +240,7 @@ def test_a_deterministic_run_shares_prompts_only_and_computes_answers_again_toke
         decoded = []
         launch = llm.runner.launch
 
-        def watched(plan: StepPlan) -> LaunchedStep:
+        def watched(plan: StepPlan) -> StepPlan:
             if plan.phase == "decode":
                 decoded.extend((id(s), s.num_cached_tokens) for s in plan.sequences)
             assert all(chunk.end <= s.num_prompt_tokens for s, chunk in plan.running())

@@ -99,7 +99,7 @@ def step(scheduler: Scheduler) -> StepPlan | None:
             others = [s for s in scheduler._running if s is not sequence and block in s.block_tables[0]]
             assert not others, "a block that is written has one owner"
         assert len(sequence.block_tables[0]) * BLOCK >= sequence.num_cached_tokens + count
-    scheduler.commit()
+    scheduler.commit(batch)
     for sequence in batch.sequences:
         if sequence.num_cached_tokens == len(sequence.token_ids):
             sequence.token_ids.append(len(sequence.token_ids))
@@ -156,7 +156,7 @@ def test_a_chunk_beside_running_texts_is_as_short_as_the_last_one_was_slow(
         (chunk,) = batch.chunks
         sizes.append(len(chunk.ids))
         now += token_seconds * len(chunk.ids)
-        scheduler.commit()
+        scheduler.commit(batch)
     assert sizes == [128, 128, 48, 16, 16]
     step(scheduler)
     batch = scheduler.plan()
@@ -358,6 +358,7 @@ def test_prompts_whose_step_failed_are_tried_one_by_one() -> None:
         scheduler.add(sequence)
     batch = scheduler.plan()
     assert batch is not None and len(batch.chunks) == 3
+    scheduler.failed(batch)
     scheduler.retry_alone()
     scheduler.cancel(added[1])
     alone = [step(scheduler) for _ in range(2)]
@@ -423,6 +424,7 @@ def test_a_step_that_failed_is_tried_for_each_of_its_sequences() -> None:
         step(scheduler)
     batch = scheduler.plan()
     assert batch is not None and batch.phase == "decode"
+    scheduler.failed(batch)
     scheduler.retry_alone()
     scheduler.cancel(added[1])
     alone = [step(scheduler) for _ in range(3)]
@@ -448,7 +450,7 @@ def drafted_step(scheduler: Scheduler, numbers: random.Random) -> StepPlan | Non
             assert not taken or free > len(scheduler._running), "nobody is put out for a draft"
             end = len(sequence.token_ids) + drafts.get(sequence, 0)
             assert end <= len(sequence.block_tables[0]) * BLOCK and end < sequence.max_positions
-    scheduler.commit()
+    scheduler.commit(batch)
     for sequence in batch.sequences:
         if sequence.num_cached_tokens < len(sequence.token_ids):
             continue

@@ -23,7 +23,7 @@ from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import GraphKey, padded_rows
 from quengine.runners.static_inputs import DecodeInputs
-from quengine.sampler import Sample, Sampler
+from quengine.sampler import Result, Sample, Sampler
 from quengine.speculative.draft_length import draft_rows
 from quengine.speculative.speculation import Speculation
 from quengine.step_plan import SequenceRows, StepPlan, forward_batch
@@ -137,16 +137,17 @@ def on_device(llm: LLM) -> Device:
     llm.runner.device_decoder = DeviceDecoder(device)  # type: ignore[arg-type]
     launch = llm.runner.launch
 
-    def noted(plan: StepPlan) -> Any:
-        step = launch(plan)
+    def noted(plan: StepPlan, on_host: bool = False) -> StepPlan:
+        wait = launch(plan, on_host).results
 
-        def results() -> list[Any]:
-            found = step.results()
+        def results() -> list[Result]:
+            found = wait()
             if plan.phase == "prefill":
                 device.log.append("first tokens")
             return found
 
-        return type(step)(plan, results, step.may_follow)
+        plan.results = results
+        return plan
 
     llm.runner.launch = noted  # type: ignore[method-assign]
     return device
@@ -233,7 +234,7 @@ def test_what_is_cancelled_while_it_is_under_way_changes_nothing_else(
             llm.step()
         gone = [*llm.scheduler.prefilling[:1], *llm.scheduler.decoding[:1]]
         for step in llm._in_flight:
-            gone += [s for s in step.plan.sequences if s not in gone][:1]
+            gone += [s for s in step.sequences if s not in gone][:1]
         left = [number for number, stream in enumerate(streams) if stream.sequence not in gone]
         for number, stream in enumerate(streams):
             if number not in left:
@@ -312,15 +313,14 @@ def test_results_that_are_lost_are_computed_again(model: Path) -> None:
             stream.start()
         while len(streams[1].sequence.generated) < 4:
             llm.step()
-        lost = llm._in_flight[0]
 
-        def fails() -> list[Any]:
+        def fails() -> list[Result]:
             raise RuntimeError("the device has stumbled")
 
-        llm._in_flight[0] = type(lost)(lost.plan, fails, lost.may_follow)
+        llm._in_flight[0].results = fails
         with pytest.raises(RuntimeError, match="stumbled"):
             llm.step()
-        assert len(llm._in_flight) == 1 and llm._in_flight[0].plan.cancelled
+        assert len(llm._in_flight) == 1 and llm._in_flight[0].cancelled
         assert [stream.finish().tokens for stream in streams] == alone
         assert llm.scheduler.blocks.num_used == 0
 
@@ -364,20 +364,20 @@ def test_first_tokens_that_are_lost_are_computed_again(model: Path) -> None:
             stream.start()
         take, lost = llm._commit, list[StepPlan]()
 
-        def stumbles(step: Any) -> Any:
-            def fails() -> list[Any]:
+        def stumbles(step: StepPlan) -> Any:
+            def fails() -> list[Result]:
                 raise RuntimeError("the device has stumbled")
 
-            if step.plan.phase == "prefill" and not lost:
-                lost.append(step.plan)
-                step = type(step)(step.plan, fails, True)
+            if step.phase == "prefill" and not lost:
+                lost.append(step)
+                step.results = fails
             return take(step)
 
         llm._commit = stumbles  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="stumbled"):
             while True:
                 llm.step()
-        assert len(llm._in_flight) == 1 and llm._in_flight[0].plan.cancelled
+        assert len(llm._in_flight) == 1 and llm._in_flight[0].cancelled
         assert [stream.finish().tokens for stream in streams] == alone
         assert llm.scheduler.blocks.num_used == 0
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from quengine import LLM, SamplingParams
-from quengine.model_runner import LaunchedStep
 from quengine.request.chat_session import ChatSession
 from quengine.step_plan import StepPlan
 from tests.gguf_builder import ModelSizes
@@ -115,7 +114,7 @@ def test_a_stream_that_is_left_is_computed_no_further(
     leave(llm)
     launch, steps = llm.runner.launch, list[int]()
 
-    def counted(plan: StepPlan) -> LaunchedStep:
+    def counted(plan: StepPlan) -> StepPlan:
         steps.append(len(plan.sequences))
         return launch(plan)
 
@@ -134,7 +133,7 @@ def test_a_stream_that_is_dropped_while_a_step_runs_is_taken_out_before_the_next
     next(streams[0])
     launch, steps = llm.runner.launch, list[int]()
 
-    def dropping(plan: StepPlan) -> LaunchedStep:
+    def dropping(plan: StepPlan) -> StepPlan:
         step = launch(plan)
         streams.clear()
         steps.append(len(plan.sequences))

@@ -8,7 +8,6 @@ import torch
 
 from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
-from quengine.model_runner import LaunchedStep
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.sampler import Result, Sample
 from quengine.step_plan import StepPlan
@@ -82,15 +81,16 @@ def test_streams_that_end_early_leave_the_others_alone(llm: LLM) -> None:
 def test_a_row_with_every_token_banned_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = llm.runner.launch
 
-    def choosing(plan: StepPlan) -> LaunchedStep:
+    def choosing(plan: StepPlan, on_host: bool = False) -> StepPlan:
         # So that the next token is chosen in the captured step.
-        step = launch(plan)
+        found = launch(plan, on_host).results
 
         def results() -> list[Result]:
             first = plan.phase == "prefill"
-            return [Sample(5) if first and isinstance(each, EngineError) else each for each in step.results()]
+            return [Sample(5) if first and isinstance(each, EngineError) else each for each in found()]
 
-        return LaunchedStep(plan, results, step.may_follow)
+        plan.results = results
+        return plan
 
     monkeypatch.setattr(llm.runner, "launch", choosing)
     nothing = dict.fromkeys(range(llm.model_config.vocab_size), -float("inf"))
@@ -124,7 +124,7 @@ def test_the_step_after_a_prompt_is_launched_before_its_first_token_is_read(
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=8, ignore_eos=True)
     launch, launched = llm.runner.launch, list[tuple[str, int]]()
 
-    def noted(plan: StepPlan) -> LaunchedStep:
+    def noted(plan: StepPlan) -> StepPlan:
         launched.append((plan.phase, len(plan.sequences[0].generated)))
         return launch(plan)
 

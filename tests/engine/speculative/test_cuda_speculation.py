@@ -11,7 +11,6 @@ from quengine import LLM, SamplingParams
 from quengine.errors import CannotRunError
 from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType
-from quengine.model_runner import LaunchedStep
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.output import Completion
 from quengine.runners.device_rows import Drafted
@@ -112,7 +111,7 @@ def test_the_step_that_verifies_a_draft_is_launched_before_the_draft_is_read(
     with LLM(path, "cuda", CTX, draft_model=path) as llm:
         launch, read = llm.runner.launch, list[bool]()
 
-        def noted(plan: StepPlan) -> LaunchedStep:
+        def noted(plan: StepPlan) -> StepPlan:
             step = launch(plan)
             drafts = [each.draft for each in plan.sequences if each.draft]
             assert all(isinstance(draft, Drafted) for draft in drafts)

@@ -9,7 +9,6 @@ import pytest
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.model_runner import LaunchedStep
 from quengine.sampler import Sample
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import Event, Finished, GenerationRequest, Piece
@@ -192,7 +191,7 @@ def test_four_sequences_in_turns_are_what_each_is_alone(four: LLMEngine, llm: LL
     sizes = []
     launch = four._llm.runner.launch
 
-    def watched(plan: StepPlan) -> LaunchedStep:
+    def watched(plan: StepPlan) -> StepPlan:
         sizes.append(len(plan.sequences))
         return launch(plan)
 
@@ -236,7 +235,7 @@ def test_of_a_step_that_fails_as_a_whole_the_sequence_to_blame_is_found(four: LL
         four.add(request(request_id, prompt))
     launch = four._llm.runner.launch
 
-    def failing(plan: StepPlan) -> LaunchedStep:
+    def failing(plan: StepPlan) -> StepPlan:
         if any(s.num_prompt_tokens == 70 and len(s.generated) == 3 for s in plan.sequences):
             raise RuntimeError("out of something")
         return launch(plan)
