@@ -106,7 +106,7 @@ def _config_lines(config: ModelConfig) -> list[str]:
         f"layers        {config.block_count} of width {config.embedding_length}, "
         f"feed-forward {lengths}{_mixers(config)}",
         f"attention     {heads} heads of {dims}, {kv_heads} key/value heads",
-        f"rope          {config.rope_dim} of {config.head_dim} elements in {config.block.rope_layout}, "
+        f"rope          {config.rope_dim} of {config.head_dim} elements in {config.block.attention.rope_layout}, "
         f"base {config.rope_freq_base:g}{scaled}{local}"
         if config.encoder is None or config.encoder.rotates
         else f"positions     learned, {config.context_length}",

@@ -304,7 +304,7 @@ def _lengths(config: ModelConfig, sizes: LayerSizes) -> dict[Axis, int]:
     """How long each axis is that is cut by columns, of feed-forwards and convolutions, in layers of these sizes."""
     lengths: dict[Axis, int] = {}
     experts = config.experts
-    if experts is None or experts.dense_layers or config.block.dense_beside_experts:
+    if experts is None or experts.dense_layers or config.block.experts.beside_dense:
         lengths["inner"] = sizes.feed_forward_length
     if experts is not None:
         lengths["expert_inner"] = experts.feed_forward_length

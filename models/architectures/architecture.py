@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.blocks.block import Block, TensorSpec
+from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.uniform import uniform_layers
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from quengine.models.gguf import GGUFFile
@@ -146,7 +147,7 @@ class Architecture:
 
     name: str
     model_types: Mapping[str, ModelType]
-    block: BlockKind
+    block: BlockForm
     build: Callable[[ModelConfig], Sequence[Block]] = uniform_layers
     router: RouterKind | None = None
     rope_scalings: frozenset[str] = frozenset({"linear", "yarn", "llama3"})

@@ -11,9 +11,13 @@ from dataclasses import replace
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import tensor_kinds
+from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block import BIAS, Block, Draw, TensorSpec
+from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.encoder import EncoderAttention, EncoderFeedForward, layer_norm_specs
-from quengine.models.config import BlockKind, EncoderSizes, ModelConfig
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import EncoderSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer
 
@@ -47,9 +51,9 @@ def encoder_layers(config: ModelConfig) -> Sequence[Block]:
         config.head_dim,
         biases,
         config.rotation(0) if config.encoder.rotates else None,
-        form.merged,
+        form.attention.merged,
     )
-    feed_forward = EncoderFeedForward(width, config.feed_forward_length, biases, form.has_gate)
+    feed_forward = EncoderFeedForward(width, config.feed_forward_length, biases, form.feed_forward.has_gate)
     return config.block_count * [Block(attention, feed_forward)]
 
 
@@ -177,7 +181,11 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 BERT = Architecture(
     name="bert",
-    block=BlockKind(norm="layer", pointwise="gelu", qkv_bias=True),
+    block=BlockForm(
+        AttentionForm(qkv_bias=True),
+        feed_forward=FeedForwardForm(pointwise="gelu"),
+        norms=Norms(kind="layer"),
+    ),
     build=encoder_layers,
     model_types={
         "bert": ModelType(_DEFAULTS, common_keys=_common_keys, fields=_fields),

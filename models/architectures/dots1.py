@@ -5,13 +5,15 @@ file's tensors. Source: `Dots1Model` in the `transformers` library.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import tensor_kinds, with_biases
 from quengine.models.architectures.windows import from_max_window_layers
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import flag, integer
 
@@ -22,7 +24,7 @@ def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
 
 def _fields(keys: Keys, config: ModelConfig) -> Fields:
     biases = flag(keys, "attention_bias")
-    return {"block": replace(config.block, qkv_bias=biases, output_bias=biases)}
+    return {"block": config.block.with_attention(qkv_bias=biases, output_bias=biases)}
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
@@ -31,7 +33,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 DOTS1 = Architecture(
     name="dots1",
-    block=BlockKind(qk_norm="head", qkv_bias=True, selection_bias=True),
+    block=BlockForm(AttentionForm(qk_norm="head", qkv_bias=True), experts=ExpertsForm(selection_bias=True)),
     router=RouterKind(used=6, scores="sigmoid", normalized=False),
     model_types={
         "dots1": ModelType(

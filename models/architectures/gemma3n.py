@@ -17,10 +17,13 @@ import numpy as np
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
 from quengine.models.architectures.windows import LOCAL_BASE, PATTERN, full_layers, gguf_fields, rope_of_kinds
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
 from quengine.models.config import (
     LIMITS,
     AltUpSizes,
-    BlockKind,
     LayerInputSizes,
     LayerSizes,
     ModelConfig,
@@ -204,7 +207,11 @@ def _released(layers: int, length: int, shared: int) -> dict[str, Any]:
 
 GEMMA3N = Architecture(
     name="gemma3n",
-    block=BlockKind(norms="both", qk_norm="head", activation="gelu_tanh", v_norm=True),
+    block=BlockForm(
+        AttentionForm(qk_norm="head", v_norm=True),
+        feed_forward=FeedForwardForm(activation="gelu_tanh"),
+        norms=Norms(placement="both"),
+    ),
     model_types={
         "gemma3n": ModelType(
             **{

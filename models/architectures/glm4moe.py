@@ -18,7 +18,11 @@ from quengine.models.architectures.file_traits import (
     without_drafts,
 )
 from quengine.models.architectures.rope_axes import SECTIONS, consecutive_axes, gguf_axes, sections_of
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import flag, integer
 
@@ -31,7 +35,7 @@ def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
 
 def _fields(keys: Keys, config: ModelConfig) -> Fields:
     biases, norms = flag(keys, "attention_bias"), flag(keys, "use_qk_norm")
-    block = replace(config.block, qkv_bias=biases, qk_norm="head" if norms else None)
+    block = config.block.with_attention(qkv_bias=biases, qk_norm="head" if norms else None)
     return {"block": block, "draft_layers": integer(keys, f"num_{DRAFTS}", 0, _MOST)}
 
 
@@ -43,7 +47,7 @@ def _fields_of_vision(keys: Keys, config: ModelConfig) -> Fields:
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     """Biases and norms are told by their tensors."""
     kinds = tensor_kinds(file)
-    block = replace(with_biases(config.block, kinds), qk_norm="head" if has_head_norms(kinds) else None)
+    block = with_biases(config.block, kinds).with_attention(qk_norm="head" if has_head_norms(kinds) else None)
     assert config.experts is not None
     # A file that does not say so normalizes no weights, as in llama.cpp; folders do unless they say otherwise.
     normalized = bool(file.get_bool("glm4moe.expert_weights_norm"))
@@ -105,7 +109,11 @@ _VISION = replace(
 
 GLM4MOE = Architecture(
     name="glm4moe",
-    block=BlockKind(ffn_norm="post_attention_norm", qkv_bias=True, selection_bias=True),
+    block=BlockForm(
+        AttentionForm(qkv_bias=True),
+        experts=ExpertsForm(selection_bias=True),
+        norms=Norms(ffn="post_attention_norm"),
+    ),
     router=RouterKind(used=8, scores="sigmoid", normalized=True),
     model_types={
         "glm4_moe": _TEXT,

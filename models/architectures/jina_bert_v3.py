@@ -17,7 +17,11 @@ from quengine.models.architectures.bert import (
     encoder_tensors,
     kinds_of_segments,
 )
-from quengine.models.config import BlockKind, EncoderSizes, ModelConfig, Pooling
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import EncoderSizes, ModelConfig, Pooling
 from quengine.models.gguf import GGUFFile
 
 _BASE = 20_000.0
@@ -59,7 +63,11 @@ def _pooling(sizes: EncoderSizes) -> Pooling | None:
 
 JINA_BERT_V3 = Architecture(
     name="jina-bert-v3",
-    block=BlockKind(norm="layer", pointwise="gelu", qkv_bias=True, merged=True),
+    block=BlockForm(
+        AttentionForm(qkv_bias=True, merged=True),
+        feed_forward=FeedForwardForm(pointwise="gelu"),
+        norms=Norms(kind="layer"),
+    ),
     build=encoder_layers,
     model_types={
         "jina_embeddings_v3": ModelType(

@@ -6,7 +6,10 @@ head are rotated by `rotary_dim`. Source: `MiniMaxM2Model` in the `transformers`
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType
-from quengine.models.config import LIMITS, BlockKind
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.config import LIMITS
 from quengine.models.hf.hf_keys import integer
 
 
@@ -20,7 +23,7 @@ def _common_keys(keys: Keys) -> Keys:
 
 MINIMAX_M2 = Architecture(
     name="minimax-m2",
-    block=BlockKind(qk_norm="row", selection_bias=True),
+    block=BlockForm(AttentionForm(qk_norm="row"), experts=ExpertsForm(selection_bias=True)),
     router=RouterKind(used=8, scores="sigmoid", normalized=True),
     model_types={
         "minimax_m2": ModelType(

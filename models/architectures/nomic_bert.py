@@ -16,7 +16,11 @@ from quengine.models.architectures.bert import (
     encoder_tensors,
     kinds_of_segments,
 )
-from quengine.models.config import BlockKind, EncoderSizes, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import EncoderSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number
 
@@ -82,7 +86,9 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 NOMIC_BERT = Architecture(
     name="nomic-bert",
-    block=BlockKind(norm="layer", activation="silu", merged=True),
+    block=BlockForm(
+        AttentionForm(merged=True), feed_forward=FeedForwardForm(activation="silu"), norms=Norms(kind="layer")
+    ),
     build=encoder_layers,
     model_types={
         "nomic_bert": ModelType(

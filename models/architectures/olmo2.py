@@ -13,7 +13,10 @@ from quengine.models.architectures.windows import (
     gguf_fields,
     rope_of_kinds,
 )
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import number
 
@@ -41,7 +44,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 OLMO2 = Architecture(
     name="olmo2",
-    block=BlockKind(norms="post", qk_norm="row"),
+    block=BlockForm(AttentionForm(qk_norm="row"), norms=Norms(placement="post")),
     model_types={
         "olmo2": ModelType({"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
         "olmo3": ModelType(

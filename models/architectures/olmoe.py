@@ -5,7 +5,8 @@ Its experts have the length of the feed-forward. `clip_qkv`, which no released m
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType
-from quengine.models.config import BlockKind
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
 from quengine.models.hf.hf_keys import config_error
 
 
@@ -17,7 +18,7 @@ def _common_keys(keys: Keys) -> Keys:
 
 OLMOE = Architecture(
     name="olmoe",
-    block=BlockKind(qk_norm="row"),
+    block=BlockForm(AttentionForm(qk_norm="row")),
     router=RouterKind(used=8, scores="softmax", normalized=False),
     model_types={
         "olmoe": ModelType(

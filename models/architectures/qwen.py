@@ -2,7 +2,8 @@
 
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType
 from quengine.models.architectures.windows import from_max_window_layers
-from quengine.models.config import BlockKind
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
 
 _DEFAULTS = {
     "max_position_embeddings": 32768,
@@ -26,8 +27,12 @@ def _model_type(**defaults: int) -> ModelType:
     )
 
 
-QWEN2 = Architecture(name="qwen2", block=BlockKind(qkv_bias=True), model_types={"qwen2": _model_type()})
+QWEN2 = Architecture(
+    name="qwen2", block=BlockForm(AttentionForm(qkv_bias=True)), model_types={"qwen2": _model_type()}
+)
 
 QWEN3 = Architecture(
-    name="qwen3", block=BlockKind(qk_norm="head"), model_types={"qwen3": _model_type(head_dim=128)}
+    name="qwen3",
+    block=BlockForm(AttentionForm(qk_norm="head")),
+    model_types={"qwen3": _model_type(head_dim=128)},
 )

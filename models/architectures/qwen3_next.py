@@ -29,11 +29,13 @@ from quengine.models.architectures.rope_axes import (
     interleaved_axes,
     sections_of,
 )
-from quengine.models.blocks.attention import Attention
+from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block import Block
+from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.gated_delta import GatedDelta
-from quengine.models.blocks.uniform import channel_mixer
-from quengine.models.config import LIMITS, BlockKind, GatedDeltaSizes, ModelConfig
+from quengine.models.blocks.norms import Norms
+from quengine.models.blocks.uniform import attention_of, channel_mixer
+from quengine.models.config import LIMITS, GatedDeltaSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer
 
@@ -61,7 +63,7 @@ _MOST = LIMITS["block_count"][1]
 def _build(config: ModelConfig) -> Sequence[Block]:
     delta = GatedDelta(config.embedding_length, _sizes(config), partial=config.ranks > 1)
     return [
-        Block(delta if i in config.recurrent_layers else Attention.of(config, i), channel_mixer(config, i))
+        Block(delta if i in config.recurrent_layers else attention_of(config, i), channel_mixer(config, i))
         for i in range(config.block_count)
     ]
 
@@ -198,7 +200,7 @@ def _decay(a_log: Any) -> Any:
 
 
 _HF_CHANGES = {"ssm_norm.weight": _unchanged, "ssm_a": _decay}
-_BLOCK = BlockKind(ffn_norm="post_attention_norm", qk_norm="head", gated=True)
+_BLOCK = BlockForm(AttentionForm(qk_norm="head", gated=True), norms=Norms(ffn="post_attention_norm"))
 _GGUF_KEYS = (_RECURRENT, _EVERY, _DRAFTS, SECTIONS, _INNER, *_SSM.values())
 _ROUTER = RouterKind(used=8, scores="softmax", normalized=True)
 _DRAFT_NAMES = DraftNames(
@@ -305,7 +307,7 @@ QWEN35 = Architecture(
 
 QWEN35MOE = Architecture(
     name="qwen35moe",
-    block=replace(_BLOCK, shared_gate=True),
+    block=_BLOCK.with_experts(shared_gate=True),
     build=_build,
     router=_ROUTER,
     model_types={
@@ -353,7 +355,7 @@ def _sizes(config: ModelConfig) -> GatedDeltaSizes:
 
 QWEN3NEXT = Architecture(
     name="qwen3next",
-    block=replace(_BLOCK, shared_gate=True),
+    block=_BLOCK.with_experts(shared_gate=True),
     build=_build,
     router=replace(_ROUTER, used=10),
     model_types={

@@ -17,7 +17,10 @@ from quengine.models.architectures.architecture import (
     ModelType,
     sliding_attention,
 )
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number
 
@@ -73,7 +76,7 @@ def expert_lengths(file: GGUFFile, config: ModelConfig) -> Fields:
 
 QWEN2MOE = Architecture(
     name="qwen2moe",
-    block=BlockKind(qkv_bias=True, shared_gate=True),
+    block=BlockForm(AttentionForm(qkv_bias=True), experts=ExpertsForm(shared_gate=True)),
     router=RouterKind(used=4, scores="softmax", normalized=False),
     model_types={
         "qwen2_moe": ModelType(
@@ -97,7 +100,7 @@ QWEN2MOE = Architecture(
 
 QWEN3MOE = Architecture(
     name="qwen3moe",
-    block=BlockKind(qk_norm="head"),
+    block=BlockForm(AttentionForm(qk_norm="head")),
     router=RouterKind(used=8, scores="softmax", normalized=True),
     model_types={
         "qwen3_moe": ModelType(

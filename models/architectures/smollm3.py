@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from itertools import compress
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.hf.hf_keys import config_error, integer
 
 _INTERVAL = 4
@@ -50,7 +52,7 @@ def _size_fields(config: ModelConfig) -> Fields:
 
 SMOLLM3 = Architecture(
     name="smollm3",
-    block=BlockKind(rope_layout="pairs"),
+    block=BlockForm(AttentionForm(rope_layout="pairs")),
     model_types={
         "smollm3": ModelType(
             {

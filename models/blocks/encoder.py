@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import BIAS, NORM, Block, PagedKV, TensorSpec
 from quengine.models.blocks.uniform import uniform_layers
-from quengine.models.config import ModelConfig, Rotation
+from quengine.models.config import ModelConfig
+from quengine.models.rotation import Rotation
 
 
 def _with_bias(name: str, hf: str, rows: int, cols: int, has_bias: bool = True) -> dict[str, TensorSpec]:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quengine.models.blocks.block import NORM, PagedKV, TensorSpec
-from quengine.models.config import LatentSizes, ModelConfig, Rotation
+from quengine.models.config import LatentSizes, ModelConfig
+from quengine.models.rotation import Rotation
 
 _HF = "self_attn"
 """The module in a Hugging Face layer."""

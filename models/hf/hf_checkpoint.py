@@ -177,9 +177,9 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.within: dict[str, StoredPart] = {}
         self.stacks: dict[str, list[str]] = {}
         declared = DECLARED[config.architecture]
-        self._permuted = config.block.rope_layout == "pairs" and not declared.hf_rope_pairs
+        self._permuted = config.block.attention.rope_layout == "pairs" and not declared.hf_rope_pairs
         self._rows, self._known = declared.hf_rows, declared.hf_unused
-        self._has_gate = config.block.has_gate
+        self._has_gate = config.block.feed_forward.has_gate
         self._names = names or HFNames(config, shards.files.keys())
         joined = joined_specs(config)
         for name, spec in tensor_specs(config).items():
