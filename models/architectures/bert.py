@@ -6,7 +6,7 @@ behind the padding token's number, and whose head has a dense layer of its own. 
 Conneau et al. 2019, "XLM-R"; `BertModel` and `XLMRobertaModel` in `transformers`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
@@ -90,6 +90,11 @@ def _common_keys(keys: Keys) -> Keys:
     if position != "absolute":
         problem = f"{position!r} is not implemented, only 'absolute' is"
         raise config_error("position_embedding_type", problem)
+    return layer_norm_keys(keys)
+
+
+def layer_norm_keys(keys: Keys) -> Keys:
+    """config.json of an encoder with LayerNorms in the keys that `hf.config_hf` reads. Raises EngineError."""
     return {**both_sides(keys), "rms_norm_eps": keys["layer_norm_eps"]}
 
 
@@ -143,9 +148,10 @@ def _fields(keys: Keys, _config: ModelConfig) -> Fields:
     return {"encoder": sizes, "pooling": "rank" if headed else None}
 
 
-def _size_fields(config: ModelConfig) -> Fields:
-    return {
-        "encoder": EncoderSizes(2, one_segment=True),
+def sizes_of(encoder: EncoderSizes) -> Callable[[ModelConfig], Fields]:
+    """`Architecture.size_fields` of an encoder of this kind."""
+    return lambda config: {
+        "encoder": encoder,
         "head_count_kv": config.head_count,
         "output_norm": "token_embd_norm",
         "tied_output": True,
@@ -201,7 +207,7 @@ BERT = Architecture(
     top_tensors=encoder_tensors,
     hf_layers="encoder.layer.",
     hf_unused=("pooler.", "cls.", "lm_head.", "embeddings.position_ids"),
-    size_fields=_size_fields,
+    size_fields=sizes_of(EncoderSizes(2, one_segment=True)),
     gguf_keys=(CAUSAL,),
     gguf_fields=_gguf_fields,
     synthetic={

@@ -14,6 +14,7 @@ from typing import Any
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import DRAFTS, tensor_kinds, without_drafts
+from quengine.models.architectures.mixtures import DEEPSEEK, SHARED_EXPERTS
 from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.block_form import BlockForm
@@ -268,23 +269,8 @@ def _temperature_length(file: GGUFFile, config: ModelConfig) -> int:
     return file.require_int(f"{config.architecture}.{_TEMPERATURE}", 1, LIMITS["context_length"][1])
 
 
-_EXPERTS = {
-    "count": "n_routed_experts",
-    "used": "num_experts_per_tok",
-    "feed_forward_length": "moe_intermediate_size",
-    "shared_count": "n_shared_experts",
-    "normalized": "norm_topk_prob",
-    "scale": "routed_scaling_factor",
-    "groups": "n_group",
-    "groups_used": "topk_group",
-}
 _V2_EXPERTS = {
-    name: key for name, key in _EXPERTS.items() if name not in ("normalized", "groups", "groups_used")
-}
-_MODULES = {
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    name: key for name, key in DEEPSEEK.items() if name not in ("normalized", "groups", "groups_used")
 }
 _GGUF_KEYS = (DRAFTS, _RANK, _QUERY_RANK, _KEY, _VALUE, _TEMPERATURE)
 _MISTRAL_ROPE: Mapping[str, object] = {
@@ -367,7 +353,7 @@ DEEPSEEK2 = Architecture(
         ),
         "deepseek_v3": ModelType(
             _V3_DEFAULTS,
-            expert_keys=_EXPERTS,
+            expert_keys=DEEPSEEK,
             dense_layers=_dense_layers,
             common_keys=_common_keys,
             fields=_v3_fields,
@@ -394,13 +380,13 @@ DEEPSEEK2 = Architecture(
                 f"num_{DRAFTS}": 0,
                 "first_k_dense_replace": None,
             },
-            expert_keys=_EXPERTS,
+            expert_keys=DEEPSEEK,
             dense_layers=_dense_layers,
             common_keys=_glm_keys,
             fields=_v3_fields,
         ),
     },
-    hf_modules=_MODULES,
+    hf_modules=SHARED_EXPERTS,
     hf_rope_pairs=True,
     size_fields=_size_fields,
     gguf_keys=_GGUF_KEYS,
@@ -458,13 +444,13 @@ MISTRAL4 = Architecture(
                 "max_position_embeddings": 1048576,
                 "rope_parameters": _MISTRAL_ROPE,
             },
-            expert_keys=_EXPERTS,
+            expert_keys=DEEPSEEK,
             dense_layers=_dense_layers,
             common_keys=_common_keys,
             fields=_mistral_fields,
         ),
     },
-    hf_modules=_MODULES,
+    hf_modules=SHARED_EXPERTS,
     hf_rope_pairs=True,
     size_fields=_size_fields,
     gguf_keys=_GGUF_KEYS,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import tensor_kinds, with_biases
+from quengine.models.architectures.mixtures import DEEPSEEK, SHARED_EXPERTS
 from quengine.models.architectures.windows import from_max_window_layers
 from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block_form import BlockForm
@@ -54,25 +55,12 @@ DOTS1 = Architecture(
             },
             layer_kinds=from_max_window_layers,
             reads_layer_types=True,
-            expert_keys={
-                "count": "n_routed_experts",
-                "used": "num_experts_per_tok",
-                "feed_forward_length": "moe_intermediate_size",
-                "shared_count": "n_shared_experts",
-                "normalized": "norm_topk_prob",
-                "scale": "routed_scaling_factor",
-                "groups": "n_group",
-                "groups_used": "topk_group",
-            },
+            expert_keys=DEEPSEEK,
             dense_layers=_dense_layers,
             fields=_fields,
         )
     },
-    hf_modules={
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    },
+    hf_modules=SHARED_EXPERTS,
     gguf_fields=_gguf_fields,
     synthetic={
         "dots1-142b": {

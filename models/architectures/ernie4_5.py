@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
+from quengine.models.architectures.mixtures import SHARED_EXPERTS
 from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.experts import ExpertsForm
@@ -138,9 +139,7 @@ ERNIE4_5_MOE = Architecture(
     },
     hf_modules={
         "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        **SHARED_EXPERTS,
     },
     hf_rows=frozenset({"exp_probs_b"}),
     hf_rope_pairs=True,

@@ -17,6 +17,7 @@ from quengine.models.architectures.file_traits import (
     with_biases,
     without_drafts,
 )
+from quengine.models.architectures.mixtures import DEEPSEEK, SHARED_EXPERTS
 from quengine.models.architectures.rope_axes import SECTIONS, consecutive_axes, gguf_axes, sections_of
 from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block_form import BlockForm
@@ -76,16 +77,7 @@ _TEXT = ModelType(
         f"num_{DRAFTS}": 1,
     },
     reads_partial_rotary_factor=True,
-    expert_keys={
-        "count": "n_routed_experts",
-        "used": "num_experts_per_tok",
-        "feed_forward_length": "moe_intermediate_size",
-        "shared_count": "n_shared_experts",
-        "normalized": "norm_topk_prob",
-        "scale": "routed_scaling_factor",
-        "groups": "n_group",
-        "groups_used": "topk_group",
-    },
+    expert_keys=DEEPSEEK,
     dense_layers=_dense_layers,
     fields=_fields,
 )
@@ -120,11 +112,7 @@ GLM4MOE = Architecture(
         "glm4v_moe": replace(_VISION, text_models=("glm4v_moe_text",)),
         "glm4v_moe_text": _VISION,
     },
-    hf_modules={
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    },
+    hf_modules=SHARED_EXPERTS,
     gguf_keys=(DRAFTS, SECTIONS),
     gguf_fields=_gguf_fields,
     draft_names=DraftNames(

@@ -20,6 +20,7 @@ from quengine.models.architectures.architecture import (
     LayerKind,
     ModelType,
 )
+from quengine.models.architectures.mixtures import MIXTRAL
 from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.experts import ExpertsForm
@@ -93,11 +94,7 @@ GPT_OSS = Architecture(
             },
             layer_kinds=_layer_kinds,
             reads_layer_types=True,
-            expert_keys={
-                "count": "num_local_experts",
-                "used": "num_experts_per_tok",
-                "feed_forward_length": "intermediate_size",
-            },
+            expert_keys=MIXTRAL,
             quantization="mxfp4",
             common_keys=_common_keys,
             fields=_fields,

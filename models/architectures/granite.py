@@ -13,6 +13,7 @@ from math import isfinite
 from quengine.errors import EngineError
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, HFPart, Keys, ModelType
+from quengine.models.architectures.mixtures import MIXTRAL
 from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block_form import BlockForm
 from quengine.models.config import ModelConfig
@@ -92,11 +93,7 @@ GRANITE = Architecture(
 
 _MIXTURE = ModelType(
     {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
-    expert_keys={
-        "count": "num_local_experts",
-        "used": "num_experts_per_tok",
-        "feed_forward_length": "intermediate_size",
-    },
+    expert_keys=MIXTRAL,
     fields=multipliers,
 )
 _MIXTURE_SHARED = replace(

@@ -21,6 +21,7 @@ from quengine.models.architectures.granite import (
     gguf_multipliers,
     multipliers,
 )
+from quengine.models.architectures.mixtures import MIXTRAL
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.mamba2 import Mamba2
 from quengine.models.blocks.uniform import attention_of, channel_mixer
@@ -176,12 +177,7 @@ GRANITEHYBRID = Architecture(
     model_types={
         "granitemoehybrid": ModelType(
             _DEFAULTS,
-            expert_keys={
-                "count": "num_local_experts",
-                "used": "num_experts_per_tok",
-                "feed_forward_length": "intermediate_size",
-                "shared_feed_forward_length": "shared_intermediate_size",
-            },
+            expert_keys={**MIXTRAL, "shared_feed_forward_length": "shared_intermediate_size"},
             size_keys={
                 f"mamba2.{field}": key for field, key in (*_SIZES.items(), ("head_dim", "mamba_d_head"))
             },

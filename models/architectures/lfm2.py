@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
+from quengine.models.architectures.mixtures import QWEN
 from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.block_form import BlockForm
@@ -194,13 +195,7 @@ LFM2MOE = Architecture(
                 "norm_topk_prob": True,
                 "use_expert_bias": True,
             },
-            expert_keys={
-                "count": "num_experts",
-                "used": "num_experts_per_tok",
-                "feed_forward_length": "moe_intermediate_size",
-                "normalized": "norm_topk_prob",
-                "scale": "routed_scaling_factor",
-            },
+            expert_keys={**QWEN, "scale": "routed_scaling_factor"},
             dense_layers=_dense_layers,
             common_keys=_common_keys,
             fields=_moe_fields,

@@ -12,6 +12,7 @@ from quengine.models.architectures.architecture import (
     ModelType,
     sliding_attention,
 )
+from quengine.models.architectures.mixtures import MIXTRAL
 from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block_form import BlockForm
 from quengine.models.config import ModelConfig
@@ -66,11 +67,7 @@ LLAMA = Architecture(
                 "num_experts_per_tok": 2,
             },
             layer_kinds=sliding_attention,
-            expert_keys={
-                "count": "num_local_experts",
-                "used": "num_experts_per_tok",
-                "feed_forward_length": "intermediate_size",
-            },
+            expert_keys=MIXTRAL,
         ),
     },
     hf_modules={

@@ -12,6 +12,7 @@ from itertools import compress
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, HFPart, Keys, ModelType
+from quengine.models.architectures.mixtures import MIXTRAL
 from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.block_form import BlockForm
@@ -150,11 +151,7 @@ _TEXT = ModelType(
         "attn_temperature_tuning": True,
         "floor_scale": 8192,
     },
-    expert_keys={
-        "count": "num_local_experts",
-        "used": "num_experts_per_tok",
-        "feed_forward_length": "moe_intermediate_size",
-    },
+    expert_keys={**MIXTRAL, "feed_forward_length": "moe_intermediate_size"},
     dense_layers=_dense_layers,
     common_keys=_common_keys,
     fields=_fields,

@@ -6,6 +6,7 @@ head are rotated by `rotary_dim`. Source: `MiniMaxM2Model` in the `transformers`
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType
+from quengine.models.architectures.mixtures import MIXTRAL
 from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.experts import ExpertsForm
@@ -41,11 +42,7 @@ MINIMAX_M2 = Architecture(
                 "num_experts_per_tok": 8,
             },
             reads_partial_rotary_factor=True,
-            expert_keys={
-                "count": "num_local_experts",
-                "used": "num_experts_per_tok",
-                "feed_forward_length": "intermediate_size",
-            },
+            expert_keys=MIXTRAL,
             common_keys=_common_keys,
         )
     },

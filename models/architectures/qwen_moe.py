@@ -5,7 +5,7 @@ experts' weights; Qwen3-MoE does. llama.cpp takes both for granted, so that GGUF
 `norm_topk_prob` does. Folders may also have dense layers between those with experts, which GGUF has no key for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from quengine.kernels.moe.router_kind import RouterKind
@@ -17,6 +17,7 @@ from quengine.models.architectures.architecture import (
     ModelType,
     sliding_attention,
 )
+from quengine.models.architectures.mixtures import QWEN
 from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.experts import ExpertsForm
@@ -24,12 +25,6 @@ from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number
 
-EXPERT_KEYS: Mapping[str, str] = {
-    "count": "num_experts",
-    "used": "num_experts_per_tok",
-    "feed_forward_length": "moe_intermediate_size",
-    "normalized": "norm_topk_prob",
-}
 _DEFAULTS = {
     "max_position_embeddings": 32768,
     "sliding_window": 4096,
@@ -90,7 +85,7 @@ QWEN2MOE = Architecture(
             },
             layer_kinds=_layer_kinds_of_qwen2,
             reads_layer_types=True,
-            expert_keys={**EXPERT_KEYS, "shared_feed_forward_length": "shared_expert_intermediate_size"},
+            expert_keys={**QWEN, "shared_feed_forward_length": "shared_expert_intermediate_size"},
             dense_layers=dense_layers,
             common_keys=_common_keys,
         )
@@ -112,7 +107,7 @@ QWEN3MOE = Architecture(
                 "moe_intermediate_size": 768,
             },
             layer_kinds=sliding_attention,
-            expert_keys=EXPERT_KEYS,
+            expert_keys=QWEN,
             dense_layers=dense_layers,
             common_keys=_common_keys,
         )

@@ -11,6 +11,7 @@ from quengine.models.blocks.block import (
     Axis,
     Cut,
     Draw,
+    Mixer,
     PagedKV,
     SlotState,
     TensorSpec,
@@ -57,7 +58,7 @@ class AttentionForm:
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(Mixer):
     """`heads` query heads of `head_dim` share `kv_heads` key and value heads.
 
     form: what it has beside the projections. norms: of the layer. width: of the residual stream. scale: multiplies the

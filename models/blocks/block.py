@@ -132,13 +132,13 @@ class Part(Protocol):
         ...
 
     def joined(self) -> Mapping[str, TensorSpec]:
-        """Tensors that hold several of these, one behind the other, in files that do not have those."""
-        ...
+        """Tensors that hold several of these, one after the other, in files that do not have those; most have none."""
+        return {}
 
     @property
     def traits(self) -> Sequence[str]:
-        """What it has beside what all of its kind have, for people."""
-        ...
+        """What it has beside what all of its kind have, for people; most have nothing."""
+        return ()
 
 
 class Mixer(Part, Protocol):

@@ -1,11 +1,11 @@
 """A mixture of experts, declared: the router's tensors, those of all experts, those of the shared expert."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import pow
 
 from quengine.kernels.moe.router_kind import RouterKind
-from quengine.models.blocks.block import BIAS, Axis, Cut, TensorSpec
+from quengine.models.blocks.block import BIAS, Axis, ChannelMixer, Cut, TensorSpec
 from quengine.models.blocks.feed_forward import FeedForwardForm
 from quengine.models.blocks.norms import Norms
 
@@ -61,7 +61,7 @@ class ExpertsForm:
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(ChannelMixer):
     """experts: their number and sizes. form: of the mixture. each: of an expert. width: of the residual stream.
     partial: a rank has a part of the experts."""
 
@@ -76,10 +76,6 @@ class Experts:
     def norm(self) -> str:
         """The name of the norm that they read."""
         return "pre_ffw_norm_2" if self.form.beside_dense else self.norms.ffn
-
-    @property
-    def traits(self) -> Sequence[str]:
-        return ()
 
     @property
     def every_row_length(self) -> int:

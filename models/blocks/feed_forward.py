@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal, TypeAlias
 
-from quengine.models.blocks.block import Cut, TensorSpec
+from quengine.models.blocks.block import ChannelMixer, Cut, TensorSpec
 from quengine.models.blocks.norms import Norms
 
 GateActivation: TypeAlias = Literal["silu", "gelu_tanh", "gelu_erf", "clamped_swish"]
@@ -38,7 +38,7 @@ class FeedForwardForm:
 
 
 @dataclass(frozen=True)
-class FeedForward:
+class FeedForward(ChannelMixer):
     """activation(gate) * up of `length` elements, or of a form without a gate activation(up), then down to `width`.
 
     partial: a rank has some of the elements. cutoff: gates count as far as they are above the mean of their row plus so
@@ -75,6 +75,3 @@ class FeedForward:
             found["ffn_up.weight"] = TensorSpec(shape, _ROWS, "mlp.up_proj.weight")
         down = TensorSpec((self.width, self.length), _COLUMNS, "mlp.down_proj.weight")
         return {**found, "ffn_down.weight": down, **self.norms.ffn_result(self.width)}
-
-    def joined(self) -> Mapping[str, TensorSpec]:
-        return {}

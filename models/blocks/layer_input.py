@@ -9,7 +9,7 @@ makes of the stream by its part, and adds a norm of the projection of that to th
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quengine.models.blocks.block import NORM, Draw, TensorSpec
+from quengine.models.blocks.block import NORM, Draw, Part, TensorSpec
 from quengine.models.blocks.feed_forward import GateActivation
 from quengine.models.blocks.norms import Norms
 from quengine.models.config import ModelConfig
@@ -19,7 +19,7 @@ TABLE = "per_layer_token_embd"
 
 
 @dataclass(frozen=True)
-class LayerInput:
+class LayerInput(Part):
     """activation: of the gate. norms: of the layer, with the number at its end. width: of the residual stream. length:
     elements for a layer."""
 
@@ -39,9 +39,6 @@ class LayerInput:
             "post_norm.weight": TensorSpec((self.width,), hf="post_per_layer_input_norm.weight", draw=NORM),
             **self.norms.layer_scale(),
         }
-
-    def joined(self) -> Mapping[str, TensorSpec]:
-        return {}
 
 
 def top_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
