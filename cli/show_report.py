@@ -25,7 +25,7 @@ def devices_of(summary: ModelSummary) -> list[dict[str, Any]]:
     if config is None or not summary.tensors:
         return []
     named = [("cpu", available_memory())]
-    # Importing torch takes a second, so it is asked only where there is a driver.
+    # Importing torch takes a second, so its devices are listed only where there is a driver.
     if Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists():
         named += [(f"cuda:{device.index}", device.free_memory) for device in cuda_devices()]
     found = []

@@ -284,15 +284,15 @@ class ModelConfig:
     `logit_softcap` the same of logits. `attention_temperature_scale` b, where not 0, multiplies the rotated query at
     position p by `1 + b ln(1 + floor((p + offset) / attention_temperature_length))` (Ministral 3;
     `attention_temperature_offset` is 1 in Llama 4, in layers that do not rotate). `attention_chunk`: layers that rotate
-    attend within chunks of so many positions, of which the decoder computes the first, `context_length` at most; 0:
+    attend within chunks of this many positions, of which the decoder computes the first, `context_length` at most; 0:
     there are none. `tied_output`: the output matrix is the embedding. `experts`: the mixture of experts, None in a
-    dense model. `draft_layers`: how many layers the files have behind the `block_count`, which draft tokens further
+    dense model. `draft_layers`: how many layers the files have after the `block_count`, which draft tokens further
     ahead; the decoder passes them over. `pooling`: what a model that was made for embeddings makes of a text's hidden
     rows; None: the files do not say. `unrotated_layers` have attention without rotary embedding. `recurrent_layers`
     keep a state of one size in place of keys and values; `conv_taps`, `conv_channels`: of their short convolution
     (blocks/short_conv.py); `gated_delta`, `mamba2`: the sizes of their mixer. `mixerless_layers` are a feed-forward
     alone, and keep nothing. `latent`: the sizes of every layer's latent attention; `head_dim` is then that of queries
-    before their matrix is applied. `shared_kv_layers`: so many of the last layers have no keys and values of their own
+    before their matrix is applied. `shared_kv_layers`: how many of the last layers have no keys and values of their own
     (`kv_source`). `layer_input`: what layers get of each token beside the residual stream. `altup`: of several
     rows of each token. `encoder`: of a model that generates no text (EncoderSizes). `output_norm`: GGUF's name of the
     norm in front of the output matrix. `ranks`: how many processes share the model; the heads and feed-forward lengths
@@ -479,7 +479,7 @@ class ModelConfig:
         """Of layers that share the keys and values of others."""
         shared, blocks = self.shared_kv_layers, self.block_count
         if not 0 < shared < blocks:
-            yield "shared_kv_layers", f"{shared} is not from 0 to {blocks - 1}, the layers behind the first"
+            yield "shared_kv_layers", f"{shared} is not from 0 to {blocks - 1}, the layers after the first"
             return
         for layer in range(blocks - shared, blocks):
             source = self.kv_source(layer)
@@ -599,7 +599,7 @@ def _latent_problems(sizes: LatentSizes) -> Iterator[tuple[str, str]]:
 
 
 def _altup_problems(sizes: AltUpSizes, blocks: int) -> Iterator[tuple[str, str]]:
-    """As ModelConfig.problems, of alternating updates in so many layers."""
+    """As ModelConfig.problems, of alternating updates in `blocks` layers."""
     if not 2 <= sizes.streams <= 16:
         yield "altup.streams", f"{sizes.streams} is not from 2 to 16"
     if not 1 <= sizes.rank <= LIMITS["embedding_length"][1]:

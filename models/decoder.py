@@ -100,7 +100,7 @@ class Decoder:
         self._step_bytes: dict[int, int] = {}
         self._next_norms = [*(block.norm for block in self.blk[1:]), last_norm]
         self._last_mixer = max((i for i, block in enumerate(self.blk) if block.mixer is not None), default=0)
-        # Layers behind this one write no keys, so that of a prompt they compute only the rows whose logits are wanted.
+        # Layers after this one write no keys, so that of a prompt they compute only the rows whose logits are wanted.
         self.last_writer = self._last_mixer
         if config.shared_kv_layers:
             self.last_writer = config.block_count - config.shared_kv_layers - 1

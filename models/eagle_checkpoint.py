@@ -185,7 +185,7 @@ class EagleCheckpoint(PartOfCheckpoint):
 
 class Fusion(Mapping[str, QuantTensor]):
     """The matrix `fc` as one for each of the target's layers, whose products are summed, by name: each is a copy, made
-    when it is asked for, as its columns do not lie together.
+    when it is read, as its columns do not lie together.
 
     Raises EngineError where its type has blocks over the columns of two layers.
     """

@@ -200,7 +200,7 @@ class Encoder:
         raise EngineError(no_text(self.config))
 
     def _positions(self, batch: ForwardBatch) -> Tensor:
-        """Of each token its row in the table: int64 [T]. Where texts begin behind the first row, a token whose id is
+        """Of each token its row in the table: int64 [T]. Where texts begin after the first row, a token whose id is
         the last row before is padding, has that row, and counts as no position."""
         assert self.config.encoder is not None
         padding = self.config.encoder.first_position - 1

@@ -133,7 +133,7 @@ class ModelSplit:
         return cut_of(tensor.name, self.whole, self.rank.by_expert)
 
     def _kept(self, name: str, cut: Cut) -> list[range]:
-        """Which rows or columns of a tensor the rank has, of each of the parts that lie one behind the other."""
+        """Which rows or columns of a tensor the rank has, of each of the parts that follow one another."""
         layer = _LAYER.match(name)
         ranges = self._of_sizes[self.whole.sizes(int(layer[1]) if layer else 0)]
         start, kept = 0, list[range]()

@@ -2,7 +2,7 @@
 
 LayerNorms of each sum with the residual, GELU without a gate, biases. A head for rankings has a dense layer with tanh
 in folders; llama.cpp's converter leaves that out. XLM-RoBERTa (BGE-M3, multilingual E5) is BERT whose positions begin
-behind the padding token's number, and whose head has a dense layer of its own. Sources: Devlin et al. 2018, "BERT";
+after the padding token's number, and whose head has a dense layer of its own. Sources: Devlin et al. 2018, "BERT";
 Conneau et al. 2019, "XLM-R"; `BertModel` and `XLMRobertaModel` in `transformers`.
 """
 
@@ -180,7 +180,7 @@ def encoder_sizes(file: GGUFFile, config: ModelConfig, rotates: bool = False) ->
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     sizes = encoder_sizes(file, config)
-    # RoBERTa and its descendants, whose files are told by their tokenizer, have one kind of segments.
+    # RoBERTa and its descendants, whose files are recognized by their tokenizer, have one kind of segments.
     sizes = replace(sizes, one_segment=file.get_str("tokenizer.ggml.model") != "bert")
     return {"encoder": sizes, "pooling": config.pooling or ("rank" if sizes.classes else None)}
 

@@ -86,7 +86,7 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
 
 
 def _layer_input(keys: Keys, config: ModelConfig) -> LayerInputSizes:
-    """Tokens behind the table, of images and sounds, have its first row."""
+    """Tokens beyond the table, of images and sounds, have its first row."""
     length = integer(keys, "hidden_size_per_layer_input", *LIMITS["embedding_length"])
     rows = integer(keys, "vocab_size_per_layer_input", *LIMITS["vocab_size"])
     if rows > config.vocab_size:

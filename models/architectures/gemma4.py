@@ -213,7 +213,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 
 def windows_of_gguf(file: GGUFFile, config: ModelConfig, shared: int) -> Fields:
-    """Which layers have the window, and what differs in them. shared: so many of the last have no keys of their own."""
+    """Which layers have the window, and what differs in them. shared: how many last ones have no keys of their own."""
     prefix = config.architecture
     for suffix in (PATTERN, *_LOCAL_SIZES, LOCAL_BASE, "rope.freq_base"):
         if f"{prefix}.{suffix}" not in file.metadata:

@@ -46,7 +46,7 @@ def _fields_of_vision(keys: Keys, config: ModelConfig) -> Fields:
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    """Biases and norms are told by their tensors."""
+    """A file has biases and norms where it has their tensors."""
     kinds = tensor_kinds(file)
     block = with_biases(config.block, kinds).with_attention(qk_norm="head" if has_head_norms(kinds) else None)
     assert config.experts is not None

@@ -22,7 +22,7 @@ from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer, number
 
 _ATTENTION: Mapping[int, tuple[int, ...]] = {16: (2, 5, 8, 10, 12, 14), 24: (2, 6, 10, 14, 18, 21)}
-"""Of released models of so many layers (1.2B, 8B-A1B) those with attention."""
+"""Number of layers of a released model (1.2B, 8B-A1B) -> those with attention."""
 
 _TAPS = "shortconv.l_cache"
 _MOST_TAPS = 16

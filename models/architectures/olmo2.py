@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind attention and feed-forward only, and norms of whole query and key rows.
+"""OLMo 2 and 3: norms after attention and feed-forward only, and norms of whole query and key rows.
 
 OLMo 3, which goes by OLMo 2's name in GGUF, has a window in three of four layers, whose rotation no scaling applies to.
 """

@@ -42,7 +42,7 @@ from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer
 
 _INTERVAL = 4
-"""Every so many layers one has attention, where neither file says otherwise."""
+"""One layer of this many has attention, where neither file says otherwise."""
 
 _RECURRENT, _EVERY = "attention.recurrent_layers", "full_attention_interval"
 _SSM = {

@@ -17,7 +17,7 @@ _INTERVAL = 4
 
 
 def _unrotated(keys: Keys, blocks: int) -> tuple[int, ...]:
-    """The layers that do not rotate: those that config.json has a 0 for, or every so many."""
+    """The layers that do not rotate: those that config.json has a 0 for, or those at an interval."""
     flags = keys.get("no_rope_layers")
     if flags is None:
         interval = integer(keys, "no_rope_layer_interval", 1, LIMITS["block_count"][1], default=_INTERVAL)
