@@ -203,7 +203,7 @@ def _number_or_none(flag: Flag, value: int, notes: Iterable[Any]) -> int | None:
 
 
 def _name(path: str) -> str:
-    """A parameter's name; a field's is behind its group's."""
+    """A parameter's name; a field's follows its group's."""
     return path.replace(".", "__")
 
 

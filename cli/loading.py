@@ -37,7 +37,7 @@ def offer_pull(name: str, projector: bool = True) -> None:
     A name that stands for nothing is left to who opens the model, and says what it is for.
 
     Raises:
-        ModelNotHereError: nobody can be asked, or the answer is no; the message has the command to fetch it.
+        ModelNotHereError: there is no terminal to ask on, or the answer is no; the message has the command to fetch it.
         EngineError: the pull failed.
     """
     try:

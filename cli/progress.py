@@ -10,7 +10,7 @@ LONG_PROMPT = 256
 
 
 class ProgressLine:
-    """Shows the latest text on a terminal; off a terminal it stays silent. Leaves an empty line behind."""
+    """Shows the latest text on a terminal; off a terminal it stays silent. Leaves an empty line."""
 
     on_screen: ClassVar[bool] = False
     """Whether any of them shows a text now."""

@@ -101,7 +101,7 @@ def _message(error: urllib.error.HTTPError) -> str:
 
 
 def ended(pid: int, seconds: float) -> bool:
-    """Whether a process has ended after so many seconds."""
+    """Whether a process has ended within `seconds`."""
     import psutil  # type: ignore[import-untyped]
 
     end = time.monotonic() + seconds

@@ -26,7 +26,7 @@ def devices_of(summary: ModelSummary) -> list[dict[str, Any]]:
     if config is None or not summary.tensors:
         return []
     named = [("cpu", available_memory())]
-    # Importing torch takes a second, so it is asked only where there is a driver.
+    # Importing torch takes a second, so its devices are listed only where there is a driver.
     if Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists():
         named += [(f"cuda:{device.index}", device.free_memory) for device in cuda_devices()]
     found = []
@@ -110,7 +110,7 @@ def _config_lines(config: ModelConfig) -> list[str]:
         f"layers        {config.block_count} of width {config.embedding_length}, "
         f"feed-forward {lengths}{_mixers(config)}",
         f"attention     {heads} heads of {dims}, {kv_heads} key/value heads",
-        f"rope          {config.rope_dim} of {config.head_dim} elements in {config.block.rope_layout}, "
+        f"rope          {config.rope_dim} of {config.head_dim} elements in {config.block.attention.rope_layout}, "
         f"base {config.rope_freq_base:g}{scaled}{local}"
         if config.encoder is None or config.encoder.rotates
         else f"positions     learned, {config.context_length}",

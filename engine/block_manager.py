@@ -12,7 +12,7 @@ In a group whose attention has a window W, the token at position p attends to po
 remaining position attends to is released, and its entry in the table becomes the padding block.
 
 In a group of layers that keep a state, a block is a state, and a sequence has one from admission to release, the first
-entry of its table; behind it come copies that it keeps for itself: `CachePool.spares`, for drafts, and one of the state
+entry of its table; after it come copies that it keeps for itself: `CachePool.spares`, for drafts, and one of the state
 at the end of its last full block, where there is room. Blocks without an owner hold checkpoints: copies of states at
 the ends of full blocks, found by the same keys. One that a step of a prompt writes on its way has an owner until that
 step is launched. A prefix is found where every group holds it, so only as far as there is a checkpoint at its end.
@@ -598,7 +598,7 @@ class _Pool:
 
 
 def _match(pools: Seq[_Pool], keys: Seq[bytes], on_device: bool = False) -> int:
-    """Full blocks of the longest prefix of which each of these groups holds what the token behind it sees.
+    """Full blocks of the longest prefix of which each of these groups holds what the token after it sees.
     `on_device`: checkpoints in host memory do not count."""
     longest = 0
     held_from = [0] * len(pools)  # index from which on all blocks were found

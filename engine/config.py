@@ -79,13 +79,13 @@ class EngineConfig:
         cpu_moe, n_cpu_moe: on a CUDA device, the experts of all layers, or of the first N, stay in host memory and are
             computed by the CPU, for a mixture of experts that does not fit the GPU. Steps are then not captured.
         tensor_parallel: how many devices share the model, each a process with its part of every layer
-            (docs/tensor-parallel.md). On the CPU so many processes, which share the threads. None: on CUDA devices the
-            fewest that hold it, or as many as `devices` names; on the CPU one.
+            (docs/tensor-parallel.md). On the CPU the number of processes, which share the threads. None: on CUDA
+            devices the fewest that hold it, or as many as `devices` names; on the CPU one.
         expert_parallel: of a mixture of experts, each of these devices has some experts whole, in place of a part of
             all.
         devices: the numbers of the CUDA devices that do, "0,1"; None: the first ones.
         split: what of the model each of them has: a part of every layer ("tensor"), or some of the layers ("layer"),
-            one device behind the other, for those of unlike size or without fast links.
+            one device after the other, for those of unlike size or without fast links.
         tensor_split: of which so much, "3,1", device by device; None: as much as its free memory is.
         state_checkpoints: of a model whose layers keep a state (a convolution, a gated delta net), how many copies of
             states are kept, from which prompts that begin alike go on; None: by the memory that there is. `engine show`

@@ -43,7 +43,7 @@ def of_size(x: Tensor, like: Tensor) -> Tensor:
 
 
 def above_cutoff(gate: Tensor, deviations: float) -> Tensor:
-    """What elements of a row [T, F] are above its mean plus so many standard deviations; 0 for those that are below."""
+    """How far elements of a row [T, F] exceed its mean plus `deviations` standard deviations; 0 for those below."""
     mean = gate.mean(-1, keepdim=True)
     deviation = (gate - mean).square().mean(-1, keepdim=True).sqrt()
     return (gate - (mean + deviation * deviations)).relu()

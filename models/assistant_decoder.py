@@ -15,10 +15,11 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rope import rope_table
 from quengine.models.architectures.gemma4_assistant import POST, PRE, sources
-from quengine.models.config import ModelConfig, Rotation
+from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.models.layer_tables import LayerTables
 from quengine.models.layers import LayerTensors
+from quengine.models.rotation import Rotation
 
 
 class _Tables(LayerTables):

@@ -61,6 +61,36 @@ class Checkpoint(Protocol):
     def close(self) -> None: ...
 
 
+class PartOfCheckpoint:
+    """What a checkpoint that is a part of another one, or is opened beside it, has from that one: `whole`."""
+
+    def __init__(self, whole: Checkpoint) -> None:
+        self.whole = whole
+
+    @property
+    def types(self) -> Mapping[str, int]:
+        return self.whole.types
+
+    @property
+    def notes(self) -> list[str]:
+        return self.whole.notes
+
+    def draft_tensors(self) -> "DraftTensors":
+        return self.whole.draft_tensors()
+
+    def release_pages(self) -> None:
+        self.whole.release_pages()
+
+    def tokenizer(self) -> Tokenizer:
+        return self.whole.tokenizer()
+
+    def chat_template(self, given: str | None = None) -> "ChatTemplate | None":
+        return self.whole.chat_template(given)
+
+    def close(self) -> None:
+        self.whole.close()
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a GGUF file (or any shard of a split one) or a Hugging Face checkpoint folder.
 

@@ -8,17 +8,15 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from math import inf, isfinite, log, pow, sqrt
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from math import inf, isfinite
+from typing import Literal, NamedTuple
 
-from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED, RouterKind
+from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertConfig
+from quengine.models.rotation import RopeScaling, Rotation
 
-if TYPE_CHECKING:
-    from quengine.kernels.rope import RopeSpec
-
-RopeLayout = Literal["pairs", "halves"]
 Pooling = Literal["mean", "cls", "last", "rank"]
-RopeScalingKind = Literal["none", "linear", "yarn", "llama3", "longrope"]
 
 # Far above any model of these architectures, and below what would overflow or exhaust memory.
 LIMITS: Mapping[str, tuple[int, int]] = {
@@ -32,176 +30,6 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "head_dim": (2, 4096),
     "rope_dim": (2, 4096),
 }
-
-
-def yarn_attention_factor(factor: float, log_multiplier: float = 0.0) -> float:
-    """The factor by which YaRN multiplies cos and sin when it extends the context `factor` times.
-
-    `0.1 ln(factor) + 1` (Peng et al. 2023, section 3.4). If the model has a log multiplier m (`mscale_all_dim` in
-    Hugging Face configurations, next to an `mscale` of 1), divided by `0.1 m ln(factor) + 1`.
-    """
-    if factor <= 1.0:
-        return 1.0
-    return (0.1 * log(factor) + 1.0) / (0.1 * log_multiplier * log(factor) + 1.0)
-
-
-def yarn_mscale(factor: float, multiplier: float) -> float:
-    """DeepSeek's factor of queries and keys, `0.1 m ln(factor) + 1` (`yarn_get_mscale` in its models' code)."""
-    return 0.1 * multiplier * log(factor) + 1.0 if factor > 1.0 else 1.0
-
-
-def longrope_attention_factor(factor: float, original: int) -> float:
-    """The factor by which LongRoPE multiplies cos and sin when it extends `original` positions `factor` times.
-
-    `sqrt(1 + ln(factor) / ln(original))` (Ding et al. 2024, LongRoPE).
-    """
-    return sqrt(1.0 + log(factor) / log(original)) if factor > 1.0 and original > 1 else 1.0
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """RoPE scaling: how rotary positions extend beyond the context of pre-training.
-
-    kind: "none"; "linear" divides every frequency by `factor`; "yarn" only the slow ones, blended between `beta_slow`
-      and `beta_fast` rotations over `original_context_length`; "llama3" divides each frequency by its entry of
-      `freq_factors`; "longrope" does so too, or by that of `long_freq_factors` if the run's context is longer than
-      `original_context_length`.
-    truncate: yarn's limits, as indices of frequencies, are rounded outwards to integers.
-    attention_factor: multiplies cos and sin, so attention scores grow by its square.
-    freq_factors, long_freq_factors: rope_dim / 2 divisors each, or None.
-    """
-
-    kind: RopeScalingKind = "none"
-    factor: float = 1.0
-    original_context_length: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
-    freq_factors: tuple[float, ...] | None = None
-    long_freq_factors: tuple[float, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """The rotary embedding of a layer: how the first `dim` elements of each head turn with the position.
-
-    base, scaling: of the frequencies. layout: which elements turn together (`BlockKind.rope_layout`). turns: False: by
-    an angle of 0 at every position. axes: as `ModelConfig.rope_axes`.
-    """
-
-    dim: int
-    base: float
-    layout: RopeLayout
-    scaling: RopeScaling = RopeScaling()
-    turns: bool = True
-    axes: tuple[int, ...] = ()
-
-    def spec(self, context: int = 0) -> "RopeSpec":
-        """As the kernels define it, in a run of `context` positions."""
-        from quengine.kernels.rope import RopeSpec
-
-        scaling = self.scaling
-        long = scaling.kind == "longrope" and context > scaling.original_context_length
-        return RopeSpec(
-            dim=self.dim,
-            base=self.base,
-            layout=self.layout,
-            scaling=scaling.kind if scaling.kind in ("linear", "yarn") else "none",
-            factor=scaling.factor,
-            original_context=scaling.original_context_length,
-            beta_fast=scaling.beta_fast,
-            beta_slow=scaling.beta_slow,
-            truncate=scaling.truncate,
-            attention_factor=scaling.attention_factor,
-            freq_factors=scaling.long_freq_factors if long else scaling.freq_factors,
-        )
-
-
-@dataclass(frozen=True)
-class BlockKind:
-    """What the layers of an architecture compute.
-
-    rope_layout: which elements of a head rotate together (kernels/rope.py); GGUF converters permute the query and key
-        rows of the llama family so that they are neighbours ("pairs").
-    norm: RMSNorm ("rms"), or LayerNorm ("layer").
-    norms: "pre" in front of attention and feed-forward (`attn_norm`, `ffn_norm`), "post" on their results before the
-        residual is added (`post_attention_norm`, `post_ffw_norm`), or "both"; "parallel": attention and feed-forward
-        read the same norm (`attn_norm`) of a layer's input, and both are added to it.
-    ffn_norm: what the norm in front of the feed-forward is called.
-    qk_norm: a norm of queries and keys, of each "head" by itself, of each once it is rotated, or of a whole "row".
-    qkv_bias: query, key and value projections have biases.
-    output_bias: the attention's output projection has a bias.
-    sinks: each query head has a logit of its own in the softmax's denominator (kernels/attention.py).
-    activation: the activation of the gate of feed-forwards and experts (kernels/glu.py).
-    pointwise: the activation of feed-forwards and experts without a gate (kernels/pointwise.py); None: they have one.
-    expert_bias: experts and their router have biases.
-    selection_bias: experts are selected by their scores plus a bias per expert.
-    shared_gate: the shared expert is weighted by a gate of its own.
-    gated: the attention's result is multiplied by gates, whose rows follow each query head's (kernels/attention.py).
-    unit_norms: rotated queries and keys are normalized, each head by itself, without weights; those of layers that do
-        not rotate are not.
-    merged: one tensor `attn_qkv` holds query, key and value rows.
-    merged_gate: one tensor `ffn_up` holds the rows of gate and up.
-    v_norm: value heads are divided by their root mean square.
-    layer_scale: the residual stream is multiplied by a number of each layer, `layer_output_scale`, at its end.
-    dense_beside_experts: layers with experts have a dense feed-forward, too (blocks/dense_and_experts.py).
-    images_both_ways: the layers in which rows of an image attend to one another both ways, where its projector says
-        that they do: all, or those with a window.
-    """
-
-    rope_layout: RopeLayout = "halves"
-    norm: Literal["rms", "layer"] = "rms"
-    norms: Literal["pre", "post", "both", "parallel"] = "pre"
-    ffn_norm: Literal["ffn_norm", "post_attention_norm", "attn_norm"] = "ffn_norm"
-    qk_norm: Literal["head", "rotated head", "row"] | None = None
-    qkv_bias: bool = False
-    output_bias: bool = False
-    sinks: bool = False
-    activation: Literal["silu", "gelu_tanh", "gelu_erf", "clamped_swish"] = "silu"
-    pointwise: Literal["relu2", "gelu"] | None = None
-    expert_bias: bool = False
-    selection_bias: bool = False
-    shared_gate: bool = False
-    gated: bool = False
-    unit_norms: bool = False
-    merged: bool = False
-    merged_gate: bool = False
-    v_norm: bool = False
-    layer_scale: bool = False
-    dense_beside_experts: bool = False
-    images_both_ways: Literal["all", "windowed"] = "all"
-
-    @property
-    def has_gate(self) -> bool:
-        """Whether feed-forwards and experts have a gate."""
-        return self.pointwise is None
-
-
-@dataclass(frozen=True)
-class ExpertConfig:
-    """The mixture of experts in a model's feed-forwards.
-
-    count: number of experts per layer, of which `router` selects some for each row.
-    feed_forward_length: width of an expert.
-    shared_feed_forward_length: width of the shared expert, which computes every row; 0: there is none.
-    dense_layers: layers with a dense feed-forward of `ModelConfig.feed_forward_length` instead of experts.
-    held: the experts on this rank, with expert parallelism; None: all.
-    """
-
-    count: int
-    router: RouterKind
-    feed_forward_length: int
-    shared_feed_forward_length: int = 0
-    dense_layers: tuple[int, ...] = ()
-    held: range | None = None
-
-    def expected(self, rows: float) -> float:
-        """The expected number of experts per layer that a step of `rows` rows reads: `E (1 - (1 - k/E)^rows)`.
-
-        Assumes that all sets of k experts are equally likely for each row. `rows` may be a mean over steps.
-        """
-        return self.count * (1.0 - pow(1.0 - self.router.used / self.count, rows))
 
 
 class LayerSizes(NamedTuple):
@@ -479,13 +307,13 @@ class ModelConfig:
     `attention_temperature_offset` is 1 in Llama 4, in layers that do not rotate). `attention_chunk`: layers with a
     window, which is of so many positions, attend within chunks of them; 0: there are none.
     `tied_output`: the output matrix is the embedding. `experts`: the mixture of experts, None in a
-    dense model. `draft_layers`: how many layers the files have behind the `block_count`, which draft tokens further
+    dense model. `draft_layers`: how many layers the files have after the `block_count`, which draft tokens further
     ahead; the decoder passes them over. `pooling`: what a model that was made for embeddings makes of a text's hidden
     rows; None: the files do not say. `unrotated_layers` have attention without rotary embedding. `recurrent_layers`
     keep a state of one size in place of keys and values; `conv_taps`, `conv_channels`: of their short convolution
     (blocks/short_conv.py); `gated_delta`, `mamba2`: the sizes of their mixer. `mixerless_layers` are a feed-forward
     alone, and keep nothing. `latent`: the sizes of every layer's latent attention; `head_dim` is then that of queries
-    before their matrix is applied. `shared_kv_layers`: so many of the last layers have no keys and values of their own
+    before their matrix is applied. `shared_kv_layers`: how many of the last layers have no keys and values of their own
     (`kv_source`). `layer_input`: what layers get of each token beside the residual stream. `altup`: of several
     rows of each token. `encoder`: of a model that generates no text (EncoderSizes).
     `ranker`: of a decoder that scores pairs of texts. `output_norm`: GGUF's name of the
@@ -499,7 +327,7 @@ class ModelConfig:
 
     architecture: str
     name: str
-    block: BlockKind
+    block: BlockForm
     vocab_size: int
     context_length: int
     embedding_length: int
@@ -610,7 +438,7 @@ class ModelConfig:
     @property
     def splits_heads(self) -> bool:
         """Whether ranks may share the heads: a norm over the whole row needs all of them, and so does a latent."""
-        return self.block.qk_norm != "row" and self.latent is None
+        return self.block.attention.qk_norm != "row" and self.latent is None
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a mixture of experts."""
@@ -618,7 +446,7 @@ class ModelConfig:
 
     def rotation(self, layer: int) -> Rotation:
         """The rotary embedding of a layer."""
-        layout, turns = self.block.rope_layout, layer not in self.unrotated_layers
+        layout, turns = self.block.attention.rope_layout, layer not in self.unrotated_layers
         if self.layer_windows[layer] is not None and self.rope_freq_base_swa is not None:
             dim = self.rope_dim if self.rope_dim_swa is None else self.rope_dim_swa
             return Rotation(dim, self.rope_freq_base_swa, layout, turns=turns)
@@ -652,7 +480,7 @@ class ModelConfig:
             yield "sliding_window", f"{self.sliding_window} is not positive"
         yield from self._scaling_problems()
         if self.experts is not None:
-            yield from _expert_problems(self.experts, self.block_count, self.block.shared_gate)
+            yield from _expert_problems(self.experts, self.block_count, self.block.experts.shared_gate)
         if self.gated_delta is not None:
             yield from _gated_delta_problems(self.gated_delta)
         if self.mamba2 is not None:
@@ -674,7 +502,7 @@ class ModelConfig:
         """Of layers that share the keys and values of others."""
         shared, blocks = self.shared_kv_layers, self.block_count
         if not 0 < shared < blocks:
-            yield "shared_kv_layers", f"{shared} is not from 0 to {blocks - 1}, the layers behind the first"
+            yield "shared_kv_layers", f"{shared} is not from 0 to {blocks - 1}, the layers after the first"
             return
         for layer in range(blocks - shared, blocks):
             source = self.kv_source(layer)
@@ -796,7 +624,7 @@ def _latent_problems(sizes: LatentSizes) -> Iterator[tuple[str, str]]:
 
 
 def _altup_problems(sizes: AltUpSizes, blocks: int) -> Iterator[tuple[str, str]]:
-    """As ModelConfig.problems, of alternating updates in so many layers."""
+    """As ModelConfig.problems, of alternating updates in `blocks` layers."""
     if not 2 <= sizes.streams <= 16:
         yield "altup.streams", f"{sizes.streams} is not from 2 to 16"
     if not 1 <= sizes.rank <= LIMITS["embedding_length"][1]:

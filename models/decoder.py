@@ -72,7 +72,7 @@ class Decoder:
         self.host_experts = host_experts
         self.backend = backend
         self.chunk_size = chunk_size
-        top = LayerTensors(tensors, None, backend, config.rms_eps, config.block.norm)
+        top = LayerTensors(tensors, None, backend, config.rms_eps, config.block.norms.kind)
         self._stage = stage = config.stage or Stage(0, (0, config.block_count))
         self.token_embd: Any = top.weight("token_embd") if top.has("token_embd") else None
         self.kept: Tensor | None = None
@@ -102,11 +102,11 @@ class Decoder:
         last_norm = self.output_norm
         if not stage.is_last:
             behind = self._of_layer(tensors, stage.layers.stop)
-            last_norm = behind.norm("attn_norm", config.block.norms != "post")
+            last_norm = behind.norm("attn_norm", config.block.norms.before_mixer)
         self._step_bytes: dict[int, int] = {}
         self._next_norms = [*(block.norm for block in self.blk[1:]), last_norm]
         self._last_mixer = max((i for i, block in enumerate(self.blk) if block.mixer is not None), default=0)
-        # Layers behind this one write no keys, so that of a prompt they compute only the rows whose logits are wanted.
+        # Layers after this one write no keys, so that of a prompt they compute only the rows whose logits are wanted.
         self.last_writer = self._last_mixer
         if config.shared_kv_layers:
             self.last_writer = config.block_count - config.shared_kv_layers - 1
@@ -119,7 +119,7 @@ class Decoder:
 
     def _of_layer(self, tensors: Mapping[str, QuantTensor], layer: int) -> LayerTensors:
         config = self.config
-        return LayerTensors(tensors, layer, self.backend, config.rms_eps, config.block.norm)
+        return LayerTensors(tensors, layer, self.backend, config.rms_eps, config.block.norms.kind)
 
     def forward(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Tensor:
         """Logits [n, vocab] of the rows `batch.logits_rows`, or of all rows, given the cache before them."""

@@ -17,15 +17,15 @@ class DenseAndExpertsLayer(MixtureOfExperts):
         self, declared: DenseAndExperts, tensors: LayerTensors, host: HostExperts | None = None
     ) -> None:
         super().__init__(declared.experts, tensors, host)
-        form, width, eps = declared.dense.form, declared.dense.width, tensors.eps
+        dense, eps = declared.dense, tensors.eps
         self.norm = None
         scale = tensors.vector("ffn_gate_inp", kind="scale")
-        self.router_norm = RMSNorm(scale * width**-0.5, eps)
-        self.dense_norm = RMSNorm(tensors.vector(form.ffn_norm), eps)
+        self.router_norm = RMSNorm(scale * dense.width**-0.5, eps)
+        self.dense_norm = RMSNorm(tensors.vector(dense.norms.ffn), eps)
         self.first_norm = RMSNorm(tensors.vector("post_ffw_norm_1"), eps)
         self.second_norm = RMSNorm(tensors.vector("post_ffw_norm_2"), eps)
-        self.post_norm = tensors.last_norm(form)
-        self.entry = FeedForwardEntry(form, tensors)
+        self.post_norm = tensors.last_norm(dense.norms)
+        self.entry = FeedForwardEntry(dense.form, tensors)
         self.ffn_down = tensors.weight("ffn_down")
 
     def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: Norm | None) -> Hidden:

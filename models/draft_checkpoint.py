@@ -1,21 +1,18 @@
 """The layer that drafts tokens as a checkpoint of its own: see models/draft_layer.py."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quengine.models.checkpoint import Checkpoint
+from quengine.models.checkpoint import Checkpoint, PartOfCheckpoint
 from quengine.models.config import ModelConfig
 from quengine.models.draft_layer import DraftTensors, layer_config
-from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quengine.kernels.quant_tensor import QuantTensor
-    from quengine.models.template.chat_template import ChatTemplate
 
 
-class DraftLayer:
+class DraftLayer(PartOfCheckpoint):
     """The layer that drafts tokens of the model `target`, itself a `Checkpoint`: a model of one layer. vocabulary: of
     how many tokens, as for `layer_config`.
 
@@ -23,9 +20,9 @@ class DraftLayer:
     """
 
     def __init__(self, target: Checkpoint, vocabulary: int = 0) -> None:
+        super().__init__(target)
         self.path: Path = target.path
         self.config: ModelConfig = layer_config(target.config, vocabulary)
-        self._target = target
         self._held: DraftTensors = target.draft_tensors()
 
     @property
@@ -41,7 +38,7 @@ class DraftLayer:
     def weights(self) -> int:
         return self._held.weights
 
-    @cached_property
+    @property
     def types(self) -> Mapping[str, int]:
         return {}
 
@@ -51,15 +48,6 @@ class DraftLayer:
 
     def draft_tensors(self) -> DraftTensors:
         return self._held
-
-    def release_pages(self) -> None:
-        self._target.release_pages()
-
-    def tokenizer(self) -> Tokenizer:
-        return self._target.tokenizer()
-
-    def chat_template(self, given: str | None = None) -> "ChatTemplate | None":
-        return self._target.chat_template(given)
 
     def close(self) -> None:
         """The target closes its files."""

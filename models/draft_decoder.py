@@ -36,7 +36,7 @@ class DraftDecoder(Decoder):
         self.token_embd, self.output, self.kept = target.token_embd, target.output, target.kept
         if config.vocab_size < self.output.rows:
             self.output = target.backend.first_rows(self.output, config.vocab_size)
-        own = LayerTensors(tensors, None, target.backend, config.rms_eps, config.block.norm)
+        own = LayerTensors(tensors, None, target.backend, config.rms_eps, config.block.norms.kind)
         self._eh_proj = own.weight(EH_PROJ)
         self._enorm, self._hnorm = own.scaled_norm(ENORM, 1.0), own.scaled_norm(HNORM, 1.0)
 

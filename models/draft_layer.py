@@ -37,8 +37,8 @@ VOCABULARY_UNIT = 128
 
 
 def layer_config(config: ModelConfig, vocabulary: int = 0) -> ModelConfig:
-    """The first layer that drafts, as a model of one layer. vocabulary: it drafts from so many tokens, rounded up, the
-    first ones, which in a vocabulary made by merges are the most frequent; 0: from all."""
+    """The first layer that drafts, as a model of one layer. vocabulary: the number of tokens that it drafts from,
+    rounded up, the first ones, which in a vocabulary made by merges are the most frequent; 0: from all."""
     first = -(-vocabulary // VOCABULARY_UNIT) * VOCABULARY_UNIT or config.vocab_size
     return replace(
         config,

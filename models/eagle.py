@@ -102,7 +102,7 @@ def config_of_folder(
     if problem := _problem(sizes):
         raise config_error(_LAYER_IDS, problem)
     # A folder has the elements of a head in halves; they stay as they are.
-    return _as_layer(replace(layer, block=replace(layer.block, rope_layout="halves")), sizes)
+    return _as_layer(replace(layer, block=layer.block.with_attention(rope_layout="halves")), sizes)
 
 
 def _layer_ids(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:

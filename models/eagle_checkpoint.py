@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.models.checkpoint import Checkpoint
+from quengine.models.checkpoint import Checkpoint, PartOfCheckpoint
 from quengine.models.config import ModelConfig
 from quengine.models.draft_layer import DraftTensors
 from quengine.models.eagle import ARCHITECTURE, check_fit, config_of_folder, config_of_gguf, is_eagle_config
@@ -22,10 +22,6 @@ from quengine.models.gguf.gguf_tensors import quant_tensor
 from quengine.models.hf.hf_headers import read_config
 from quengine.models.hf.hf_shards import HFShards
 from quengine.models.tensor_table import check_tensors, tensor_specs
-from quengine.models.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from quengine.models.template.chat_template import ChatTemplate
 
 _D2T, _T2D = "d2t", "t2d"
 _MEANINGFUL = (".bias", "norm.weight")
@@ -127,8 +123,8 @@ class _Folder:
         self._shards.close()
 
 
-class EagleCheckpoint:
-    """The draft model's layer, itself a `Checkpoint`; see the module docstring.
+class EagleCheckpoint(PartOfCheckpoint):
+    """The draft model's layer, itself a `Checkpoint` with the target's tokenizer; see the module docstring.
 
     `fusion`: the part of it that the target's steps compute. `drafted`: the target's token of each that it drafts,
     int64 [drafted]; None: the same.
@@ -137,8 +133,9 @@ class EagleCheckpoint:
     """
 
     def __init__(self, path: Path, file: EagleFile, target: Checkpoint) -> None:
+        super().__init__(target)
         self.path, self.config = path, file.config
-        self._file, self._target = file, target
+        self._file = file
         sizes = file.config.eagle
         assert sizes is not None
         self.drafted = file.drafted
@@ -182,20 +179,13 @@ class EagleCheckpoint:
     def release_pages(self) -> None:
         self._file.release_pages()
 
-    def tokenizer(self) -> Tokenizer:
-        """The target's: both have its tokens."""
-        return self._target.tokenizer()
-
-    def chat_template(self, given: str | None = None) -> "ChatTemplate | None":
-        return self._target.chat_template(given)
-
     def close(self) -> None:
         self._file.close()
 
 
 class Fusion(Mapping[str, QuantTensor]):
     """The matrix `fc` as one for each of the target's layers, whose products are summed, by name: each is a copy, made
-    when it is asked for, as its columns do not lie together.
+    when it is read, as its columns do not lie together.
 
     Raises EngineError where its type has blocks over the columns of two layers.
     """

@@ -21,8 +21,9 @@ from quengine.models.architectures import layers_of
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.encoder import BidirectionalAttention, EncoderAttention, EncoderFeedForward
 from quengine.models.blocks.feed_forward import FeedForward
-from quengine.models.config import PROJECTIONS, EncoderSizes, ModelConfig, Rotation, no_text
+from quengine.models.config import PROJECTIONS, EncoderSizes, ModelConfig, no_text
 from quengine.models.layers import FeedForwardLayer, LayerTensors
+from quengine.models.rotation import Rotation
 
 
 class BidirectionalLayer:
@@ -31,11 +32,11 @@ class BidirectionalLayer:
     def __init__(self, block: Block, tensors: LayerTensors, turn: tuple[Tensor, Tensor] | None) -> None:
         declared, channel = block.mixer, block.feed_forward
         assert isinstance(declared, BidirectionalAttention) and isinstance(channel, FeedForward)
-        causal, form = declared.causal, declared.causal.form
+        causal = declared.causal
         self.backend = tensors.backend
         cos, sin = (None, None) if turn is None else turn
         q_norm, k_norm = (
-            tensors.vector(f"attn_{name}_norm") if form.qk_norm == "head" else None for name in "qk"
+            tensors.vector(f"attn_{name}_norm") if causal.form.qk_norm == "head" else None for name in "qk"
         )
         self.spec = EncoderAttentionSpec(
             *(causal.heads, causal.head_dim, causal.scale, cos, sin, causal.kv_heads, q_norm, k_norm),
@@ -46,7 +47,7 @@ class BidirectionalLayer:
         merged = tensors.has("attn_qkv")
         self.entry = tensors.weight(*(["attn_qkv"] if merged else ["attn_q", "attn_k", "attn_v"]))
         self.output = tensors.weight("attn_output")
-        self.post_norm = tensors.rms_norm("post_attention_norm", form.norms == "both")
+        self.post_norm = tensors.rms_norm("post_attention_norm", causal.norms.of_results)
         self.feed_forward = FeedForwardLayer(channel, tensors)
 
     def __call__(self, batch: ForwardBatch, x: Hidden) -> Hidden:
@@ -140,7 +141,7 @@ class Encoder:
         self.chunk_size = ctx_size
         self.separator = separator
         sizes, width = config.encoder, config.embedding_length
-        top = LayerTensors(tensors, None, backend, config.rms_eps, config.block.norm)
+        top = LayerTensors(tensors, None, backend, config.rms_eps, config.block.norms.kind)
         self.token_embd = top.weight("token_embd")
         self.positions = None if sizes.rotates else top.vector("position_embd").view(-1, width)
         self.token_types = top.vector("token_types").view(-1, width) if sizes.token_types else None
@@ -199,7 +200,7 @@ class Encoder:
         raise EngineError(no_text(self.config))
 
     def _positions(self, batch: ForwardBatch) -> Tensor:
-        """Of each token its row in the table: int64 [T]. Where texts begin behind the first row, a token whose id is
+        """Of each token its row in the table: int64 [T]. Where texts begin after the first row, a token whose id is
         the last row before is padding, has that row, and counts as no position."""
         assert self.config.encoder is not None
         padding = self.config.encoder.first_position - 1
@@ -237,7 +238,7 @@ def _layers(
         rotation = config.rotation(i)
         if config.encoder.rotates and rotation not in turns:
             turns[rotation] = rope_table(rotation.spec(ctx_size), ctx_size, backend.device)
-        of_layer = LayerTensors(tensors, i, backend, config.rms_eps, config.block.norm)
+        of_layer = LayerTensors(tensors, i, backend, config.rms_eps, config.block.norms.kind)
         kind = BidirectionalLayer if isinstance(block.mixer, BidirectionalAttention) else EncoderLayer
         found.append(kind(block, of_layer, turns.get(rotation)))
     return found

@@ -33,16 +33,16 @@ class MixtureOfExperts:
     chosen: Tensor | None = None
 
     def __init__(self, declared: Experts, tensors: LayerTensors, host: HostExperts | None = None) -> None:
-        form, experts = declared.form, declared.experts
+        each, experts = declared.each, declared.experts
         self.backend = tensors.backend
         self.expert_backend = host or tensors.backend
         self.partial = declared.partial
-        self.activation = form.pointwise or form.activation
+        self.activation = each.function
         self.experts = experts
-        bias, count, held = form.expert_bias, experts.count, experts.held
+        bias, count, held = declared.form.bias, experts.count, experts.held
         self.local = None if held is None else _local_numbers(held, count).to(self.backend.device)
         count = count if held is None else len(held) + 1
-        gate, up = _gate_and_up(tensors, count, experts.feed_forward_length, form.has_gate)
+        gate, up = _gate_and_up(tensors, count, experts.feed_forward_length, each.has_gate)
         down = _of_experts(tensors, "down", count)
         shared = [] if host is not None else _joined_shared(declared, tensors, [gate, up, down])
         alone = host is None and (bool(shared) or not experts.shared_feed_forward_length)
@@ -60,7 +60,7 @@ class MixtureOfExperts:
         )
         self.shared_entry = self.shared_down = None
         if experts.shared_feed_forward_length and not shared:
-            self.shared_entry = FeedForwardEntry(form, tensors, "_shexp")
+            self.shared_entry = FeedForwardEntry(each, tensors, "_shexp")
             self.shared_down = tensors.weight("ffn_down_shexp")
 
     def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: Norm | None) -> Hidden:
@@ -119,32 +119,32 @@ def _joined_shared(
     """The matrices of the shared expert where it is one of the `experts`, by kind: gate, if they have one, up and down.
     Empty where there is none, it has another size or format, or it reads other rows or is divided otherwise among
     ranks."""
-    sizes, form = declared.experts, declared.form
+    sizes, each = declared.experts, declared.each
     if (
         sizes.shared_feed_forward_length != sizes.feed_forward_length
         or declared.partial
         or sizes.held is not None
-        or form.expert_bias
-        or form.merged_gate
+        or declared.form.bias
+        or each.merged_gate
         or sizes.router.weighs_inputs
     ):
         return []
     others = [matrices[0] for matrices in experts if matrices is not None]
-    kinds = ("gate", "up", "down") if form.has_gate else ("up", "down")
+    kinds = ("gate", "up", "down") if each.has_gate else ("up", "down")
     shared = tensors.take(*(f"ffn_{kind}_shexp" for kind in kinds))
     alike = all(own.format == other.format for own, other in zip(shared, others, strict=True))
     return shared if alike else []
 
 
 def _router(declared: Experts, tensors: LayerTensors, joins_shared: bool) -> Router:
-    block, count = declared.form, declared.experts.count
+    form, count = declared.form, declared.experts.count
     return Router(
         kind=declared.experts.router,
         weight=tensors.vector("ffn_gate_inp").view(count, -1),
-        bias=tensors.vector("ffn_gate_inp", kind="bias") if block.expert_bias else None,
-        selection_bias=tensors.vector("exp_probs_b", kind="bias") if block.selection_bias else None,
-        shared_gate=tensors.vector("ffn_gate_inp_shexp") if block.shared_gate else None,
-        expert_scale=tensors.vector("ffn_down_exps", kind="scale") if declared.beside_dense else None,
+        bias=tensors.vector("ffn_gate_inp", kind="bias") if form.bias else None,
+        selection_bias=tensors.vector("exp_probs_b", kind="bias") if form.selection_bias else None,
+        shared_gate=tensors.vector("ffn_gate_inp_shexp") if form.shared_gate else None,
+        expert_scale=tensors.vector("ffn_down_exps", kind="scale") if form.beside_dense else None,
         joins_shared=joins_shared,
     )
 

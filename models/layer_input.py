@@ -58,10 +58,10 @@ class LayerInputLayer:
     def __init__(self, declared: LayerInput, tensors: LayerTensors) -> None:
         self.backend = tensors.backend
         self.layer = tensors.layer
-        self.activation = declared.form.activation
+        self.activation = declared.activation
         self.gate = tensors.weight("inp_gate")
         self.project = tensors.weight("proj")
-        self.post_norm = tensors.ending_norm("post_norm", declared.form)
+        self.post_norm = tensors.ending_norm("post_norm", declared.norms)
 
     def __call__(
         self,

@@ -12,7 +12,8 @@ from quengine.kernels.rope import rope_table
 from quengine.models.architectures import attentions_of
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.latent_attention import LatentAttention
-from quengine.models.config import ModelConfig, Rotation
+from quengine.models.config import ModelConfig
+from quengine.models.rotation import Rotation
 
 _STEP_ROWS = 4096
 """Image rows of several sequences that a step may have, and more where a chunk is longer."""
@@ -48,7 +49,6 @@ class LayerTables:
         self._widest = max((attention.head_dim for attention in attentions_of(config)), default=0)
         self._masks: dict[int | None, Tensor] = {}
         self._rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
-        self._windowless_images = config.block.images_both_ways == "all"
         self._chunk = config.attention_chunk if config.attention_chunk < ctx_size else 0
         self._turned = max(chunk_size, _STEP_ROWS) if config.rope_axes else 0
         self._query_scales: dict[tuple[float, int, int], Tensor] = {}
@@ -81,7 +81,7 @@ class LayerTables:
             shared=declared.shared,
             widest_head=self._widest,
             mask_band=self._mask(window),
-            images_both_ways=self._windowless_images or declared.window is not None,
+            images_both_ways=declared.form.images_both_ways == "all" or declared.window is not None,
             cos=cos,
             sin=sin,
         )

@@ -16,8 +16,8 @@ from quengine.kernels.layer_norm import LayerNorm, Norm
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.blocks.attention import Attention
-from quengine.models.blocks.feed_forward import FeedForward
-from quengine.models.config import BlockKind
+from quengine.models.blocks.feed_forward import FeedForward, FeedForwardForm
+from quengine.models.blocks.norms import Norms
 from quengine.models.layer_tables import LayerTables
 
 
@@ -77,14 +77,14 @@ class LayerTensors:
         """`norm` where it is an RMSNorm in every architecture."""
         return RMSNorm(self.vector(name), self.eps) if there else None
 
-    def last_norm(self, form: BlockKind) -> RMSNorm | None:
+    def last_norm(self, norms: Norms) -> RMSNorm | None:
         """The norm of what a layer's last part adds, with the number that its sum is multiplied by."""
-        return self.ending_norm("post_ffw_norm", form) if form.norms in ("post", "both") else None
+        return self.ending_norm("post_ffw_norm", norms) if norms.of_results else None
 
-    def ending_norm(self, name: str, form: BlockKind) -> RMSNorm:
+    def ending_norm(self, name: str, norms: Norms) -> RMSNorm:
         """The norm `name`, with the number that its sum is multiplied by where the layer ends with it."""
         norm = RMSNorm(self.vector(name), self.eps)
-        if not form.layer_scale:
+        if not norms.scaled:
             return norm
         scale = self.vector("layer_output_scale")
         number = 1.0 if scale.is_meta else float(scale)  # kernels compiled ahead take it when they run
@@ -99,7 +99,7 @@ class AttentionLayer:
     """
 
     def __init__(self, declared: Attention, tensors: LayerTensors, tables: LayerTables) -> None:
-        form = declared.form
+        form, norms = declared.form, declared.norms
         self.backend = tensors.backend
         self.partial = declared.partial
         spec = tables.attention(tensors.layer, declared, tensors.eps)
@@ -108,18 +108,18 @@ class AttentionLayer:
             k_norm = None if declared.shared else tensors.vector("attn_k_norm")
             rotated = form.qk_norm == "rotated head"
             spec = replace(spec, q_norm=q_norm, k_norm=k_norm, norms_rotated=rotated)
-        if declared.unit_norms:
+        if form.unit_norms:
             ones = torch.ones(declared.head_dim, dtype=self.backend.dtype, device=self.backend.device)
             spec = replace(spec, q_norm=ones, k_norm=ones, norms_rotated=True)
         spec = replace(spec, gated=form.gated)
         self.spec = replace(spec, sinks=tensors.vector("attn_sinks")) if form.sinks else spec
-        self.norm = tensors.norm("attn_norm", form.norms != "post")
+        self.norm = tensors.norm("attn_norm", norms.before_mixer)
         names = ["attn_q"] if declared.shared else _qkv(tensors, "weight", declared.keys_as_values)
         self.entry = tensors.weight(*names)
         self.entry_bias = tensors.vector(*_qkv(tensors, "bias"), kind="bias") if form.qkv_bias else None
         self.output = tensors.weight("attn_output")
         self.output_bias = tensors.vector("attn_output", kind="bias") if form.output_bias else None
-        self.post_norm = tensors.rms_norm("post_attention_norm", form.norms in ("post", "both"))
+        self.post_norm = tensors.rms_norm("post_attention_norm", norms.of_results)
 
     def __call__(
         self,
@@ -175,7 +175,7 @@ class SparseEntry:
 class FeedForwardEntry:
     """Merged gate and up projection, or up alone, and their activation. kind: the end of the matrices' names."""
 
-    def __init__(self, form: BlockKind, tensors: LayerTensors, kind: str = "") -> None:
+    def __init__(self, form: FeedForwardForm, tensors: LayerTensors, kind: str = "") -> None:
         self.activation, self.pointwise = form.activation, form.pointwise
         if form.pointwise is not None:
             self.weight = tensors.weight(f"ffn_up{kind}")
@@ -200,14 +200,14 @@ class FeedForwardLayer:
     """`FeedForwardEntry`, then the down projection; norms as in AttentionLayer."""
 
     def __init__(self, declared: FeedForward, tensors: LayerTensors) -> None:
-        form = declared.form
+        norms = declared.norms
         self.backend = tensors.backend
         self.partial = declared.partial
-        self.norm = tensors.norm(form.ffn_norm, form.norms in ("pre", "both"))
+        self.norm = tensors.norm(norms.ffn, norms.before_ffn)
         sparse = declared.cutoff > -inf
-        self.entry = SparseEntry(declared, tensors) if sparse else FeedForwardEntry(form, tensors)
+        self.entry = SparseEntry(declared, tensors) if sparse else FeedForwardEntry(declared.form, tensors)
         self.ffn_down = tensors.weight("ffn_down")
-        self.post_norm = tensors.last_norm(form)
+        self.post_norm = tensors.last_norm(norms)
 
     def __call__(self, batch: ForwardBatch, x: Hidden, next_norm: Norm | None) -> Hidden:
         """`next_norm`: the norm that reads the result."""

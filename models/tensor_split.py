@@ -133,7 +133,7 @@ class ModelSplit:
         return cut_of(tensor.name, self.whole, self.rank.by_expert)
 
     def _kept(self, name: str, cut: Cut) -> list[range]:
-        """Which rows or columns of a tensor the rank has, of each of the parts that lie one behind the other."""
+        """Which rows or columns of a tensor the rank has, of each of the parts that follow one another."""
         layer = _LAYER.match(name)
         ranges = self._of_sizes[self.whole.sizes(int(layer[1]) if layer else 0)]
         start, kept = 0, list[range]()
@@ -304,7 +304,7 @@ def _lengths(config: ModelConfig, sizes: LayerSizes) -> dict[Axis, int]:
     """How long each axis is that is cut by columns, of feed-forwards and convolutions, in layers of these sizes."""
     lengths: dict[Axis, int] = {}
     experts = config.experts
-    if experts is None or experts.dense_layers or config.block.dense_beside_experts:
+    if experts is None or experts.dense_layers or config.block.experts.beside_dense:
         lengths["inner"] = sizes.feed_forward_length
     if experts is not None:
         lengths["expert_inner"] = experts.feed_forward_length

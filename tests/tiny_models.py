@@ -12,7 +12,10 @@ from gguf.quants import quantize
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.models.config import BlockKind, ModelConfig, RopeScaling
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.config import ModelConfig
+from quengine.models.rotation import RopeScaling
 from tests.gguf_builder import STREAMS, TAPS, GGUFBuilder, ModelSizes, bpe_vocabulary
 from tests.llama_cpp_source import llama_cpp_source
 
@@ -106,7 +109,7 @@ def with_sinks_and_output_biases(
         )
         for name, values in added.items()
     }
-    block = replace(config.block, sinks=True, output_bias=True)
+    block = config.block.with_attention(sinks=True, output_bias=True)
     return replace(config, block=block), {name: tensors[name] for name in tensors} | own, added
 
 
@@ -115,7 +118,7 @@ def small_config() -> ModelConfig:
     return ModelConfig(
         architecture="llama",
         name="small",
-        block=BlockKind(rope_layout="pairs"),
+        block=BlockForm(AttentionForm(rope_layout="pairs")),
         vocab_size=512,
         context_length=128,
         embedding_length=64,

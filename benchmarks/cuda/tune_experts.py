@@ -134,11 +134,11 @@ class Step:
 
         def of_experts(name: str, rows: int, cols: int, paired: bool) -> ExpertWeights:
             part = random_part(types[name][0], experts.count * rows, cols)
-            bias = torch.randn(experts.count, rows, device="cuda") if self.config.block.expert_bias else None
+            bias = torch.randn(experts.count, rows, device="cuda") if self.config.block.experts.bias else None
             return ExpertWeights((part,), experts.count, rows, paired, bias)
 
         qkv, output = weight("attn_q", "attn_k", "attn_v"), weight("attn_output")
-        bias = torch.randn(hidden, device="cuda") if self.config.block.expert_bias else None
+        bias = torch.randn(hidden, device="cuda") if self.config.block.experts.bias else None
         router = Router(experts.router, torch.randn(experts.count, hidden, device="cuda"))
         ffn, config = experts.feed_forward_length, self.config
         attention = layer_attention(
@@ -170,7 +170,7 @@ class Step:
     def _feed_forward(self, layer: Layer, x: RmsNormed) -> RmsNormed:
         assert isinstance(x.rms_normed, QuantizedActivations)
         routing = self.experts.route(x.hidden, self.norm, layer.router, None)
-        activation = self.config.block.activation
+        activation = self.config.block.feed_forward.activation
         gated = self.experts.glu(x.rms_normed, routing, layer.gate_up, activation, False)
         both = self.experts.add(gated, routing, layer.down, x.hidden, self.norm, False)
         assert isinstance(both, RmsNormed)

@@ -89,7 +89,7 @@ def _head(text: str, room: int) -> str:
 
 
 class AnswerView:
-    """Shows an answer as it comes; `close` ends it, with the cursor behind the last character."""
+    """Shows an answer as it comes; `close` ends it, with the cursor after the last character."""
 
     def __init__(self, markdown: bool) -> None:
         self._markdown = markdown

@@ -194,9 +194,9 @@ class Conversation(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """One command: what is typed behind its name, a line of help, and what it does with it.
+    """One command: what is typed after its name, a line of help, and what it does with it.
 
-    `completes` is what the text behind the name is completed with.
+    `completes` is what the text after the name is completed with.
     """
 
     argument: str

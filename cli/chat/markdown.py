@@ -30,7 +30,7 @@ _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "ta
 
 
 class MarkdownView:
-    """Shows the text that `write` is given. `close` ends it, with the cursor behind the last character."""
+    """Shows the text that `write` is given. `close` ends it, with the cursor after the last character."""
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stdout, force_terminal=True, highlight=False, theme=_THEME)

@@ -40,7 +40,7 @@ class ChatModels:
         Raises:
             EngineError: there is no such model, or it cannot be loaded, or cannot chat: the one before is open again.
         """
-        resolve_model(name)  # what is wrong with a name is said before the model in use is closed
+        resolve_model(name)  # what is wrong with a name is reported before the model in use is closed
         preset = preset_values(name)
         options = replace(self.options, **preset.get(ChatOptions, {}))
         config = replace(self.config, **preset.get(EngineConfig, {}))

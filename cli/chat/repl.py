@@ -72,7 +72,7 @@ class Repl:
             note("no message came from standard input")
 
     def answer(self, deltas: "Generator[Delta, None, None]", otherwise: str) -> None:
-        """Print an answer as it comes and why it ended; `otherwise` is what is said to become of none."""
+        """Print an answer as it comes and why it ended; `otherwise`: the note where there is none."""
         stopped, before = False, self.session.last
         moves = sys.stdout.isatty() and os.environ.get("TERM") not in (None, "", "dumb")  # the cursor
         printer = AnswerView(self._markdown) if moves else AnswerPrinter()

@@ -47,7 +47,7 @@ class BenchFlags:
         Flag(
             "--synthetic",
             "Make such a model: mistral-7b, qwen3-8b, llama-3.2-1b, llama-3-70b, gemma3-4b, olmo2-7b, "
-            "phi3-mini, mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, tiny; with -20l behind it its first 20 layers.",
+            "phi3-mini, mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, tiny; followed by -20l its first 20 layers.",
             read=split_names,
         ),
     ] = ()

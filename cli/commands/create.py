@@ -33,7 +33,7 @@ _OPTIONS = {
 
 
 def is_modelfile(text: str) -> bool:
-    """Whether a text begins, behind comments, as a Modelfile does and no TOML file."""
+    """Whether a text begins, after comments, as a Modelfile does and no TOML file."""
     first = next((line.strip() for line in text.splitlines() if line.strip() and line.strip()[0] != "#"), "")
     return bool(re.match(r"[A-Za-z]+[ \t]+[^=\s]", first))
 

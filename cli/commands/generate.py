@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _FAILURE = "cannot read the prompt from standard input"
 _SAID_AFTER = 2.0
-"""Seconds that a pipe may keep silent before the user is told what is waited for."""
+"""Seconds that a pipe may keep silent before a note says what is waited for."""
 
 
 def with_piped(typed: str | None) -> str | None:
@@ -52,7 +52,7 @@ def with_piped(typed: str | None) -> str | None:
 
 
 def standard_input() -> str:
-    """All of standard input, without a line's end behind it.
+    """All of standard input, without a line's end after it.
 
     Raises EngineError where it is too large, not UTF-8, or cannot be read.
     """
@@ -174,7 +174,7 @@ def generate(
 
 
 def _prompt_text(text: str | None, flags: PromptFlags) -> str:
-    """The one prompt among the argument and what every -p and -f gave, behind what is piped in.
+    """The one prompt among the argument and what every -p and -f gave, after what is piped in.
 
     Raises EngineError for none and for several.
     """

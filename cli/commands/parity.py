@@ -73,7 +73,7 @@ class ParityFlags:
         int | None, Flag("--tokens", "Tokens generated after each prompt. (default: 128)", TEXTS)
     ] = None
     quick: Annotated[
-        bool, Flag("--quick", "6 texts and 5 prompts of 32 tokens, where nothing else is said.", TEXTS)
+        bool, Flag("--quick", "6 texts and 5 prompts of 32 tokens, where no other flag gives them.", TEXTS)
     ] = False
     locate: Annotated[
         bool,

@@ -9,7 +9,7 @@ from quengine.cli.flags import complete_models
 
 
 class Command(ExampleCommand):
-    """`engine pull`, whose help ends with the aliases: read when the help is asked for, not at every start."""
+    """`engine pull`, whose help ends with the aliases: read when the help is shown, not at every start."""
 
     def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
         from quengine.models.hub.hub import catalogue

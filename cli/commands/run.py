@@ -32,7 +32,7 @@ def run_model(
     session: Session = None,
     markdown: Markdown = True,
     stats: Annotated[
-        bool, Flag("--stats --verbose", "The whole report behind an answer, not a line.", OUTPUT)
+        bool, Flag("--stats --verbose", "The whole report after an answer, not a line.", OUTPUT)
     ] = False,
 ) -> None:
     """Talk with a model, or answer one PROMPT, as `ollama run` does.
@@ -60,5 +60,5 @@ def _prompt(words: list[str]) -> str | None:
     """What is piped in and the words of the command line; None on a terminal without any."""
     prompt = with_piped(" ".join(words) or None)
     if not prompt and not sys.stdin.isatty():
-        raise EngineError("no prompt: give one behind the model's name, or through a pipe")
+        raise EngineError("no prompt: give one after the model's name, or through a pipe")
     return prompt

@@ -42,7 +42,7 @@ def serve(
     from quengine.serve.replicas.launch import check_replicas
     from quengine.serve.server import Server
 
-    for needed in (model, config.draft_model):  # what is wrong with a name is said before anything listens
+    for needed in (model, config.draft_model):  # a wrong name is reported before anything listens
         if needed is not None:
             resolve_model(str(needed))
     if model is not None:

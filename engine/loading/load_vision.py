@@ -16,7 +16,8 @@ from quengine.request.image_prompts import Vision
 logger = logging.getLogger(__name__)
 
 _BOTH_WAYS = ("gemma3", "gemma4v")
-"""Projectors whose rows attend to one another both ways in layers of the text model (BlockKind.images_both_ways)."""
+"""Projectors whose rows attend to one another both ways in layers of the text model that say so
+(AttentionForm.images_both_ways)."""
 
 
 def projector_path(config: EngineConfig, model: Path) -> Path | None:

@@ -96,7 +96,7 @@ def thread_count(asked: int | None) -> int:
         return physical_cores()
     most = len(usable_cpus())
     if not 1 <= asked <= most:
-        raise EngineError(f"{asked} threads asked for; this machine allows 1 to {most}")
+        raise EngineError(f"{asked} threads requested; this machine allows 1 to {most}")
     return asked
 
 

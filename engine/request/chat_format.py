@@ -69,7 +69,7 @@ def _may_reason(template: str) -> bool:
 
 Messages = Sequence[Mapping[str, Any]]
 Ending = Literal["answer", "nothing", "continued"]
-"""How a prompt ends: where an answer begins, behind the last message, or within the last message, an answer."""
+"""How a prompt ends: where an answer begins, after the last message, or within the last message, an answer."""
 _DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y %H:%M:%S GMT"}
 """Variables for the date in templates of Llama 3 and Firefunction; most call strftime_now."""
 

@@ -79,7 +79,7 @@ class ChatOptions:
         return value
 
     def opened(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """A conversation behind the system message, unless it begins with one, and behind `self.messages`."""
+        """A conversation after the system message, unless it begins with one, and after `self.messages`."""
         has_own = bool(messages) and messages[0].get("role") in ("system", "developer")
         system = (
             [{"role": "system", "content": self.system}] if self.system is not None and not has_own else []

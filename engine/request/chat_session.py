@@ -1,6 +1,6 @@
 """A conversation with one model: the messages so far, and the token ids that stand for them in the cache.
 
-The model goes on from the tokens that it generated, not from their text: a new turn computes only what was added behind
+The model goes on from the tokens that it generated, not from their text: a new turn computes only what was added after
 them.
 """
 

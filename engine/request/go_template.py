@@ -62,7 +62,7 @@ def jinja_of(template: str) -> str:
 
 
 def _parts(template: str) -> Iterator[tuple[str, str]]:
-    """Pairs of text and the action behind it, spaces beside trim markers removed; the last action is empty."""
+    """Pairs of text and the action after it, spaces beside trim markers removed; the last action is empty."""
     at, trims = 0, False
     for found in _ACTION.finditer(template):
         text = template[at : found.start()]
@@ -76,7 +76,7 @@ def _parts(template: str) -> Iterator[tuple[str, str]]:
 
 
 def _until_response(parts: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The parts with nothing written behind the first that has the response."""
+    """The parts with nothing written after the first that has the response."""
     first = next(i for i, (_, action) in enumerate(parts) if ".Response" in action)
     structure = ("if", "else", "end", "range")
     later = [

@@ -25,7 +25,7 @@ class DraftCounts:
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens that a step with a draft gave on average, the model's own behind the accepted ones among them."""
+        """Tokens that a step with a draft gave on average, the model's own after the accepted ones among them."""
         return 1 + self.accepted / self.steps if self.steps else None
 
 

@@ -83,7 +83,7 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to generate; 0: the prompt alone is computed; None: until the context is full, or with
             `context_shift` for ever.
-        min_tokens: no end token and none of `stop_token_ids` before so many tokens; stop strings and
+        min_tokens: no end token and none of `stop_token_ids` before this many tokens; stop strings and
             `max_tokens` end the text anyhow.
         temperature: logits are divided by it; 0 takes the most likely token (greedy).
         top_k: keep the k most likely tokens; 0 or -1: all of them.
@@ -107,10 +107,10 @@ class SamplingParams:
         mirostat: keep the surprise at mirostat_tau (bits), with a learning rate of mirostat_eta, by version 1 or 2
             with no other sampler but the temperature; 0: off.
         dynatemp_range, dynatemp_exponent: the temperature is up to this much lower or higher, by entropy; 0: fixed.
-        top_n_sigma: keep tokens within so many standard deviations of the largest logit; 0 or -1: all.
+        top_n_sigma: keep tokens within this many standard deviations of the largest logit; 0 or -1: all.
         samplers: which of them are applied, in this order: names, or a string of letters (`sampling_chain.names`).
         post_sampling_probs: `logprobs` are those after the samplers, of what the token was drawn from.
-        context_shift: where the context is full, discard tokens behind the first `n_keep` (-1: the prompt) and go on:
+        context_shift: where the context is full, discard tokens after the first `n_keep` (-1: the prompt) and go on:
             `n_discard` of them, 0: half (context/context_shift.py).
         n_indent: a line, but the first, that begins with fewer spaces and tabs ends the text before what else it has.
         t_max_predict_ms: so long after the first token the next line end ends the text; 0 or -1: never.

@@ -40,11 +40,11 @@ class Sequence:
             is the sampler's, and is advanced here.
         slot: its place in a device's tables while it is running.
         block_tables: the blocks of the cache that hold it, in order, one list per group of layers. The lists only grow,
-            but for entries behind a window, which become the padding block; after a preemption there are new lists.
+            but for entries before a window, which become the padding block; after a preemption there are new lists.
         block_keys: identify the contents of its full blocks (block_manager.extend_keys).
         opening: how many of its first tokens are the first message of a chat, with which other chats may begin as well;
             0: not known.
-        checkpoints_at: of a model that keeps states, the numbers of its first tokens behind which they are copied.
+        checkpoints_at: of a model that keeps states, the numbers of its first tokens after which they are copied.
         checkpoints_begun: those that its chunk in the next step, or the newest one in flight, writes on the way.
         state_copy_at: how many of its first tokens the copy that it keeps of its states stands for; 0: none.
         replay: how many of the cached tokens its states lack, which the next step computes again.
@@ -59,7 +59,7 @@ class Sequence:
         draft_bytes: bytes read for drafts.
         shift: what it discards when its context is full; None: it ends then.
         shifts, discarded_tokens: how often it has done so, and what.
-        compiled: what `compile_clock` said at its start, its first token and its last.
+        compiled: `compile_clock` at its start, its first token and its last.
         images: of the prompt, whose rows are given as embeddings; None: there are none.
         num_prefill_tokens: tokens that were not generated token by token: the prompt, or what the last shift has left.
     """

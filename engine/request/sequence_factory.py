@@ -97,7 +97,7 @@ class SequenceFactory:
         return replace(params, logit_bias={**params.logit_bias, **banned})
 
     def checked(self, ids: list[int], answers: bool = True) -> list[int]:
-        """A prompt's ids, behind which an answer of a token must fit if it `answers`.
+        """A prompt's ids, after which an answer of a token must fit if it `answers`.
 
         Raises EngineError where there are none, too many, or one is not in the vocabulary.
         """

@@ -17,7 +17,7 @@ class TextStream:
 
     token_bytes: the bytes of a token id, empty for one that shows nothing.
     stop: strings that end the text and are not shown.
-    indent: a line, but the first, that begins with fewer spaces and tabs ends the text behind them (`dedented`).
+    indent: a line, but the first, that begins with fewer spaces and tabs ends the text after them (`dedented`).
     Raises EngineError for an empty stop string.
     """
 

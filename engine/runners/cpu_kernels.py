@@ -109,7 +109,7 @@ def _name_operations(config: ModelConfig) -> None:
         else:
             _name_attention(attention)
     if config.layer_input is not None:
-        table.input_glu_kernel(config.block.activation)
+        table.input_glu_kernel(config.block.feed_forward.activation)
     if config.conv_channels:
         table.short_conv_kernel()
     if config.gated_delta is not None:
@@ -121,13 +121,13 @@ def _name_operations(config: ModelConfig) -> None:
     if config.experts is not None:
         table.router_kernel(config.experts.router.scores)
         table.group_kernel(), table.spread_kernel(), table.pack_groups_kernel(), table.grouped_matmul_kernel()
-        table.add_experts_kernel(), table.gate_up_kernel(config.block.has_gate)
+        table.add_experts_kernel(), table.gate_up_kernel(config.block.feed_forward.has_gate)
         table.down_kernel(), table.down_add_kernel()
     table.rms_norm_kernel()
-    if config.block.norm == "layer":
+    if config.block.norms.kind == "layer":
         table.layer_norm_kernel()
     if config.encoder is None:
-        table.glu_kernel(config.block.pointwise or config.block.activation)
+        table.glu_kernel(config.block.feed_forward.function)
     (
         table.add_kernel(),
         table.scale_kernel(),

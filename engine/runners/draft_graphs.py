@@ -140,7 +140,7 @@ class DraftGraphs:
         return self.most + 1 + MOST_PAUSE
 
     def most_drafted(self, sequences: int) -> int:
-        """Most drafted tokens of each of so many sequences in a step; 0: they take too many rows."""
+        """Most drafted tokens of each of `sequences` sequences in a step; 0: they take too many rows."""
         sizes = range(self.most, 0, -1) if sequences <= DECODE_ROWS[-1] else ()
         return next((count for count in sizes if self._fits(padded_rows(sequences), count)), 0)
 

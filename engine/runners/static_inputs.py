@@ -129,7 +129,7 @@ class DecodeInputs:
 
 
 def aligned(rows: int) -> int:
-    """At least so many rows, of which a vector of int32 ends where a kernel may load 16 bytes at a time."""
+    """At least `rows` rows, of which a vector of int32 ends where a kernel may load 16 bytes at a time."""
     return -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
 
 

@@ -17,7 +17,7 @@ DRAFT_ROWS = {"cpu": 8, "cuda": 32}
 """Maximum number of rows of a step with drafts. On a CPU, each row beyond costs as much as a step's average row."""
 
 LONGEST_PAUSE = 16
-"""Longest pause in steps while all drafts are rejected: one wasted row in so many steps costs little on average."""
+"""Longest pause in steps while all drafts are rejected: one wasted row in this many steps costs little on average."""
 
 
 DRAFT_VOCAB = 1 << 16

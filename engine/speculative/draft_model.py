@@ -146,8 +146,8 @@ class DraftModel:
                 self._confirm(progress, sequence, len(ids))
 
     def most_on_device(self, _sequences: int) -> int:
-        """Most tokens that the device drafts and verifies of each of so many sequences in a step that the host does not
-        wait for; 0: it does not."""
+        """Most tokens of each of `sequences` sequences that the device drafts and verifies in a step that the host does
+        not wait for; 0: it does not."""
         return 0
 
     def goes_on(self, _sequence: Sequence) -> bool:

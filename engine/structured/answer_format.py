@@ -168,7 +168,7 @@ def nearest_effort(form: AnswerFormat, template: str | None, effort: str) -> str
 
 
 def effort_variables(form: AnswerFormat, template: str | None, effort: str | None) -> dict[str, Any]:
-    """The variables by which a template is told how long to reason; None: as long as it does, but it reasons.
+    """The variables by which a template sets how long to reason; None: as long as it does, but it reasons.
 
     Where the template only switches reasoning on and off, "none" is off and any other effort on.
 

@@ -86,7 +86,7 @@ def needs_probe(lark: str, own: bool) -> bool:
 
 
 def probe(kind: str, lark: str) -> None:
-    """Compile a grammar in a process of its own. Errors in it are not told: its compiler does.
+    """Compile a grammar in a process of its own. It reports no errors of the grammar: its compiler does.
 
     Raises:
         EngineError: it does not end within PROBE_SECONDS, or needs more than 1 GiB.
@@ -306,7 +306,7 @@ class _Tokens:
         self.eos_token_id = self.end_ids[0]
 
     def __call__(self, text: str) -> Iterable[int]:
-        """Only asked for forced tokens, which _OPTIONS turns off."""
+        """Called for forced tokens alone, which _OPTIONS turns off."""
         raise NotImplementedError(f"{text!r}: tokens are never forced")
 
 

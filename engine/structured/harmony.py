@@ -2,7 +2,7 @@
 
     <|start|>assistant to=RECIPIENT<|channel|>CHANNEL to=RECIPIENT <|constrain|>TYPE<|message|>BODY<|end|>
 
-An answer begins behind `<|start|>assistant`, which the prompt ends with. All of a header but `<|message|>` may be
+An answer begins after `<|start|>assistant`, which the prompt ends with. All of a header but `<|message|>` may be
 absent, and the recipient stands in one of the two places. `<|return|>` and `<|call|>` end the last message.
 Source: OpenAI's "harmony response format" (the openai-harmony package's documentation).
 
@@ -61,7 +61,7 @@ class _CutOffError(Exception):
 
 @dataclass(frozen=True)
 class Header:
-    """What is said of a message before its body; None for what is not said."""
+    """The header of a message; None for what it lacks."""
 
     channel: str | None
     recipient: str | None
@@ -166,7 +166,7 @@ class HarmonyParser(AnswerParser):
     # --- headers
 
     def _header(self, first: bool) -> Reading[Header]:
-        """Read a header with the end of the message before it. `first`: behind the prompt's `<|start|>assistant`."""
+        """Read a header with the end of the message before it. `first`: after the prompt's `<|start|>assistant`."""
         for end in _ENDS:
             if (yield from self._follows(end)):
                 break
@@ -250,10 +250,10 @@ class HarmonyFormat:
 
         The template writes instructions from the first message alone: those at the beginning are joined. It writes
         the first call of a message, and takes a result for that of the call before it: calls of one message become
-        messages of their own, each with its result behind it.
+        messages of their own, each followed by its result.
 
         Raises:
-            EngineError: instructions stand behind other messages, or a call's arguments are no JSON object.
+            EngineError: instructions follow other messages, or a call's arguments are no JSON object.
         """
         del tools  # the template shows them
         given = _with_instructions([_as_read(each, f"messages[{n}]") for n, each in enumerate(messages)])
@@ -365,7 +365,7 @@ def _as_read(message: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def _one_call_a_message(turn: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """A message and the results behind it: each call as a message with its results, those of no call at the end."""
+    """A message and the results after it: each call as a message with its results, those of no call at the end."""
     calls = turn[0].get("tool_calls", ()) if turn else ()
     if len(calls) < 2:
         return turn

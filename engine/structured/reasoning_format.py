@@ -1,7 +1,7 @@
 """Answers of models that reason between two tags, in front of a text or calls that another form has.
 
 The section begins where the answer does, or in the prompt. A tag that stands later is text. White space around the
-reasoning, and before the text behind it, belongs to the tags. A section that is cut off is reasoning to its end.
+reasoning, and before the text after it, belongs to the tags. A section that is cut off is reasoning to its end.
 """
 
 import json

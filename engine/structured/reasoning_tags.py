@@ -2,7 +2,7 @@
 
 | step | what is compared | finds |
 |---|---|---|
-| 1 | an answer with reasoning, as the template writes it | the text before and behind the reasoning |
+| 1 | an answer with reasoning, as the template writes it | the text before and after the reasoning |
 | 2 | tags of a pair in the template's source | models whose template drops earlier reasoning |
 | 3 | tokens of the vocabulary | models whose template does not mention it |
 
@@ -99,7 +99,7 @@ def switches(source: str, on: bool) -> dict[str, Any]:
 
 
 def _rendered(render: Render) -> ReasoningTags | None:
-    """From an answer with reasoning behind a question; None where the template drops the reasoning."""
+    """From an answer with reasoning after a question; None where the template drops the reasoning."""
     asked = [{"role": "user", "content": _ASKED}]
     fields = dict.fromkeys(REASONING_KEYS, _THOUGHT)
     answered = render([*asked, {"role": "assistant", "content": _SAID, **fields}], False, _ON)

@@ -309,7 +309,7 @@ class _Reader:
 
     @property
     def _identified(self) -> dict[str, tuple[str, Any]]:
-        """Subschemas with names of their own: addresses (`$id`), and anchors behind a `#`."""
+        """Subschemas with names of their own: addresses (`$id`), and anchors after a `#`."""
         if self._anchors is None:
             self._anchors = {}
             self._identify(self.root, "", 0)

@@ -219,7 +219,7 @@ class _Builder:
         return any_of(parts) if parts else False
 
     def _take_not(self, own: dict[str, Any], denied: Schema | None) -> None:
-        """What can be said of `not` by other keywords."""
+        """`not` in terms of other keywords, where it has such a form."""
         if denied is None or denied is False:
             return
         if denied is True or denied == {}:
@@ -435,7 +435,7 @@ class _Builder:
         return True
 
     def _only_others(self, own: dict[str, Any]) -> bool:
-        """An object cannot have so many keys; values of other types may be."""
+        """An object cannot have that number of keys; values of other types may be."""
         types = [each for each in _list(own.get("type", list(_TYPES))) if each != "object"]
         own["type"] = types
         return bool(types)
@@ -476,7 +476,7 @@ _APPLICATORS = frozenset(["$ref", "allOf", "anyOf", "oneOf", "if", "dependentReq
 
 
 def _references(schema: Schema) -> list[str]:
-    """What a schema refers to that is all said of the same value."""
+    """What a schema refers to, all of which holds for the same value."""
     if isinstance(schema, bool):
         return []
     found = [schema["$ref"]] if "$ref" in schema else []
@@ -500,7 +500,7 @@ def _contains(values: Iterable[Any], value: Any) -> bool:
 
 
 def _exact_range(schema: Mapping[str, Any]) -> Schema | None:
-    """A schema with bounds that the compiler does not read, where its numbers can be told from its other values."""
+    """A schema with bounds that the compiler does not read, where its numbers can be told apart from other values."""
     if not any(map(is_large, (schema[key] for key in NUMERIC & schema.keys()))):
         return None
     types = _list(schema.get("type", list(_TYPES)))

@@ -42,11 +42,11 @@ class ToolUse:
     """Which tools there are and whether one must be called.
 
     Attributes:
-        tools: all that the model is told of.
+        tools: all that the model is given.
         choice: "none", "auto" (text or calls) or "required" (nothing but calls).
         named: the only one that may be called, where the request names it; `choice` is "required" then.
         parallel: whether an answer may hold several calls.
-        allowed: those that may be called, where the request allows some of all that the model is told of.
+        allowed: those that may be called, where the request allows some of those that the model is given.
     """
 
     tools: tuple[Tool, ...] = ()

@@ -73,7 +73,7 @@ class CompiledStep:
         assert len(tokens) == len(positions) == len(tables) == self.rows
         vocabulary, context = self._inputs.vocabulary, self._inputs.context
         if not 0 <= min(tokens) <= max(tokens) < vocabulary:
-            raise ValueError(f"the embedding has rows 0 to {vocabulary - 1}; asked for {list(tokens)}")
+            raise ValueError(f"the embedding has rows 0 to {vocabulary - 1}, not {list(tokens)}")
         if not 0 <= min(positions) <= max(positions) < context:
             raise ValueError(f"positions {list(positions)} are not in a cache of {context}")
         self._of_rows[:] = positions

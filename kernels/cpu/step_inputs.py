@@ -60,7 +60,7 @@ class BatchInputs:
     def tokens(self, vocabulary: int) -> Tensor:
         ids = self._batch.token_ids
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-            raise ValueError(f"the embedding has rows 0 to {vocabulary - 1}; asked for {ids.tolist()}")
+            raise ValueError(f"the embedding has rows 0 to {vocabulary - 1}, not {ids.tolist()}")
         return ids.contiguous()
 
     def cache_rows(self, group: int, context: int, layer: KVLayer) -> tuple[Tensor, Tensor]:

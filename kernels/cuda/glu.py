@@ -22,8 +22,10 @@ BIAS, ROWS, RESIDUAL = tl.constexpr(-1), tl.constexpr(0), tl.constexpr(1)
 SILU, GELU_TANH, GELU_ERF = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 CLAMPED_SWISH, BIASED_SWISH = tl.constexpr(5), tl.constexpr(6)
 RELU2, GELU = tl.constexpr(7), tl.constexpr(8)
+QUICK_GELU = tl.constexpr(9)
 """Epilogues of a matmul: rows plus a bias, rows, rows plus a residual, or gated linear units by their activation;
-BIASED_SWISH: the clamped swish of products plus a bias. RELU2 and GELU, which have no gate, are of stored rows alone.
+BIASED_SWISH: the clamped swish of products plus a bias. RELU2 and GELU, which have no gate, are of stored rows alone;
+QUICK_GELU, x / (1 + exp(-1.702 x)), of a vision encoder's (vision_rows.py) alone.
 """
 
 EPILOGUES: dict[Activation, int] = {
@@ -47,20 +49,30 @@ _SLOPE, _CLAMP = tl.constexpr(SWISH_SLOPE), tl.constexpr(CLAMP)
 
 
 @triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """SiLU or a GELU, fp32."""
+    if ACTIVATION == GELU_TANH:
+        z = x * (1.0 + 0.044715 * x * x) * _TWICE_SQRT_2_OVER_PI
+        y = x / (1.0 + tl.exp(-z))
+    elif ACTIVATION == GELU_ERF:
+        y = activated(x, True)
+    elif ACTIVATION == QUICK_GELU:
+        y = x / (1.0 + tl.exp(x * -_SLOPE))
+    else:
+        y = x / (1.0 + tl.exp(-x))
+    return y
+
+
+@triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
     """activation(gate) * up, fp32."""
-    if ACTIVATION == GELU_TANH:
-        z = gate * (1.0 + 0.044715 * gate * gate) * _TWICE_SQRT_2_OVER_PI
-        y = gate / (1.0 + tl.exp(-z)) * up
-    elif ACTIVATION == GELU_ERF:
-        y = activated(gate, True) * up
-    elif ACTIVATION >= CLAMPED_SWISH:
+    if ACTIVATION >= CLAMPED_SWISH:
         # Comparisons keep a NaN a NaN.
         gate = tl.where(gate > _CLAMP, _CLAMP, gate)
         up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up))
-        y = gate / (1.0 + tl.exp(gate * -_SLOPE)) * (up + 1.0)
+        y = activate(gate, QUICK_GELU) * (up + 1.0)
     else:
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        y = activate(gate, ACTIVATION) * up
     return y
 
 

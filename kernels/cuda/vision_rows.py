@@ -9,11 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quengine.kernels.cuda.glu import GELU_ERF, GELU_TANH, QUICK_GELU, SILU, activate
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.vision_rows import Norm, PatchActivation, PatchRotation
 
-_CODES: dict[PatchActivation, int] = {"gelu": 0, "gelu_tanh": 1, "gelu_quick": 2, "silu": 3}
-_TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
+_CODES: dict[PatchActivation, int] = {
+    "gelu": GELU_ERF.value,
+    "gelu_tanh": GELU_TANH.value,
+    "gelu_quick": QUICK_GELU.value,
+    "silu": SILU.value,
+}
 _COLUMNS = 1024
 """Columns of a feed-forward that a program has at once."""
 
@@ -162,19 +167,6 @@ def split_heads(
 
 
 @triton.jit
-def _activation(x, CODE: tl.constexpr):
-    if CODE == 0:
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif CODE == 1:
-        y = x / (1.0 + tl.exp(-x * (1.0 + 0.044715 * x * x) * _TWICE_SQRT_2_OVER_PI))
-    elif CODE == 2:
-        y = x / (1.0 + tl.exp(-1.702 * x))
-    else:
-        y = x / (1.0 + tl.exp(-x))
-    return y
-
-
-@triton.jit
 def _hidden_at(
     up_ptr, gate_ptr, up_bias_ptr, gate_bias_ptr, row, column, WIDTH: tl.constexpr, CODE: tl.constexpr
 ):
@@ -187,9 +179,9 @@ def _hidden_at(
         gate = tl.load(gate_ptr + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         if gate_bias_ptr is not None:
             gate += tl.load(gate_bias_ptr + column, mask=inside, other=0.0)
-        y = _activation(gate, CODE) * up
+        y = activate(gate, CODE) * up
     else:
-        y = _activation(up, CODE)
+        y = activate(up, CODE)
     return y
 
 

@@ -4,11 +4,13 @@ Source: `ArceeModel` in the `transformers` library.
 """
 
 from quengine.models.architectures.architecture import Architecture, ModelType
-from quengine.models.config import BlockKind
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
 
 ARCEE = Architecture(
     name="arcee",
-    block=BlockKind(rope_layout="pairs", pointwise="relu2"),
+    block=BlockForm(AttentionForm(rope_layout="pairs"), feed_forward=FeedForwardForm(pointwise="relu2")),
     model_types={
         "arcee": ModelType(
             {

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.blocks.block import Block, TensorSpec
+from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.uniform import uniform_layers
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from quengine.models.gguf import GGUFFile
@@ -125,8 +126,8 @@ class Architecture:
         none of its own.
     hf_rows: vectors of a block that folders have as a matrix of one row.
     top_tensors: the tensors of no layer, where they are others than a decoder's.
-    hf_layers: what names of layers in folders begin with, behind the body's, before the layer's number.
-    hf_unused: what names of tensors begin with, behind the body's, that folders may have and nothing here reads.
+    hf_layers: what names of layers in folders begin with, after the body's, before the layer's number.
+    hf_unused: what names of tensors begin with, after the body's, that folders may have and nothing here reads.
     hf_rope_pairs: folders too have the elements of a head that rotate together as neighbours, where `block` does.
     hf_norm_offset: what is added to norm weights of a Hugging Face folder; GGUF files have the sum.
     hf_changes: GGUF tensor of a block, with .weight or .bias -> what GGUF files have of a folder's weights (fp32); of
@@ -146,7 +147,7 @@ class Architecture:
 
     name: str
     model_types: Mapping[str, ModelType]
-    block: BlockKind
+    block: BlockForm
     build: Callable[[ModelConfig], Sequence[Block]] = uniform_layers
     router: RouterKind | None = None
     rope_scalings: frozenset[str] = frozenset({"linear", "yarn", "llama3"})

@@ -7,11 +7,13 @@ file's end that only draft tokens are passed over. Folders are not read: their m
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture
 from quengine.models.architectures.file_traits import DRAFTS, without_drafts
-from quengine.models.config import BlockKind
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
 
 BAILINGMOE2 = Architecture(
     name="bailingmoe2",
-    block=BlockKind(qk_norm="head", selection_bias=True, merged=True),
+    block=BlockForm(AttentionForm(qk_norm="head", merged=True), experts=ExpertsForm(selection_bias=True)),
     router=RouterKind(used=8, scores="sigmoid", normalized=False),
     model_types={},
     gguf_keys=(DRAFTS,),

@@ -2,18 +2,22 @@
 
 LayerNorms of each sum with the residual, GELU without a gate, biases. A head for rankings has a dense layer with tanh
 in folders; llama.cpp's converter leaves that out. XLM-RoBERTa (BGE-M3, multilingual E5) is BERT whose positions begin
-behind the padding token's number, and whose head has a dense layer of its own. Sources: Devlin et al. 2018, "BERT";
+after the padding token's number, and whose head has a dense layer of its own. Sources: Devlin et al. 2018, "BERT";
 Conneau et al. 2019, "XLM-R"; `BertModel` and `XLMRobertaModel` in `transformers`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import tensor_kinds
+from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block import BIAS, Block, Draw, TensorSpec
+from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.encoder import EncoderAttention, EncoderFeedForward, layer_norm_specs
-from quengine.models.config import BlockKind, EncoderSizes, ModelConfig
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import EncoderSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer
 
@@ -47,9 +51,9 @@ def encoder_layers(config: ModelConfig) -> Sequence[Block]:
         config.head_dim,
         biases,
         config.rotation(0) if config.encoder.rotates else None,
-        form.merged,
+        form.attention.merged,
     )
-    feed_forward = EncoderFeedForward(width, config.feed_forward_length, biases, form.has_gate)
+    feed_forward = EncoderFeedForward(width, config.feed_forward_length, biases, form.feed_forward.has_gate)
     return config.block_count * [Block(attention, feed_forward)]
 
 
@@ -86,6 +90,11 @@ def _common_keys(keys: Keys) -> Keys:
     if position != "absolute":
         problem = f"{position!r} is not implemented, only 'absolute' is"
         raise config_error("position_embedding_type", problem)
+    return layer_norm_keys(keys)
+
+
+def layer_norm_keys(keys: Keys) -> Keys:
+    """config.json of an encoder with LayerNorms in the keys that `hf.config_hf` reads. Raises EngineError."""
     return {**both_sides(keys), "rms_norm_eps": keys["layer_norm_eps"]}
 
 
@@ -139,9 +148,10 @@ def _fields(keys: Keys, _config: ModelConfig) -> Fields:
     return {"encoder": sizes, "pooling": "rank" if headed else None}
 
 
-def _size_fields(config: ModelConfig) -> Fields:
-    return {
-        "encoder": EncoderSizes(2, one_segment=True),
+def sizes_of(encoder: EncoderSizes) -> Callable[[ModelConfig], Fields]:
+    """`Architecture.size_fields` of an encoder of this kind."""
+    return lambda config: {
+        "encoder": encoder,
         "head_count_kv": config.head_count,
         "output_norm": "token_embd_norm",
         "tied_output": True,
@@ -170,14 +180,18 @@ def encoder_sizes(file: GGUFFile, config: ModelConfig, rotates: bool = False) ->
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     sizes = encoder_sizes(file, config)
-    # RoBERTa and its descendants, whose files are told by their tokenizer, have one kind of segments.
+    # RoBERTa and its descendants, whose files are recognized by their tokenizer, have one kind of segments.
     sizes = replace(sizes, one_segment=file.get_str("tokenizer.ggml.model") != "bert")
     return {"encoder": sizes, "pooling": config.pooling or ("rank" if sizes.classes else None)}
 
 
 BERT = Architecture(
     name="bert",
-    block=BlockKind(norm="layer", pointwise="gelu", qkv_bias=True),
+    block=BlockForm(
+        AttentionForm(qkv_bias=True),
+        feed_forward=FeedForwardForm(pointwise="gelu"),
+        norms=Norms(kind="layer"),
+    ),
     build=encoder_layers,
     model_types={
         "bert": ModelType(_DEFAULTS, common_keys=_common_keys, fields=_fields),
@@ -193,7 +207,7 @@ BERT = Architecture(
     top_tensors=encoder_tensors,
     hf_layers="encoder.layer.",
     hf_unused=("pooler.", "cls.", "lm_head.", "embeddings.position_ids"),
-    size_fields=_size_fields,
+    size_fields=sizes_of(EncoderSizes(2, one_segment=True)),
     gguf_keys=(CAUSAL,),
     gguf_fields=_gguf_fields,
     synthetic={

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
 from quengine.models.architectures.windows import PATTERN, full_layers, gguf_fields
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number
 
@@ -61,7 +64,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 COHERE2 = Architecture(
     name="cohere2",
-    block=BlockKind(rope_layout="pairs", norm="layer", norms="parallel"),
+    block=BlockForm(AttentionForm(rope_layout="pairs"), norms=Norms(kind="layer", placement="parallel")),
     model_types={
         "cohere2": ModelType(
             {

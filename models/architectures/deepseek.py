@@ -14,12 +14,17 @@ from typing import Any
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import DRAFTS, tensor_kinds, without_drafts
+from quengine.models.architectures.mixtures import DEEPSEEK, SHARED_EXPERTS
+from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block import Block
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
 from quengine.models.blocks.latent_attention import LatentAttention
 from quengine.models.blocks.uniform import channel_mixer
-from quengine.models.config import LIMITS, BlockKind, LatentSizes, ModelConfig, RopeLayout, yarn_mscale
+from quengine.models.config import LIMITS, LatentSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer, number
+from quengine.models.rotation import RopeLayout, yarn_mscale
 
 _MOST = LIMITS["block_count"][1]
 _SIZE = LIMITS["head_dim"][1]
@@ -99,7 +104,7 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
         stretched = yarn_mscale(scaling.factor, number(rope, "mscale_all_dim", 0.0))
     return {
         **_latent_fields(latent, stretched),
-        "block": replace(config.block, rope_layout=layout),
+        "block": config.block.with_attention(rope_layout=layout),
         "draft_layers": integer(keys, f"num_{DRAFTS}", 0, _MOST, default=0),
     }
 
@@ -133,7 +138,7 @@ def _v2_fields(keys: Keys, config: ModelConfig) -> Fields:
     assert config.experts is not None
     router = replace(config.experts.router, scores="softmax", normalized=False, groups=1, groups_used=1)
     fields = _fields(keys, config)
-    block = replace(fields["block"], selection_bias=False)
+    block = fields["block"].with_experts(selection_bias=False)
     return {**fields, "block": block, "experts": replace(config.experts, router=router)}
 
 
@@ -206,7 +211,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     normalized = bool(file.get_bool(f"{prefix}.expert_weights_norm"))  # as in llama.cpp where no key says it
     return {
         **_latent_fields(latent, _stretched(file, config)),
-        "block": replace(config.block, selection_bias="exp_probs_b.bias" in kinds),
+        "block": config.block.with_experts(selection_bias="exp_probs_b.bias" in kinds),
         "experts": replace(experts, router=replace(router, normalized=normalized)),
         "attention_temperature_length": _temperature_length(file, config),
         **without_drafts(file, config),
@@ -264,23 +269,8 @@ def _temperature_length(file: GGUFFile, config: ModelConfig) -> int:
     return file.require_int(f"{config.architecture}.{_TEMPERATURE}", 1, LIMITS["context_length"][1])
 
 
-_EXPERTS = {
-    "count": "n_routed_experts",
-    "used": "num_experts_per_tok",
-    "feed_forward_length": "moe_intermediate_size",
-    "shared_count": "n_shared_experts",
-    "normalized": "norm_topk_prob",
-    "scale": "routed_scaling_factor",
-    "groups": "n_group",
-    "groups_used": "topk_group",
-}
 _V2_EXPERTS = {
-    name: key for name, key in _EXPERTS.items() if name not in ("normalized", "groups", "groups_used")
-}
-_MODULES = {
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    name: key for name, key in DEEPSEEK.items() if name not in ("normalized", "groups", "groups_used")
 }
 _GGUF_KEYS = (DRAFTS, _RANK, _QUERY_RANK, _KEY, _VALUE, _TEMPERATURE)
 _MISTRAL_ROPE: Mapping[str, object] = {
@@ -333,7 +323,7 @@ _TINY: Mapping[str, Any] = {
 
 DEEPSEEK2 = Architecture(
     name="deepseek2",
-    block=BlockKind(rope_layout="pairs", selection_bias=True),
+    block=BlockForm(AttentionForm(rope_layout="pairs"), experts=ExpertsForm(selection_bias=True)),
     build=_build,
     router=RouterKind(used=8, scores="sigmoid", normalized=True),
     rope_scalings=frozenset({"linear", "yarn"}),
@@ -363,7 +353,7 @@ DEEPSEEK2 = Architecture(
         ),
         "deepseek_v3": ModelType(
             _V3_DEFAULTS,
-            expert_keys=_EXPERTS,
+            expert_keys=DEEPSEEK,
             dense_layers=_dense_layers,
             common_keys=_common_keys,
             fields=_v3_fields,
@@ -390,13 +380,13 @@ DEEPSEEK2 = Architecture(
                 f"num_{DRAFTS}": 0,
                 "first_k_dense_replace": None,
             },
-            expert_keys=_EXPERTS,
+            expert_keys=DEEPSEEK,
             dense_layers=_dense_layers,
             common_keys=_glm_keys,
             fields=_v3_fields,
         ),
     },
-    hf_modules=_MODULES,
+    hf_modules=SHARED_EXPERTS,
     hf_rope_pairs=True,
     size_fields=_size_fields,
     gguf_keys=_GGUF_KEYS,
@@ -428,7 +418,7 @@ DEEPSEEK2 = Architecture(
 
 MISTRAL4 = Architecture(
     name="mistral4",
-    block=BlockKind(rope_layout="pairs"),
+    block=BlockForm(AttentionForm(rope_layout="pairs")),
     build=_build,
     router=RouterKind(used=4, scores="softmax", normalized=True),
     rope_scalings=frozenset({"linear", "yarn"}),
@@ -454,13 +444,13 @@ MISTRAL4 = Architecture(
                 "max_position_embeddings": 1048576,
                 "rope_parameters": _MISTRAL_ROPE,
             },
-            expert_keys=_EXPERTS,
+            expert_keys=DEEPSEEK,
             dense_layers=_dense_layers,
             common_keys=_common_keys,
             fields=_mistral_fields,
         ),
     },
-    hf_modules=_MODULES,
+    hf_modules=SHARED_EXPERTS,
     hf_rope_pairs=True,
     size_fields=_size_fields,
     gguf_keys=_GGUF_KEYS,

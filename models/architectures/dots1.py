@@ -1,17 +1,20 @@
 """dots.llm1: norms of each query and key head, and sigmoid scores that choose experts with a bias of each.
 
-The first layers are dense; the others have shared experts beside the chosen ones. Biases of attention are told by a
+The first layers are dense; the others have shared experts beside the chosen ones. Biases of attention are known by a
 file's tensors. Source: `Dots1Model` in the `transformers` library.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import tensor_kinds, with_biases
+from quengine.models.architectures.mixtures import DEEPSEEK, SHARED_EXPERTS
 from quengine.models.architectures.windows import from_max_window_layers
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import flag, integer
 
@@ -22,7 +25,7 @@ def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
 
 def _fields(keys: Keys, config: ModelConfig) -> Fields:
     biases = flag(keys, "attention_bias")
-    return {"block": replace(config.block, qkv_bias=biases, output_bias=biases)}
+    return {"block": config.block.with_attention(qkv_bias=biases, output_bias=biases)}
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
@@ -31,7 +34,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 DOTS1 = Architecture(
     name="dots1",
-    block=BlockKind(qk_norm="head", qkv_bias=True, selection_bias=True),
+    block=BlockForm(AttentionForm(qk_norm="head", qkv_bias=True), experts=ExpertsForm(selection_bias=True)),
     router=RouterKind(used=6, scores="sigmoid", normalized=False),
     model_types={
         "dots1": ModelType(
@@ -52,25 +55,12 @@ DOTS1 = Architecture(
             },
             layer_kinds=from_max_window_layers,
             reads_layer_types=True,
-            expert_keys={
-                "count": "n_routed_experts",
-                "used": "num_experts_per_tok",
-                "feed_forward_length": "moe_intermediate_size",
-                "shared_count": "n_shared_experts",
-                "normalized": "norm_topk_prob",
-                "scale": "routed_scaling_factor",
-                "groups": "n_group",
-                "groups_used": "topk_group",
-            },
+            expert_keys=DEEPSEEK,
             dense_layers=_dense_layers,
             fields=_fields,
         )
     },
-    hf_modules={
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    },
+    hf_modules=SHARED_EXPERTS,
     gguf_fields=_gguf_fields,
     synthetic={
         "dots1-142b": {

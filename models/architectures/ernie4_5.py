@@ -9,7 +9,11 @@ from dataclasses import replace
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.architectures.mixtures import SHARED_EXPERTS
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number
 
@@ -69,7 +73,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 ERNIE4_5 = Architecture(
     name="ernie4_5",
-    block=BlockKind(rope_layout="pairs"),
+    block=BlockForm(AttentionForm(rope_layout="pairs")),
     model_types={
         "ernie4_5": ModelType(
             {
@@ -104,7 +108,7 @@ ERNIE4_5 = Architecture(
 
 ERNIE4_5_MOE = Architecture(
     name="ernie4_5-moe",
-    block=BlockKind(rope_layout="pairs", selection_bias=True),
+    block=BlockForm(AttentionForm(rope_layout="pairs"), experts=ExpertsForm(selection_bias=True)),
     router=RouterKind(used=6, scores="softmax", normalized=True),
     model_types={
         "ernie4_5_moe": ModelType(
@@ -135,9 +139,7 @@ ERNIE4_5_MOE = Architecture(
     },
     hf_modules={
         "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias",
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        **SHARED_EXPERTS,
     },
     hf_rows=frozenset({"exp_probs_b"}),
     hf_rope_pairs=True,

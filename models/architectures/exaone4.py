@@ -1,4 +1,4 @@
-"""EXAONE 4: norms behind attention and feed-forward only, and norms of each query and key head.
+"""EXAONE 4: norms after attention and feed-forward only, and norms of each query and key head.
 
 The largest model has a window in three of four layers; those without one then do not rotate queries and keys. Source:
 LG AI Research 2025, "EXAONE 4.0"; `Exaone4Model` in the `transformers` library.
@@ -8,7 +8,10 @@ from collections.abc import Sequence
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
 from quengine.models.architectures.windows import PATTERN, full_layers, gguf_fields
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import integer
 
@@ -40,7 +43,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 EXAONE4 = Architecture(
     name="exaone4",
-    block=BlockKind(norms="post", qk_norm="head"),
+    block=BlockForm(AttentionForm(qk_norm="head"), norms=Norms(placement="post")),
     model_types={
         "exaone4": ModelType(
             {

@@ -1,10 +1,10 @@
 """What files of several architectures say alike: traits that GGUF tells by tensors or by keys common to a few."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from quengine.models.architectures.architecture import Fields
-from quengine.models.config import BlockKind, Mamba2Sizes, ModelConfig
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.config import Mamba2Sizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 
 DRAFTS = "nextn_predict_layers"
@@ -28,10 +28,10 @@ def tensor_kinds(file: GGUFFile) -> frozenset[str]:
     return frozenset(name.split(".", 2)[-1] for name in file.tensors)
 
 
-def with_biases(block: BlockKind, kinds: frozenset[str], of_output: bool = False) -> BlockKind:
+def with_biases(block: BlockForm, kinds: frozenset[str], of_output: bool = False) -> BlockForm:
     """`block` with biases of query, key and value, and `of_output`, where a file of tensors `kinds` has them."""
     output = of_output and "attn_output.bias" in kinds
-    return replace(block, qkv_bias=not kinds.isdisjoint(_BIASES), output_bias=output)
+    return block.with_attention(qkv_bias=not kinds.isdisjoint(_BIASES), output_bias=output)
 
 
 def has_head_norms(kinds: frozenset[str]) -> bool:

@@ -11,7 +11,10 @@ import numpy as np
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
 from quengine.models.architectures.windows import PATTERN, full_layers, gguf_fields
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, number
 
@@ -83,7 +86,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 GEMMA2 = Architecture(
     name="gemma2",
-    block=BlockKind(norms="both", activation="gelu_tanh"),
+    block=BlockForm(feed_forward=FeedForwardForm(activation="gelu_tanh"), norms=Norms(placement="both")),
     model_types={
         "gemma2": ModelType(
             {

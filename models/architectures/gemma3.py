@@ -19,7 +19,11 @@ from quengine.models.architectures.windows import (
     gguf_fields,
     rope_of_kinds,
 )
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number
 
@@ -97,7 +101,11 @@ TEXT = ModelType(
 
 GEMMA3 = Architecture(
     name="gemma3",
-    block=BlockKind(norms="both", qk_norm="head", activation="gelu_tanh"),
+    block=BlockForm(
+        AttentionForm(qk_norm="head"),
+        feed_forward=FeedForwardForm(activation="gelu_tanh"),
+        norms=Norms(placement="both"),
+    ),
     model_types={"gemma3": replace(TEXT, text_models=("gemma3_text",)), "gemma3_text": TEXT},
     hf_modules={"ffn_norm": "pre_feedforward_layernorm"},
     hf_norm_offset=1.0,

@@ -17,10 +17,13 @@ import numpy as np
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
 from quengine.models.architectures.windows import LOCAL_BASE, PATTERN, full_layers, gguf_fields, rope_of_kinds
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
 from quengine.models.config import (
     LIMITS,
     AltUpSizes,
-    BlockKind,
     LayerInputSizes,
     LayerSizes,
     ModelConfig,
@@ -83,7 +86,7 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
 
 
 def _layer_input(keys: Keys, config: ModelConfig) -> LayerInputSizes:
-    """Tokens behind the table, of images and sounds, have its first row."""
+    """Tokens beyond the table, of images and sounds, have its first row."""
     length = integer(keys, "hidden_size_per_layer_input", *LIMITS["embedding_length"])
     rows = integer(keys, "vocab_size_per_layer_input", *LIMITS["vocab_size"])
     if rows > config.vocab_size:
@@ -204,7 +207,11 @@ def _released(layers: int, length: int, shared: int) -> dict[str, Any]:
 
 GEMMA3N = Architecture(
     name="gemma3n",
-    block=BlockKind(norms="both", qk_norm="head", activation="gelu_tanh", v_norm=True),
+    block=BlockForm(
+        AttentionForm(qk_norm="head", v_norm=True),
+        feed_forward=FeedForwardForm(activation="gelu_tanh"),
+        norms=Norms(placement="both"),
+    ),
     model_types={
         "gemma3n": ModelType(
             **{

@@ -18,16 +18,15 @@ import numpy as np
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
 from quengine.models.architectures.windows import LOCAL_BASE, PATTERN, full_layers, gguf_fields, rope_of_kinds
-from quengine.models.config import (
-    LIMITS,
-    BlockKind,
-    LayerInputSizes,
-    LayerSizes,
-    ModelConfig,
-    RopeScaling,
-)
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import LIMITS, LayerInputSizes, LayerSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer, number
+from quengine.models.rotation import RopeScaling
 
 _PERIOD = 6
 _BASE, _LOCAL_BASE = 1e6, 1e4
@@ -214,7 +213,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 
 def windows_of_gguf(file: GGUFFile, config: ModelConfig, shared: int) -> Fields:
-    """Which layers have the window, and what differs in them. shared: so many of the last have no keys of their own."""
+    """Which layers have the window, and what differs in them. shared: how many last ones have no keys of their own."""
     prefix = config.architecture
     for suffix in (PATTERN, *_LOCAL_SIZES, LOCAL_BASE, "rope.freq_base"):
         if f"{prefix}.{suffix}" not in file.metadata:
@@ -342,14 +341,11 @@ _RELEASED = {
 
 GEMMA4 = Architecture(
     name="gemma4",
-    block=BlockKind(
-        norms="both",
-        qk_norm="head",
-        activation="gelu_tanh",
-        v_norm=True,
-        layer_scale=True,
-        dense_beside_experts=True,
-        images_both_ways="windowed",
+    block=BlockForm(
+        AttentionForm(qk_norm="head", v_norm=True, images_both_ways="windowed"),
+        feed_forward=FeedForwardForm(activation="gelu_tanh"),
+        experts=ExpertsForm(beside_dense=True),
+        norms=Norms(placement="both", scaled=True),
     ),
     model_types={
         "gemma4": _with_vision(TEXT, "gemma4_text"),

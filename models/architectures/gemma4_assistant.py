@@ -19,7 +19,7 @@ from quengine.models.architectures.architecture import Fields, Keys, ModelType
 from quengine.models.architectures.gemma4 import GEMMA4
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import NORM, Block, Draw, TensorSpec
-from quengine.models.blocks.uniform import channel_mixer
+from quengine.models.blocks.uniform import attention_of, channel_mixer
 from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer
@@ -43,7 +43,7 @@ def _layers(config: ModelConfig) -> Sequence[Block]:
 
 def _attention(config: ModelConfig, layer: int) -> Attention:
     """Attends to the positions before a draft: of a window one less than a token sees, which sees itself too."""
-    own = Attention.of(config, layer)
+    own = attention_of(config, layer)
     return replace(own, shared=True, window=None if own.window is None else own.window - 1)
 
 

@@ -10,13 +10,17 @@ from dataclasses import replace
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import DRAFTS, tensor_kinds, with_biases, without_drafts
 from quengine.models.architectures.rope_axes import SECTIONS, consecutive_axes, gguf_axes, sections_of
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import flag
 
 
 def _fields(keys: Keys, config: ModelConfig) -> Fields:
-    return {"block": replace(config.block, qkv_bias=flag(keys, "attention_bias"))}
+    return {"block": config.block.with_attention(qkv_bias=flag(keys, "attention_bias"))}
 
 
 def _fields_of_vision(keys: Keys, config: ModelConfig) -> Fields:
@@ -26,7 +30,7 @@ def _fields_of_vision(keys: Keys, config: ModelConfig) -> Fields:
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     axes, block = gguf_axes(file, config), with_biases(config.block, tensor_kinds(file))
     if axes:
-        block = replace(block, rope_layout="halves")
+        block = block.with_attention(rope_layout="halves")
     return {"block": block, "rope_axes": axes, **without_drafts(file, config)}
 
 
@@ -48,7 +52,11 @@ _VISION = ModelType(
 
 GLM4 = Architecture(
     name="glm4",
-    block=BlockKind(rope_layout="pairs", norms="both", qkv_bias=True, merged_gate=True),
+    block=BlockForm(
+        AttentionForm(rope_layout="pairs", qkv_bias=True),
+        feed_forward=FeedForwardForm(merged_gate=True),
+        norms=Norms(placement="both"),
+    ),
     model_types={
         "glm4": ModelType(
             {

@@ -17,8 +17,13 @@ from quengine.models.architectures.file_traits import (
     with_biases,
     without_drafts,
 )
+from quengine.models.architectures.mixtures import DEEPSEEK, SHARED_EXPERTS
 from quengine.models.architectures.rope_axes import SECTIONS, consecutive_axes, gguf_axes, sections_of
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import flag, integer
 
@@ -31,7 +36,7 @@ def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
 
 def _fields(keys: Keys, config: ModelConfig) -> Fields:
     biases, norms = flag(keys, "attention_bias"), flag(keys, "use_qk_norm")
-    block = replace(config.block, qkv_bias=biases, qk_norm="head" if norms else None)
+    block = config.block.with_attention(qkv_bias=biases, qk_norm="head" if norms else None)
     return {"block": block, "draft_layers": integer(keys, f"num_{DRAFTS}", 0, _MOST)}
 
 
@@ -41,9 +46,9 @@ def _fields_of_vision(keys: Keys, config: ModelConfig) -> Fields:
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    """Biases and norms are told by their tensors."""
+    """A file has biases and norms where it has their tensors."""
     kinds = tensor_kinds(file)
-    block = replace(with_biases(config.block, kinds), qk_norm="head" if has_head_norms(kinds) else None)
+    block = with_biases(config.block, kinds).with_attention(qk_norm="head" if has_head_norms(kinds) else None)
     assert config.experts is not None
     # A file that does not say so normalizes no weights, as in llama.cpp; folders do unless they say otherwise.
     normalized = bool(file.get_bool("glm4moe.expert_weights_norm"))
@@ -72,16 +77,7 @@ _TEXT = ModelType(
         f"num_{DRAFTS}": 1,
     },
     reads_partial_rotary_factor=True,
-    expert_keys={
-        "count": "n_routed_experts",
-        "used": "num_experts_per_tok",
-        "feed_forward_length": "moe_intermediate_size",
-        "shared_count": "n_shared_experts",
-        "normalized": "norm_topk_prob",
-        "scale": "routed_scaling_factor",
-        "groups": "n_group",
-        "groups_used": "topk_group",
-    },
+    expert_keys=DEEPSEEK,
     dense_layers=_dense_layers,
     fields=_fields,
 )
@@ -105,18 +101,18 @@ _VISION = replace(
 
 GLM4MOE = Architecture(
     name="glm4moe",
-    block=BlockKind(ffn_norm="post_attention_norm", qkv_bias=True, selection_bias=True),
+    block=BlockForm(
+        AttentionForm(qkv_bias=True),
+        experts=ExpertsForm(selection_bias=True),
+        norms=Norms(ffn="post_attention_norm"),
+    ),
     router=RouterKind(used=8, scores="sigmoid", normalized=True),
     model_types={
         "glm4_moe": _TEXT,
         "glm4v_moe": replace(_VISION, text_models=("glm4v_moe_text",)),
         "glm4v_moe_text": _VISION,
     },
-    hf_modules={
-        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-        "ffn_up_shexp": "mlp.shared_experts.up_proj",
-        "ffn_down_shexp": "mlp.shared_experts.down_proj",
-    },
+    hf_modules=SHARED_EXPERTS,
     gguf_keys=(DRAFTS, SECTIONS),
     gguf_fields=_gguf_fields,
     draft_names=DraftNames(

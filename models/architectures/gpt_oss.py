@@ -20,7 +20,13 @@ from quengine.models.architectures.architecture import (
     LayerKind,
     ModelType,
 )
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.architectures.mixtures import MIXTRAL
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import ModelConfig
 from quengine.models.hf.hf_keys import config_error, number
 
 _COMPUTED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # as kernels/glu.py has them
@@ -65,13 +71,11 @@ def _size_fields(config: ModelConfig) -> Fields:
 
 GPT_OSS = Architecture(
     name="gpt-oss",
-    block=BlockKind(
-        ffn_norm="post_attention_norm",
-        qkv_bias=True,
-        output_bias=True,
-        sinks=True,
-        activation="clamped_swish",
-        expert_bias=True,
+    block=BlockForm(
+        AttentionForm(qkv_bias=True, output_bias=True, sinks=True),
+        feed_forward=FeedForwardForm(activation="clamped_swish"),
+        experts=ExpertsForm(bias=True),
+        norms=Norms(ffn="post_attention_norm"),
     ),
     router=RouterKind(used=4, scores="softmax_of_chosen", normalized=False),
     model_types={
@@ -90,11 +94,7 @@ GPT_OSS = Architecture(
             },
             layer_kinds=_layer_kinds,
             reads_layer_types=True,
-            expert_keys={
-                "count": "num_local_experts",
-                "used": "num_experts_per_tok",
-                "feed_forward_length": "intermediate_size",
-            },
+            expert_keys=MIXTRAL,
             quantization="mxfp4",
             common_keys=_common_keys,
             fields=_fields,

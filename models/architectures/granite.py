@@ -13,7 +13,10 @@ from math import isfinite
 from quengine.errors import EngineError
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, HFPart, Keys, ModelType
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.architectures.mixtures import MIXTRAL
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, number
 
@@ -77,7 +80,7 @@ def gguf_multipliers(file: GGUFFile, config: ModelConfig) -> Fields:
 
 GRANITE = Architecture(
     name="granite",
-    block=BlockKind(rope_layout="pairs"),
+    block=BlockForm(AttentionForm(rope_layout="pairs")),
     model_types={"granite": ModelType({"max_position_embeddings": 2048}, fields=multipliers)},
     hf_modules={"ffn_down": "shared_mlp.output_linear"},
     hf_parts={
@@ -90,11 +93,7 @@ GRANITE = Architecture(
 
 _MIXTURE = ModelType(
     {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
-    expert_keys={
-        "count": "num_local_experts",
-        "used": "num_experts_per_tok",
-        "feed_forward_length": "intermediate_size",
-    },
+    expert_keys=MIXTRAL,
     fields=multipliers,
 )
 _MIXTURE_SHARED = replace(
@@ -104,7 +103,7 @@ _MIXTURE_SHARED = replace(
 
 GRANITEMOE = Architecture(
     name="granitemoe",
-    block=BlockKind(rope_layout="pairs"),
+    block=BlockForm(AttentionForm(rope_layout="pairs")),
     router=RouterKind(used=2, scores="softmax_of_chosen", normalized=False),
     model_types={"granitemoe": _MIXTURE, "granitemoeshared": _MIXTURE_SHARED},
     hf_modules={

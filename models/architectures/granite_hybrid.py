@@ -21,10 +21,10 @@ from quengine.models.architectures.granite import (
     gguf_multipliers,
     multipliers,
 )
-from quengine.models.blocks.attention import Attention
+from quengine.models.architectures.mixtures import MIXTRAL
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.mamba2 import Mamba2
-from quengine.models.blocks.uniform import channel_mixer
+from quengine.models.blocks.uniform import attention_of, channel_mixer
 from quengine.models.config import Mamba2Sizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer
@@ -46,7 +46,7 @@ def _build(config: ModelConfig) -> Sequence[Block]:
     if config.mamba2 is not None:
         mamba = Mamba2(config.embedding_length, config.mamba2, partial=config.ranks > 1)
     return [
-        Block(mamba if i in config.recurrent_layers else Attention.of(config, i), channel_mixer(config, i))
+        Block(mamba if i in config.recurrent_layers else attention_of(config, i), channel_mixer(config, i))
         for i in range(config.block_count)
     ]
 
@@ -177,12 +177,7 @@ GRANITEHYBRID = Architecture(
     model_types={
         "granitemoehybrid": ModelType(
             _DEFAULTS,
-            expert_keys={
-                "count": "num_local_experts",
-                "used": "num_experts_per_tok",
-                "feed_forward_length": "intermediate_size",
-                "shared_feed_forward_length": "shared_intermediate_size",
-            },
+            expert_keys={**MIXTRAL, "shared_feed_forward_length": "shared_intermediate_size"},
             size_keys={
                 f"mamba2.{field}": key for field, key in (*_SIZES.items(), ("head_dim", "mamba_d_head"))
             },

@@ -6,12 +6,13 @@ elements; files have the raised base. The mixture has a shared expert in every l
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import tensor_kinds, with_biases
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer, number
 
@@ -52,7 +53,7 @@ def _common_keys_of_mixture(keys: Keys) -> Keys:
 
 def _fields(keys: Keys, config: ModelConfig) -> Fields:
     biases = flag(keys, "attention_bias")
-    return {"block": replace(config.block, qkv_bias=biases, output_bias=biases)}
+    return {"block": config.block.with_attention(qkv_bias=biases, output_bias=biases)}
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
@@ -79,7 +80,7 @@ _RELEASED = {
 
 HUNYUAN_DENSE = Architecture(
     name="hunyuan-dense",
-    block=BlockKind(qk_norm="rotated head", qkv_bias=True),
+    block=BlockForm(AttentionForm(qk_norm="rotated head", qkv_bias=True)),
     model_types={"hunyuan_v1_dense": ModelType(_DEFAULTS, common_keys=_common_keys, fields=_fields)},
     hf_modules=_NORMS,
     gguf_fields=_gguf_fields,
@@ -88,7 +89,7 @@ HUNYUAN_DENSE = Architecture(
 
 HUNYUAN_MOE = Architecture(
     name="hunyuan-moe",
-    block=BlockKind(qk_norm="rotated head", qkv_bias=True),
+    block=BlockForm(AttentionForm(qk_norm="rotated head", qkv_bias=True)),
     router=RouterKind(used=8, scores="softmax", normalized=True),
     model_types={
         "hunyuan_v1_moe": ModelType(

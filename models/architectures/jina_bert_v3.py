@@ -10,21 +10,22 @@ from dataclasses import replace
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.bert import (
     CAUSAL,
-    both_sides,
     classes_of,
     encoder_layers,
     encoder_sizes,
     encoder_tensors,
     kinds_of_segments,
+    layer_norm_keys,
+    sizes_of,
 )
-from quengine.models.config import BlockKind, EncoderSizes, ModelConfig, Pooling
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import EncoderSizes, ModelConfig, Pooling
 from quengine.models.gguf import GGUFFile
 
 _BASE = 20_000.0
-
-
-def _common_keys(keys: Keys) -> Keys:
-    return {**both_sides(keys), "rms_norm_eps": keys["layer_norm_eps"]}
 
 
 def _fields(keys: Keys, _config: ModelConfig) -> Fields:
@@ -39,15 +40,6 @@ def _fields(keys: Keys, _config: ModelConfig) -> Fields:
     return {"encoder": sizes, "pooling": _pooling(sizes)}
 
 
-def _size_fields(config: ModelConfig) -> Fields:
-    return {
-        "encoder": EncoderSizes(1, rotates=True, one_segment=True),
-        "head_count_kv": config.head_count,
-        "output_norm": "token_embd_norm",
-        "tied_output": True,
-    }
-
-
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     sizes = encoder_sizes(file, config, rotates=True)
     return {"encoder": replace(sizes, one_segment=True), "pooling": config.pooling or _pooling(sizes)}
@@ -59,7 +51,11 @@ def _pooling(sizes: EncoderSizes) -> Pooling | None:
 
 JINA_BERT_V3 = Architecture(
     name="jina-bert-v3",
-    block=BlockKind(norm="layer", pointwise="gelu", qkv_bias=True, merged=True),
+    block=BlockForm(
+        AttentionForm(qkv_bias=True, merged=True),
+        feed_forward=FeedForwardForm(pointwise="gelu"),
+        norms=Norms(kind="layer"),
+    ),
     build=encoder_layers,
     model_types={
         "jina_embeddings_v3": ModelType(
@@ -77,7 +73,7 @@ JINA_BERT_V3 = Architecture(
                 "rope_parameters": {"rope_type": "default", "rope_theta": _BASE},
                 "rope_theta": _BASE,
             },
-            common_keys=_common_keys,
+            common_keys=layer_norm_keys,
             fields=_fields,
         )
     },
@@ -94,7 +90,7 @@ JINA_BERT_V3 = Architecture(
     hf_layers="encoder.layers.",
     top_tensors=encoder_tensors,
     hf_unused=("pooler.", "lm_head."),
-    size_fields=_size_fields,
+    size_fields=sizes_of(EncoderSizes(1, rotates=True, one_segment=True)),
     gguf_keys=(CAUSAL,),
     gguf_fields=_gguf_fields,
     synthetic={

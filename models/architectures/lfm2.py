@@ -7,20 +7,22 @@ name `token_embd_norm`. Experts are chosen by sigmoid scores, most with a bias o
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
-from quengine.models.blocks.attention import Attention
+from quengine.models.architectures.mixtures import QWEN
+from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block import Block
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
 from quengine.models.blocks.short_conv import ShortConv
-from quengine.models.blocks.uniform import channel_mixer
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.blocks.uniform import attention_of, channel_mixer
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer, number
 
 _ATTENTION: Mapping[int, tuple[int, ...]] = {16: (2, 5, 8, 10, 12, 14), 24: (2, 6, 10, 14, 18, 21)}
-"""Of released models of so many layers (1.2B, 8B-A1B) those with attention."""
+"""Number of layers of a released model (1.2B, 8B-A1B) -> those with attention."""
 
 _TAPS = "shortconv.l_cache"
 _MOST_TAPS = 16
@@ -42,7 +44,7 @@ def _build(config: ModelConfig) -> Sequence[Block]:
     width, channels, ranks = config.embedding_length, config.conv_channels, config.ranks
     conv = ShortConv(width, channels, config.conv_taps, partial=ranks > 1)
     return [
-        Block(conv if i in config.recurrent_layers else Attention.of(config, i), channel_mixer(config, i))
+        Block(conv if i in config.recurrent_layers else attention_of(config, i), channel_mixer(config, i))
         for i in range(config.block_count)
     ]
 
@@ -123,13 +125,13 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 
 def _moe_fields(keys: Keys, config: ModelConfig) -> Fields:
-    block = replace(config.block, selection_bias=flag(keys, "use_expert_bias"))
+    block = config.block.with_experts(selection_bias=flag(keys, "use_expert_bias"))
     return {**_fields(keys, config), "block": block}
 
 
 def _moe_gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     biases = any(name.endswith(".exp_probs_b.bias") for name in file.tensors)
-    return {**_gguf_fields(file, config), "block": replace(config.block, selection_bias=biases)}
+    return {**_gguf_fields(file, config), "block": config.block.with_experts(selection_bias=biases)}
 
 
 def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
@@ -151,7 +153,7 @@ _MODULES = {
 
 LFM2 = Architecture(
     name="lfm2",
-    block=BlockKind(qk_norm="head"),
+    block=BlockForm(AttentionForm(qk_norm="head")),
     build=_build,
     model_types={"lfm2": ModelType(_DEFAULTS, common_keys=_dense_keys, fields=_fields)},
     hf_modules=_MODULES,
@@ -177,7 +179,7 @@ LFM2 = Architecture(
 
 LFM2MOE = Architecture(
     name="lfm2moe",
-    block=BlockKind(qk_norm="head", selection_bias=True),
+    block=BlockForm(AttentionForm(qk_norm="head"), experts=ExpertsForm(selection_bias=True)),
     build=_build,
     router=RouterKind(used=4, scores="sigmoid", normalized=True),
     model_types={
@@ -193,13 +195,7 @@ LFM2MOE = Architecture(
                 "norm_topk_prob": True,
                 "use_expert_bias": True,
             },
-            expert_keys={
-                "count": "num_experts",
-                "used": "num_experts_per_tok",
-                "feed_forward_length": "moe_intermediate_size",
-                "normalized": "norm_topk_prob",
-                "scale": "routed_scaling_factor",
-            },
+            expert_keys={**QWEN, "scale": "routed_scaling_factor"},
             dense_layers=_dense_layers,
             common_keys=_common_keys,
             fields=_moe_fields,

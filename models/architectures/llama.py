@@ -12,7 +12,10 @@ from quengine.models.architectures.architecture import (
     ModelType,
     sliding_attention,
 )
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.architectures.mixtures import MIXTRAL
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.config import ModelConfig
 from quengine.models.hf.hf_keys import config_error, number
 
 
@@ -42,7 +45,7 @@ _MINISTRAL_3_ROPE = {
 
 LLAMA = Architecture(
     name="llama",
-    block=BlockKind(rope_layout="pairs"),
+    block=BlockForm(AttentionForm(rope_layout="pairs")),
     router=RouterKind(used=2, scores="softmax", normalized=True),
     vocabulary="spm",
     model_types={
@@ -64,11 +67,7 @@ LLAMA = Architecture(
                 "num_experts_per_tok": 2,
             },
             layer_kinds=sliding_attention,
-            expert_keys={
-                "count": "num_local_experts",
-                "used": "num_experts_per_tok",
-                "feed_forward_length": "intermediate_size",
-            },
+            expert_keys=MIXTRAL,
         ),
     },
     hf_modules={
@@ -81,7 +80,7 @@ LLAMA = Architecture(
 
 MISTRAL3 = Architecture(
     name="mistral3",
-    block=BlockKind(rope_layout="pairs"),
+    block=BlockForm(AttentionForm(rope_layout="pairs")),
     vocabulary="spm",
     model_types={
         "mistral3": ModelType(

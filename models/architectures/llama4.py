@@ -13,10 +13,12 @@ from itertools import compress
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, HFPart, Keys, ModelType
-from quengine.models.blocks.attention import Attention
+from quengine.models.architectures.mixtures import MIXTRAL
+from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block import Block
-from quengine.models.blocks.uniform import channel_mixer
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.uniform import attention_of, channel_mixer
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer, number
 
@@ -32,7 +34,7 @@ def _layers(config: ModelConfig) -> Sequence[Block]:
     """Queries grow with the position in layers that do not rotate."""
     found = []
     for i in range(config.block_count):
-        attention = Attention.of(config, i)
+        attention = attention_of(config, i)
         if attention.rotation.turns:
             attention = replace(attention, temperature=None)
         found.append(Block(attention, channel_mixer(config, i)))
@@ -101,7 +103,7 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
     scale = number(keys, "attn_scale", 0.1) if tuned else 0.0
     length = integer(keys, "floor_scale", *LIMITS["context_length"]) if scale else 0
     return {
-        "block": replace(config.block, unit_norms=flag(keys, "use_qk_norm")),
+        "block": config.block.with_attention(unit_norms=flag(keys, "use_qk_norm")),
         "unrotated_layers": unrotated,
         "attention_temperature_scale": scale,
         "attention_temperature_length": length,
@@ -115,7 +117,9 @@ def _size_fields(config: ModelConfig) -> Fields:
     experts = config.experts
     unrotated = tuple(range(_INTERVAL - 1, config.block_count, _INTERVAL))
     return {
-        "block": replace(config.block, unit_norms=experts is not None and experts.count != _WITHOUT_NORMS),
+        "block": config.block.with_attention(
+            unit_norms=experts is not None and experts.count != _WITHOUT_NORMS
+        ),
         "unrotated_layers": unrotated,
         "attention_temperature_scale": 0.1,
         "attention_temperature_length": _CHUNK,
@@ -157,11 +161,7 @@ _TEXT = ModelType(
         "attn_temperature_tuning": True,
         "floor_scale": 8192,
     },
-    expert_keys={
-        "count": "num_local_experts",
-        "used": "num_experts_per_tok",
-        "feed_forward_length": "moe_intermediate_size",
-    },
+    expert_keys={**MIXTRAL, "feed_forward_length": "moe_intermediate_size"},
     dense_layers=_dense_layers,
     common_keys=_common_keys,
     fields=_fields,
@@ -169,7 +169,7 @@ _TEXT = ModelType(
 
 LLAMA4 = Architecture(
     name="llama4",
-    block=BlockKind(rope_layout="pairs", unit_norms=True),
+    block=BlockForm(AttentionForm(rope_layout="pairs", unit_norms=True)),
     build=_layers,
     router=RouterKind(used=1, scores="sigmoid", normalized=False, weighs_inputs=True),
     model_types={"llama4": replace(_TEXT, text_models=("llama4_text",)), "llama4_text": _TEXT},

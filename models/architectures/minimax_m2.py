@@ -6,7 +6,11 @@ head are rotated by `rotary_dim`. Source: `MiniMaxM2Model` in the `transformers`
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType
-from quengine.models.config import LIMITS, BlockKind
+from quengine.models.architectures.mixtures import MIXTRAL
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.config import LIMITS
 from quengine.models.hf.hf_keys import integer
 
 
@@ -20,7 +24,7 @@ def _common_keys(keys: Keys) -> Keys:
 
 MINIMAX_M2 = Architecture(
     name="minimax-m2",
-    block=BlockKind(qk_norm="row", selection_bias=True),
+    block=BlockForm(AttentionForm(qk_norm="row"), experts=ExpertsForm(selection_bias=True)),
     router=RouterKind(used=8, scores="sigmoid", normalized=True),
     model_types={
         "minimax_m2": ModelType(
@@ -38,11 +42,7 @@ MINIMAX_M2 = Architecture(
                 "num_experts_per_tok": 8,
             },
             reads_partial_rotary_factor=True,
-            expert_keys={
-                "count": "num_local_experts",
-                "used": "num_experts_per_tok",
-                "feed_forward_length": "intermediate_size",
-            },
+            expert_keys=MIXTRAL,
             common_keys=_common_keys,
         )
     },

@@ -15,9 +15,13 @@ import numpy as np
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
 from quengine.models.architectures.bert import CAUSAL, both_sides, classes_of, encoder_sizes
 from quengine.models.architectures.windows import LOCAL_BASE, PATTERN, rope_of_kinds
+from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block import BIAS, NORM, Block, Draw, TensorSpec
+from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.encoder import bidirectional_layers
-from quengine.models.config import LIMITS, BlockKind, EncoderSizes, ModelConfig
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import LIMITS, EncoderSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number
 
@@ -103,7 +107,7 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
     sizes = _sizes(classes_of(keys) if headed else 0, bool(keys["classifier_bias"]), pooling)
     return {
         "encoder": sizes,
-        "block": replace(config.block, activation=_ACTIVATIONS[keys["hidden_activation"]]),
+        "block": config.block.with_feed_forward(activation=_ACTIVATIONS[keys["hidden_activation"]]),
         "rope_freq_base_swa": number(keys, "rope_local_base_freq", _LOCAL_BASE),
         "pooling": "rank" if headed else None,
     }
@@ -153,7 +157,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     own = file.get_float(f"{a}.{LOCAL_BASE}")
     return {
         "encoder": replace(sizes, token_types=found.token_types, biases=found.biases),
-        "block": replace(config.block, activation=_ACTIVATIONS[named]),
+        "block": config.block.with_feed_forward(activation=_ACTIVATIONS[named]),
         "full_attention_layers": _full_layers_of_gguf(file, config),
         "rope_freq_base_swa": _LOCAL_BASE if own is None else own,
         "pooling": config.pooling or ("rank" if found.classes else None),
@@ -174,7 +178,11 @@ def _full_layers_of_gguf(file: GGUFFile, config: ModelConfig) -> tuple[int, ...]
 
 MODERN_BERT = Architecture(
     name="modern-bert",
-    block=BlockKind(norm="layer", activation="gelu_erf", merged=True, merged_gate=True),
+    block=BlockForm(
+        AttentionForm(merged=True),
+        feed_forward=FeedForwardForm(activation="gelu_erf", merged_gate=True),
+        norms=Norms(kind="layer"),
+    ),
     build=_layers,
     model_types={
         "modernbert": ModelType(

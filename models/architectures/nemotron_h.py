@@ -24,11 +24,13 @@ from quengine.models.architectures.file_traits import (
     mamba2_sizes,
     without_drafts,
 )
-from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.block import Block
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
 from quengine.models.blocks.mamba2 import Mamba2
-from quengine.models.blocks.uniform import channel_mixer
-from quengine.models.config import LIMITS, BlockKind, Mamba2Sizes, ModelConfig
+from quengine.models.blocks.norms import Norms
+from quengine.models.blocks.uniform import attention_of, channel_mixer
+from quengine.models.config import LIMITS, Mamba2Sizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer, number
 
@@ -62,7 +64,7 @@ def _build(config: ModelConfig) -> Sequence[Block]:
         if i in config.mixerless_layers:
             layers.append(Block(None, channel_mixer(config, i)))
         else:
-            layers.append(Block(mamba if i in config.recurrent_layers else Attention.of(config, i), None))
+            layers.append(Block(mamba if i in config.recurrent_layers else attention_of(config, i), None))
     return layers
 
 
@@ -219,7 +221,7 @@ def _decay(a_log: Any) -> Any:
 
 NEMOTRON_H = Architecture(
     name="nemotron_h",
-    block=BlockKind(ffn_norm="attn_norm", pointwise="relu2"),
+    block=BlockForm(feed_forward=FeedForwardForm(pointwise="relu2"), norms=Norms(ffn="attn_norm")),
     build=_build,
     model_types={},
     hf_modules=_MODULES,
@@ -235,7 +237,7 @@ NEMOTRON_H = Architecture(
 NEMOTRON_H_MOE = replace(
     NEMOTRON_H,
     name="nemotron_h_moe",
-    block=replace(NEMOTRON_H.block, selection_bias=True),
+    block=NEMOTRON_H.block.with_experts(selection_bias=True),
     router=RouterKind(used=2, scores="sigmoid", normalized=False),
     model_types={
         "nemotron_h": ModelType(

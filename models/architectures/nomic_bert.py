@@ -10,13 +10,18 @@ from typing import Any
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.bert import (
     CAUSAL,
-    both_sides,
     encoder_layers,
     encoder_sizes,
     encoder_tensors,
     kinds_of_segments,
+    layer_norm_keys,
+    sizes_of,
 )
-from quengine.models.config import BlockKind, EncoderSizes, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import EncoderSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number
 
@@ -60,20 +65,11 @@ def _common_keys(keys: Keys) -> Keys:
         found["max_position_embeddings"] = min(positions, trained)
     if "rotary_emb_base" in keys:
         found["rope_parameters"] = {"rope_theta": number(keys, "rotary_emb_base", _BASE)}
-    return {**both_sides(found), "rms_norm_eps": found["layer_norm_eps"]}
+    return layer_norm_keys(found)
 
 
 def _fields(keys: Keys, _config: ModelConfig) -> Fields:
     return {"encoder": EncoderSizes(kinds_of_segments(keys), biases=False, rotates=True)}
-
-
-def _size_fields(config: ModelConfig) -> Fields:
-    return {
-        "encoder": EncoderSizes(2, biases=False, rotates=True),
-        "head_count_kv": config.head_count,
-        "output_norm": "token_embd_norm",
-        "tied_output": True,
-    }
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
@@ -82,7 +78,9 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 NOMIC_BERT = Architecture(
     name="nomic-bert",
-    block=BlockKind(norm="layer", activation="silu", merged=True),
+    block=BlockForm(
+        AttentionForm(merged=True), feed_forward=FeedForwardForm(activation="silu"), norms=Norms(kind="layer")
+    ),
     build=encoder_layers,
     model_types={
         "nomic_bert": ModelType(
@@ -118,7 +116,7 @@ NOMIC_BERT = Architecture(
     top_tensors=encoder_tensors,
     hf_layers="encoder.layers.",
     hf_unused=("pooler.", "cls."),
-    size_fields=_size_fields,
+    size_fields=sizes_of(EncoderSizes(2, biases=False, rotates=True)),
     gguf_keys=(CAUSAL,),
     gguf_fields=_gguf_fields,
     synthetic={

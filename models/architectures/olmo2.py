@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind attention and feed-forward only, and norms of whole query and key rows.
+"""OLMo 2 and 3: norms after attention and feed-forward only, and norms of whole query and key rows.
 
 OLMo 3, which goes by OLMo 2's name in GGUF, has a window in three of four layers, whose rotation no scaling applies to.
 """
@@ -13,7 +13,10 @@ from quengine.models.architectures.windows import (
     gguf_fields,
     rope_of_kinds,
 )
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import number
 
@@ -41,7 +44,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 OLMO2 = Architecture(
     name="olmo2",
-    block=BlockKind(norms="post", qk_norm="row"),
+    block=BlockForm(AttentionForm(qk_norm="row"), norms=Norms(placement="post")),
     model_types={
         "olmo2": ModelType({"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
         "olmo3": ModelType(

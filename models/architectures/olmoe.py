@@ -5,7 +5,9 @@ Its experts have the length of the feed-forward. `clip_qkv`, which no released m
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType
-from quengine.models.config import BlockKind
+from quengine.models.architectures.mixtures import QWEN
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
 from quengine.models.hf.hf_keys import config_error
 
 
@@ -17,7 +19,7 @@ def _common_keys(keys: Keys) -> Keys:
 
 OLMOE = Architecture(
     name="olmoe",
-    block=BlockKind(qk_norm="row"),
+    block=BlockForm(AttentionForm(qk_norm="row")),
     router=RouterKind(used=8, scores="softmax", normalized=False),
     model_types={
         "olmoe": ModelType(
@@ -28,12 +30,7 @@ OLMOE = Architecture(
                 "num_experts_per_tok": 8,
                 "norm_topk_prob": False,
             },
-            expert_keys={
-                "count": "num_experts",
-                "used": "num_experts_per_tok",
-                "feed_forward_length": "intermediate_size",
-                "normalized": "norm_topk_prob",
-            },
+            expert_keys={**QWEN, "feed_forward_length": "intermediate_size"},
             common_keys=_common_keys,
         )
     },

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quengine.models.architectures.architecture import Architecture, Fields, HFPart, Keys, ModelType
-from quengine.models.config import LIMITS, BlockKind, LayerSizes, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.config import LIMITS, LayerSizes, ModelConfig
 from quengine.models.hf.hf_keys import config_error, flag, integer, number
 
 _COMPUTED = {
@@ -102,7 +104,7 @@ def _scaled(layers: int, width: int, head_dim: int, groups: int) -> Iterator[Lay
 
 OPENELM = Architecture(
     name="openelm",
-    block=BlockKind(qk_norm="head", merged=True),
+    block=BlockForm(AttentionForm(qk_norm="head", merged=True)),
     vocabulary="spm",
     sizes_by_layer=True,
     model_types={

@@ -10,7 +10,9 @@ passes it over.
 from collections.abc import Mapping
 
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType, sliding_attention
-from quengine.models.config import BlockKind
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
 
 
 def _common_keys(keys: Keys) -> Keys:
@@ -25,7 +27,7 @@ def _common_keys(keys: Keys) -> Keys:
 
 PHI3 = Architecture(
     name="phi3",
-    block=BlockKind(merged=True, merged_gate=True),
+    block=BlockForm(AttentionForm(merged=True), feed_forward=FeedForwardForm(merged_gate=True)),
     rope_scalings=frozenset({"longrope"}),
     vocabulary="spm",
     model_types={

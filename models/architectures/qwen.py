@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.bert import classes_of
 from quengine.models.architectures.windows import from_max_window_layers
-from quengine.models.config import BlockKind, ModelConfig, Ranker
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.config import ModelConfig, Ranker
 
 if TYPE_CHECKING:
     from quengine.models.gguf import GGUFFile
@@ -65,11 +67,13 @@ def _gguf_fields(file: "GGUFFile", _config: ModelConfig) -> Fields:
     return {"ranker": Ranker(2, True, template), "pooling": "rank"}
 
 
-QWEN2 = Architecture(name="qwen2", block=BlockKind(qkv_bias=True), model_types={"qwen2": _model_type()})
+QWEN2 = Architecture(
+    name="qwen2", block=BlockForm(AttentionForm(qkv_bias=True)), model_types={"qwen2": _model_type()}
+)
 
 QWEN3 = Architecture(
     name="qwen3",
-    block=BlockKind(qk_norm="head"),
+    block=BlockForm(AttentionForm(qk_norm="head")),
     model_types={"qwen3": replace(_model_type(head_dim=128), fields=_ranker_fields)},
     gguf_fields=_gguf_fields,
 )

@@ -21,27 +21,30 @@ from quengine.models.architectures.architecture import (
     Keys,
     ModelType,
 )
-from quengine.models.architectures.qwen_moe import EXPERT_KEYS, dense_layers
+from quengine.models.architectures.file_traits import DRAFTS, without_drafts
+from quengine.models.architectures.mixtures import QWEN
+from quengine.models.architectures.qwen_moe import dense_layers
 from quengine.models.architectures.rope_axes import (
     SECTIONS,
-    Axes,
     even_sections,
+    gguf_axes,
     interleaved_axes,
     sections_of,
 )
-from quengine.models.blocks.attention import Attention
+from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block import Block
+from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.gated_delta import GatedDelta
-from quengine.models.blocks.uniform import channel_mixer
-from quengine.models.config import LIMITS, BlockKind, GatedDeltaSizes, ModelConfig
+from quengine.models.blocks.norms import Norms
+from quengine.models.blocks.uniform import attention_of, channel_mixer
+from quengine.models.config import LIMITS, GatedDeltaSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer
 
 _INTERVAL = 4
-"""Every so many layers one has attention, where neither file says otherwise."""
+"""One layer of this many has attention, where neither file says otherwise."""
 
 _RECURRENT, _EVERY = "attention.recurrent_layers", "full_attention_interval"
-_DRAFTS = "nextn_predict_layers"
 _SSM = {
     "taps": "ssm.conv_kernel",
     "head_dim": "ssm.state_size",
@@ -61,7 +64,7 @@ _MOST = LIMITS["block_count"][1]
 def _build(config: ModelConfig) -> Sequence[Block]:
     delta = GatedDelta(config.embedding_length, _sizes(config), partial=config.ranks > 1)
     return [
-        Block(delta if i in config.recurrent_layers else Attention.of(config, i), channel_mixer(config, i))
+        Block(delta if i in config.recurrent_layers else attention_of(config, i), channel_mixer(config, i))
         for i in range(config.block_count)
     ]
 
@@ -134,8 +137,7 @@ def _with_attention(recurrent: tuple[int, ...], blocks: int, key: str) -> tuple[
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     """The layers counted include those that draft."""
     prefix = config.architecture
-    drafts = file.get_int(f"{prefix}.{_DRAFTS}", 0, config.block_count - 1) or 0
-    blocks = config.block_count - drafts
+    layers = without_drafts(file, config)
     sizes = {field: file.require_int(f"{prefix}.{key}", 1, 1 << 16) for field, key in _SSM.items()}
     inner, expected = file.require_int(f"{prefix}.{_INNER}"), sizes["value_heads"] * sizes["head_dim"]
     if inner != expected:
@@ -145,14 +147,12 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
         raise file.error(
             f"{prefix}.attention.sliding_window", "windows are not implemented in this architecture"
         )
-    axes = _axes(file, config)
     by_key_head = prefix == "qwen3next"
     return {
-        "block_count": blocks,
-        "draft_layers": drafts,
-        "recurrent_layers": _gguf_recurrent(file, prefix, blocks, drafts),
+        **layers,
+        "recurrent_layers": _gguf_recurrent(file, prefix, layers["block_count"], layers["draft_layers"]),
         "gated_delta": _ordered(sizes, tiled=not by_key_head, by_key_head=by_key_head),
-        "rope_axes": axes,
+        "rope_axes": gguf_axes(file, config, interleaved_axes),
     }
 
 
@@ -172,23 +172,6 @@ def _gguf_recurrent(file: GGUFFile, prefix: str, blocks: int, drafts: int) -> tu
     return found
 
 
-def _axes(file: GGUFFile, config: ModelConfig) -> Axes:
-    """Each frequency turns by one of three positions, in turns; of text they are equal, and the fourth is 0."""
-    key = f"{config.architecture}.{SECTIONS}"
-    found = file.get_ints(key)
-    if found is None:
-        return ()
-    sections = found.tolist()
-    if not 3 <= len(sections) <= 4 or min(sections) < 0 or not sum(sections):
-        raise file.error(key, f"{sections} are not counts of frequencies for three positions")
-    for frequency in range(config.rope_dim // 2):
-        place = frequency % sum(sections)
-        if place >= 3 * sections[place % 3]:
-            problem = f"{sections} leave frequency {frequency} of {config.rope_dim // 2} without a position"
-            raise file.error(key, f"{problem}, which the decoder does not implement")
-    return interleaved_axes(sections, config.rope_dim // 2)
-
-
 def _unchanged(weights: Any) -> Any:
     return weights
 
@@ -198,8 +181,8 @@ def _decay(a_log: Any) -> Any:
 
 
 _HF_CHANGES = {"ssm_norm.weight": _unchanged, "ssm_a": _decay}
-_BLOCK = BlockKind(ffn_norm="post_attention_norm", qk_norm="head", gated=True)
-_GGUF_KEYS = (_RECURRENT, _EVERY, _DRAFTS, SECTIONS, _INNER, *_SSM.values())
+_BLOCK = BlockForm(AttentionForm(qk_norm="head", gated=True), norms=Norms(ffn="post_attention_norm"))
+_GGUF_KEYS = (_RECURRENT, _EVERY, DRAFTS, SECTIONS, _INNER, *_SSM.values())
 _ROUTER = RouterKind(used=8, scores="softmax", normalized=True)
 _DRAFT_NAMES = DraftNames(
     layer="mtp.layers.0.",
@@ -234,7 +217,7 @@ _MOE_DEFAULTS: Mapping[str, object] = {
     "num_experts_per_tok": 8,
     "num_experts": 256,
 }
-_EXPERTS = {**EXPERT_KEYS, "shared_feed_forward_length": "shared_expert_intermediate_size"}
+_EXPERTS = {**QWEN, "shared_feed_forward_length": "shared_expert_intermediate_size"}
 _ALWAYS_NORMALIZED = {name: key for name, key in _EXPERTS.items() if name != "normalized"}
 
 _QWEN3_5 = ModelType(_DEFAULTS, reads_partial_rotary_factor=True, common_keys=_common_keys, fields=_fields)
@@ -305,7 +288,7 @@ QWEN35 = Architecture(
 
 QWEN35MOE = Architecture(
     name="qwen35moe",
-    block=replace(_BLOCK, shared_gate=True),
+    block=_BLOCK.with_experts(shared_gate=True),
     build=_build,
     router=_ROUTER,
     model_types={
@@ -353,7 +336,7 @@ def _sizes(config: ModelConfig) -> GatedDeltaSizes:
 
 QWEN3NEXT = Architecture(
     name="qwen3next",
-    block=replace(_BLOCK, shared_gate=True),
+    block=_BLOCK.with_experts(shared_gate=True),
     build=_build,
     router=replace(_ROUTER, used=10),
     model_types={

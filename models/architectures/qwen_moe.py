@@ -5,7 +5,7 @@ experts' weights; Qwen3-MoE does. llama.cpp takes both for granted, so that GGUF
 `norm_topk_prob` does. Folders may also have dense layers between those with experts, which GGUF has no key for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from quengine.kernels.moe.router_kind import RouterKind
@@ -17,16 +17,14 @@ from quengine.models.architectures.architecture import (
     ModelType,
     sliding_attention,
 )
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.architectures.mixtures import QWEN
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number
 
-EXPERT_KEYS: Mapping[str, str] = {
-    "count": "num_experts",
-    "used": "num_experts_per_tok",
-    "feed_forward_length": "moe_intermediate_size",
-    "normalized": "norm_topk_prob",
-}
 _DEFAULTS = {
     "max_position_embeddings": 32768,
     "sliding_window": 4096,
@@ -73,7 +71,7 @@ def expert_lengths(file: GGUFFile, config: ModelConfig) -> Fields:
 
 QWEN2MOE = Architecture(
     name="qwen2moe",
-    block=BlockKind(qkv_bias=True, shared_gate=True),
+    block=BlockForm(AttentionForm(qkv_bias=True), experts=ExpertsForm(shared_gate=True)),
     router=RouterKind(used=4, scores="softmax", normalized=False),
     model_types={
         "qwen2_moe": ModelType(
@@ -87,7 +85,7 @@ QWEN2MOE = Architecture(
             },
             layer_kinds=_layer_kinds_of_qwen2,
             reads_layer_types=True,
-            expert_keys={**EXPERT_KEYS, "shared_feed_forward_length": "shared_expert_intermediate_size"},
+            expert_keys={**QWEN, "shared_feed_forward_length": "shared_expert_intermediate_size"},
             dense_layers=dense_layers,
             common_keys=_common_keys,
         )
@@ -97,7 +95,7 @@ QWEN2MOE = Architecture(
 
 QWEN3MOE = Architecture(
     name="qwen3moe",
-    block=BlockKind(qk_norm="head"),
+    block=BlockForm(AttentionForm(qk_norm="head")),
     router=RouterKind(used=8, scores="softmax", normalized=True),
     model_types={
         "qwen3_moe": ModelType(
@@ -109,7 +107,7 @@ QWEN3MOE = Architecture(
                 "moe_intermediate_size": 768,
             },
             layer_kinds=sliding_attention,
-            expert_keys=EXPERT_KEYS,
+            expert_keys=QWEN,
             dense_layers=dense_layers,
             common_keys=_common_keys,
         )

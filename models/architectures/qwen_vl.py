@@ -21,7 +21,9 @@ from quengine.models.architectures.rope_axes import (
     sections_of,
 )
 from quengine.models.architectures.windows import from_max_window_layers
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile
 
 
@@ -84,7 +86,7 @@ _QWEN3 = {"vocab_size": 151936, "max_position_embeddings": 128000, "rope_theta":
 
 QWEN2VL = Architecture(
     name="qwen2vl",
-    block=BlockKind(qkv_bias=True),
+    block=BlockForm(AttentionForm(qkv_bias=True)),
     model_types={
         **_with_vision("qwen2_vl", _QWEN2, tied_by_text=True),
         **_with_vision("qwen2_5_vl", _QWEN2, tied_by_text=True),
@@ -107,7 +109,7 @@ QWEN2VL = Architecture(
 
 QWEN3VL = Architecture(
     name="qwen3vl",
-    block=BlockKind(qk_norm="head"),
+    block=BlockForm(AttentionForm(qk_norm="head")),
     model_types=_with_vision(
         "qwen3_vl",
         ModelType(
@@ -139,7 +141,7 @@ QWEN3VL = Architecture(
 
 QWEN3VLMOE = Architecture(
     name="qwen3vlmoe",
-    block=BlockKind(qk_norm="head"),
+    block=BlockForm(AttentionForm(qk_norm="head")),
     router=RouterKind(used=8, scores="softmax", normalized=True),
     model_types=_with_vision(
         "qwen3_vl_moe",

@@ -49,7 +49,8 @@ def sections_of(keys: Keys, default: Sequence[int]) -> list[int]:
 def gguf_axes(
     file: GGUFFile, config: ModelConfig, of_sections: Callable[[Sequence[int], int], Axes] = consecutive_axes
 ) -> Axes:
-    """Of the sections that a file has; a fourth, whose position is 0 in texts, must be empty. Raises GGUFError."""
+    """Of the sections that a file has; a fourth, whose position is 0 in texts, must be empty. Sections that take turns
+    may be of more frequencies than a head has, as in converted files of Qwen3.5. Raises GGUFError."""
     key = f"{config.architecture}.{SECTIONS}"
     sections = file.get_ints(key)
     if sections is None:
@@ -57,6 +58,8 @@ def gguf_axes(
     values = sections.tolist()
     if len(values) not in (3, 4) or min(values) < 0 or any(values[3:]):
         raise file.error(key, f"{values} is not implemented, only three sections of frequencies")
-    if 2 * sum(values) != config.rope_dim:
-        raise file.error(key, f"{values} are not the {config.rope_dim // 2} frequencies of a head")
-    return of_sections(values, config.rope_dim // 2)
+    frequencies = config.rope_dim // 2
+    axes = of_sections(values, frequencies)
+    if len(axes) != frequencies or sum(values) < frequencies:
+        raise file.error(key, f"{values} are not the {frequencies} frequencies of a head")
+    return axes

@@ -1,10 +1,11 @@
 """Seed-OSS: Llama's layers with biases of query, key and value, which a folder may leave out, and of the output."""
 
-from dataclasses import replace
-
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import tensor_kinds, with_biases
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag
 
@@ -13,7 +14,7 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
     if flag(keys, "mlp_bias"):
         raise config_error("mlp_bias", "biases on the feed-forward projections are not implemented")
     biases, of_output = flag(keys, "attention_bias"), flag(keys, "attention_out_bias")
-    return {"block": replace(config.block, qkv_bias=biases, output_bias=of_output)}
+    return {"block": config.block.with_attention(qkv_bias=biases, output_bias=of_output)}
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
@@ -22,7 +23,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 SEED_OSS = Architecture(
     name="seed_oss",
-    block=BlockKind(ffn_norm="post_attention_norm", qkv_bias=True),
+    block=BlockForm(AttentionForm(qkv_bias=True), norms=Norms(ffn="post_attention_norm")),
     model_types={
         "seed_oss": ModelType(
             {

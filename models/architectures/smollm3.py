@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from itertools import compress
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.hf.hf_keys import config_error, integer
 
 _INTERVAL = 4
 
 
 def _unrotated(keys: Keys, blocks: int) -> tuple[int, ...]:
-    """The layers that do not rotate: those that config.json has a 0 for, or every so many."""
+    """The layers that do not rotate: those that config.json has a 0 for, or those at an interval."""
     flags = keys.get("no_rope_layers")
     if flags is None:
         interval = integer(keys, "no_rope_layer_interval", 1, LIMITS["block_count"][1], default=_INTERVAL)
@@ -50,7 +52,7 @@ def _size_fields(config: ModelConfig) -> Fields:
 
 SMOLLM3 = Architecture(
     name="smollm3",
-    block=BlockKind(rope_layout="pairs"),
+    block=BlockForm(AttentionForm(rope_layout="pairs")),
     model_types={
         "smollm3": ModelType(
             {

@@ -8,7 +8,7 @@ Transformers"; Menghani et al. 2024, "LAuReL: Learned Augmented Residual Layer".
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quengine.models.blocks.block import NORM, Draw, TensorSpec
+from quengine.models.blocks.block import NORM, Draw, Part, TensorSpec
 from quengine.models.config import ModelConfig
 
 PROJECT, UNEMBED = "altup_proj", "altup_unembd_proj"
@@ -18,7 +18,7 @@ _SMALL = Draw(0.3, by_columns=False)
 
 
 @dataclass(frozen=True)
-class AltUp:
+class AltUp(Part):
     """width: of a row. streams: rows of a token. rank: of the product beside attention."""
 
     width: int
@@ -45,9 +45,6 @@ class AltUp:
             "laurel_r.weight": TensorSpec((width, self.rank), hf="laurel.linear_right.weight"),
             "laurel_post_norm.weight": TensorSpec((width,), hf="laurel.post_laurel_norm.weight", draw=NORM),
         }
-
-    def joined(self) -> Mapping[str, TensorSpec]:
-        return {}
 
 
 def top_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from quengine.models.blocks.block import (
     BIAS,
@@ -10,11 +11,13 @@ from quengine.models.blocks.block import (
     Axis,
     Cut,
     Draw,
+    Mixer,
     PagedKV,
     SlotState,
     TensorSpec,
 )
-from quengine.models.config import BlockKind, ModelConfig, Rotation
+from quengine.models.blocks.norms import Norms
+from quengine.models.rotation import RopeLayout, Rotation
 
 _HEADS = Cut("columns", ("heads",))
 OPTIONAL = ("attn_qkv.weight", "attn_sinks.weight")
@@ -24,20 +27,52 @@ _ALL: tuple[Axis, ...] = ("queries", "keys", "keys")
 
 
 @dataclass(frozen=True)
-class Attention:
-    """`heads` query heads of `head_dim` share `kv_heads` key and value heads.
+class AttentionForm:
+    """What an attention has beside the projections.
 
-    form: what it has beside the projections. width: of the residual stream. scale: multiplies the scores. window:
-    positions that a token sees, its own among them; None: all before it. temperature: (scale, length, offset), by which
-    queries grow with the position (`ModelConfig.attention_temperature_scale`), or None. unit_norms: of rotated queries
-    and keys (`BlockKind.unit_norms`). partial: a rank has some of the heads. keys_as_values: values are keys before
-    their norm and rotation, without a projection. softcap: of the scores, or 0. shared: keys and values are those of an
-    earlier layer, with heads of the same number and size. joins_hidden: the projections read a token's embedding and a
-    hidden row, each after a norm of its own, side by side (models/eagle.py). chunked: the window begins at a multiple
-    of its length, so that a token sees its own chunk of positions alone.
+    rope_layout: which elements of a head rotate together (kernels/rope.py); GGUF converters permute the query and key
+        rows of the llama family so that they are neighbours ("pairs").
+    qk_norm: a norm of queries and keys, of each "head" by itself, of each once it is rotated, or of a whole "row".
+    qkv_bias: query, key and value projections have biases.
+    output_bias: the output projection has a bias.
+    sinks: each query head has a logit of its own in the softmax's denominator (kernels/attention.py).
+    gated: the result is multiplied by gates, whose rows follow each query head's (kernels/attention.py).
+    unit_norms: rotated queries and keys are normalized, each head by itself, without weights; those of layers that do
+        not rotate are not.
+    merged: one tensor `attn_qkv` holds query, key and value rows.
+    v_norm: value heads are divided by their root mean square.
+    images_both_ways: the layers in which rows of an image attend to one another both ways, where its projector says
+        that they do: all, or those with a window.
     """
 
-    form: BlockKind
+    rope_layout: RopeLayout = "halves"
+    qk_norm: Literal["head", "rotated head", "row"] | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    sinks: bool = False
+    gated: bool = False
+    unit_norms: bool = False
+    merged: bool = False
+    v_norm: bool = False
+    images_both_ways: Literal["all", "windowed"] = "all"
+
+
+@dataclass(frozen=True)
+class Attention(Mixer):
+    """`heads` query heads of `head_dim` share `kv_heads` key and value heads.
+
+    form: what it has beside the projections. norms: of the layer. width: of the residual stream. scale: multiplies the
+    scores. window: positions that a token sees, its own among them; None: all before it. temperature: (scale, length,
+    offset), by which queries grow with the position (`ModelConfig.attention_temperature_scale`), or None. partial: a
+    rank has some of the heads. keys_as_values: values are keys before their norm and rotation, without a projection.
+    softcap: of the scores, or 0. shared: keys and values are those of an earlier layer, with heads of the same number
+    and size. joins_hidden: the projections read a token's embedding and a hidden row, each after a norm of its own,
+    side by side (models/eagle.py). chunked: the window begins at a multiple of its length, so that a token sees its own
+    chunk of positions alone.
+    """
+
+    form: AttentionForm
+    norms: Norms
     width: int
     heads: int
     kv_heads: int
@@ -46,7 +81,6 @@ class Attention:
     scale: float
     window: int | None = None
     temperature: tuple[float, int, int] | None = None
-    unit_norms: bool = False
     partial: bool = False
     keys_as_values: bool = False
     softcap: float = 0.0
@@ -55,38 +89,12 @@ class Attention:
     chunked: bool = False
     kind = "attention"
 
-    @classmethod
-    def of(cls, config: ModelConfig, layer: int) -> "Attention":
-        """The attention of a layer as the model's configuration has it."""
-        scale, length = config.attention_temperature_scale, config.attention_temperature_length
-        rotation = config.rotation(layer)
-        heads, kv_heads, *_ = config.sizes(layer)
-        size = config.head_size(layer)
-        return cls(
-            form=config.block,
-            width=config.embedding_length,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=size,
-            rotation=rotation,
-            scale=size**-0.5 if config.attention_scale is None else config.attention_scale,
-            window=config.layer_windows[layer],
-            temperature=(scale, length, config.attention_temperature_offset) if scale else None,
-            unit_norms=config.block.unit_norms and rotation.turns,
-            partial=config.ranks > 1 and config.splits_heads,
-            keys_as_values=layer in config.keys_as_values,
-            shared=config.kv_source(layer) != layer,
-            softcap=config.attention_softcap,
-            joins_hidden=config.eagle is not None,
-            chunked=config.attention_chunk > 0 and config.layer_windows[layer] is not None,
-        )
-
     @property
     def traits(self) -> Sequence[str]:
         form = self.form
         traits = {
             "query/key/value biases": form.qkv_bias,
-            "query/key norms": form.qk_norm is not None or self.unit_norms,
+            "query/key norms": form.qk_norm is not None or form.unit_norms,
             "merged projections": form.merged,
             "attention sinks": form.sinks,
             "value norms": form.v_norm,
@@ -103,10 +111,10 @@ class Attention:
 
     def tensors(self) -> Mapping[str, TensorSpec]:
         found = self._projections()
-        if self.form.norms != "post":
+        if self.norms.before_mixer:
             norm = TensorSpec((self.width,), hf="input_layernorm.weight", draw=NORM)
             found = {"attn_norm.weight": norm, **found}
-        if self.form.norms not in ("pre", "parallel"):
+        if self.norms.of_results:
             norm = TensorSpec((self.width,), hf="post_attention_layernorm.weight", draw=NORM)
             found["post_attention_norm.weight"] = norm
         if self.joins_hidden:

@@ -24,9 +24,9 @@ of an expert's, experts by number, the width of the shared expert's, the vocabul
 
 class Cut(NamedTuple):
     """What a rank has of a tensor: a range of its "rows" (of each matrix, where there are several), of its "columns",
-    or all of it on the "first" rank and zeros on the others. `axes`: one for each part that lies one behind the other
+    or all of it on the "first" rank and zeros on the others. `axes`: one for each of the parts that follow one another
     along the rows or columns. `experts`: it has a matrix, or a row, for each expert, of which a rank has a range where
-    experts are shared whole, and zeros behind them, for all experts of the others. `units`: rows or columns for each
+    experts are shared whole, and zeros after them, for all experts of the others. `units`: rows or columns for each
     element of an axis, in each of the parts; (): one.
     """
 
@@ -92,7 +92,7 @@ class PagedKV:
     latent: bool = False
 
     def bytes_of(self, positions: int, cache_type: CacheType = "f16") -> int:
-        """Bytes of so many positions. Raises EngineError where the heads cannot be stored in `cache_type`."""
+        """Bytes of `positions` positions. Raises EngineError where the heads cannot be stored in `cache_type`."""
         if not self.kv_heads:  # an encoder's, of any size
             return 0
         return (1 if self.latent else 2) * self.kv_heads * positions * row_bytes(cache_type, self.head_dim)
@@ -132,13 +132,13 @@ class Part(Protocol):
         ...
 
     def joined(self) -> Mapping[str, TensorSpec]:
-        """Tensors that hold several of these, one behind the other, in files that do not have those."""
-        ...
+        """Tensors that hold several of these, one after the other, in files that do not have those; most have none."""
+        return {}
 
     @property
     def traits(self) -> Sequence[str]:
-        """What it has beside what all of its kind have, for people."""
-        ...
+        """What it has beside what all of its kind have, for people; most have nothing."""
+        return ()
 
 
 class Mixer(Part, Protocol):

@@ -9,7 +9,7 @@ by the root of its width; the weights of the chosen experts are multiplied by a 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quengine.models.blocks.block import NORM, TensorSpec
+from quengine.models.blocks.block import NORM, ChannelMixer, TensorSpec
 from quengine.models.blocks.experts import Experts
 from quengine.models.blocks.feed_forward import FeedForward
 
@@ -22,7 +22,7 @@ _NORMS = {
 
 
 @dataclass(frozen=True)
-class DenseAndExperts:
+class DenseAndExperts(ChannelMixer):
     """dense: the first branch, with the norm in front of it and the one of the sum. experts: the second."""
 
     dense: FeedForward

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quengine.models.blocks.attention import Attention
-from quengine.models.blocks.block import BIAS, NORM, Block, PagedKV, TensorSpec
+from quengine.models.blocks.block import BIAS, NORM, Block, ChannelMixer, Mixer, PagedKV, TensorSpec
 from quengine.models.blocks.uniform import uniform_layers
-from quengine.models.config import ModelConfig, Rotation
+from quengine.models.config import ModelConfig
+from quengine.models.rotation import Rotation
 
 
 def _with_bias(name: str, hf: str, rows: int, cols: int, has_bias: bool = True) -> dict[str, TensorSpec]:
@@ -26,7 +27,7 @@ def layer_norm_specs(name: str, hf: str, width: int) -> dict[str, TensorSpec]:
 
 
 @dataclass(frozen=True)
-class EncoderAttention:
+class EncoderAttention(Mixer):
     """`heads` heads of `head_dim`. Nothing is kept of a text: the cache has no heads.
 
     rotation: of queries and keys; None: there is none. merged: one matrix has the rows of all three.
@@ -77,14 +78,13 @@ class EncoderAttention:
 
 
 @dataclass(frozen=True)
-class EncoderFeedForward:
+class EncoderFeedForward(ChannelMixer):
     """GELU of `length` elements, or where it is `gated` SiLU of as many gates times them, then down to `width`."""
 
     width: int
     length: int
     biases: bool
     gated: bool = False
-    traits = ()
 
     @property
     def every_row_length(self) -> int:
@@ -97,12 +97,9 @@ class EncoderFeedForward:
         up |= {"ffn_gate.weight": gate} if self.gated else {}
         return {**up, **down, **layer_norm_specs("layer_output_norm", "output.LayerNorm", self.width)}
 
-    def joined(self) -> Mapping[str, TensorSpec]:
-        return {}
-
 
 @dataclass(frozen=True)
-class BidirectionalAttention:
+class BidirectionalAttention(Mixer):
     """A decoder's attention whose positions see those before and after them, of one with a window W those at most
     W // 2 away. Nothing is kept of a text: the cache has no heads. normed: it has a norm in front."""
 

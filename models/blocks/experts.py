@@ -1,11 +1,13 @@
 """A mixture of experts, declared: the router's tensors, those of all experts, those of the shared expert."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import pow
 
-from quengine.models.blocks.block import BIAS, Axis, Cut, TensorSpec
-from quengine.models.blocks.feed_forward import first_norm, last_norm
-from quengine.models.config import BlockKind, ExpertConfig
+from quengine.kernels.moe.router_kind import RouterKind
+from quengine.models.blocks.block import BIAS, Axis, ChannelMixer, Cut, TensorSpec
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
 
 OPTIONAL = ("ffn_gate_inp.weight", "_exps.weight", "_shexp.weight")
 """Ends of the names of matrices that models without experts lack."""
@@ -16,27 +18,64 @@ _ROWS, _COLUMNS = Cut("rows", _INNER, experts=True), Cut("columns", _INNER, expe
 
 
 @dataclass(frozen=True)
-class Experts:
-    """See ExpertConfig; width: of the residual stream. partial: a rank has a part of the experts."""
+class ExpertConfig:
+    """The mixture of experts in a model's feed-forwards.
 
-    form: BlockKind
+    count: number of experts per layer, of which `router` selects some for each row.
+    feed_forward_length: width of an expert.
+    shared_feed_forward_length: width of the shared expert, which computes every row; 0: there is none.
+    dense_layers: layers with a dense feed-forward of `ModelConfig.feed_forward_length` instead of experts.
+    held: the experts on this rank, with expert parallelism; None: all.
+    """
+
+    count: int
+    router: RouterKind
+    feed_forward_length: int
+    shared_feed_forward_length: int = 0
+    dense_layers: tuple[int, ...] = ()
+    held: range | None = None
+
+    def expected(self, rows: float) -> float:
+        """The expected number of experts per layer that a step of `rows` rows reads: `E (1 - (1 - k/E)^rows)`.
+
+        Assumes that all sets of k experts are equally likely for each row. `rows` may be a mean over steps.
+        """
+        return self.count * (1.0 - pow(1.0 - self.router.used / self.count, rows))
+
+
+@dataclass(frozen=True)
+class ExpertsForm:
+    """What the mixtures of an architecture have beside their router and experts.
+
+    bias: experts and their router have biases.
+    selection_bias: experts are selected by their scores plus a bias per expert.
+    shared_gate: the shared expert is weighted by a gate of its own.
+    beside_dense: layers with experts have a dense feed-forward, too (blocks/dense_and_experts.py), and these are the
+        second branch.
+    """
+
+    bias: bool = False
+    selection_bias: bool = False
+    shared_gate: bool = False
+    beside_dense: bool = False
+
+
+@dataclass(frozen=True)
+class Experts(ChannelMixer):
+    """experts: their number and sizes. form: of the mixture. each: of an expert. width: of the residual stream.
+    partial: a rank has a part of the experts."""
+
+    form: ExpertsForm
+    each: FeedForwardForm
+    norms: Norms
     width: int
     experts: ExpertConfig
     partial: bool = False
 
     @property
-    def beside_dense(self) -> bool:
-        """Whether they are the second branch of a layer (blocks/dense_and_experts.py)."""
-        return self.form.dense_beside_experts
-
-    @property
     def norm(self) -> str:
         """The name of the norm that they read."""
-        return "pre_ffw_norm_2" if self.beside_dense else self.form.ffn_norm
-
-    @property
-    def traits(self) -> Sequence[str]:
-        return ()
+        return "pre_ffw_norm_2" if self.form.beside_dense else self.norms.ffn
 
     @property
     def every_row_length(self) -> int:
@@ -48,9 +87,9 @@ class Experts:
         each = "mlp.experts.{expert}"
         gate = TensorSpec((count, inner, self.width), _ROWS, hf_each=f"{each}.gate_proj.weight")
         return {
-            **({} if self.beside_dense else first_norm(self.form, self.width)),
+            **({} if self.form.beside_dense else self.norms.ffn_entry(self.width)),
             "ffn_gate_inp.weight": TensorSpec((count, self.width), hf="mlp.gate.weight"),
-            **({"ffn_gate_exps.weight": gate} if self.form.has_gate else {}),
+            **({"ffn_gate_exps.weight": gate} if self.each.has_gate else {}),
             "ffn_up_exps.weight": TensorSpec(
                 (count, inner, self.width), _ROWS, hf_each=f"{each}.up_proj.weight"
             ),
@@ -59,12 +98,12 @@ class Experts:
             ),
             **self._biases(),
             **self._shared(),
-            **({} if self.beside_dense else last_norm(self.form, self.width)),
+            **({} if self.form.beside_dense else self.norms.ffn_result(self.width)),
         }
 
     def joined(self) -> Mapping[str, TensorSpec]:
         """The tensor that holds gate and up of all experts, [E, 2F, width], in files that do not have two."""
-        if not self.form.has_gate:
+        if not self.each.has_gate:
             return {}
         shape = (self.experts.count, 2 * self.experts.feed_forward_length, self.width)
         cut = Cut("rows", (*_INNER, *_INNER), experts=True)
@@ -73,7 +112,7 @@ class Experts:
     def _biases(self) -> dict[str, TensorSpec]:
         count, inner = self.experts.count, self.experts.feed_forward_length
         found: dict[str, TensorSpec] = {}
-        if self.form.expert_bias:
+        if self.form.bias:
             columns, first = Cut("columns", _INNER, experts=True), Cut("first", experts=True)
             down = TensorSpec((count, self.width), first, "mlp.experts.down_proj_bias", draw=BIAS)
             found |= {
@@ -94,7 +133,7 @@ class Experts:
         rows, columns = Cut("rows", _SHARED), Cut("columns", _SHARED)
         gate = TensorSpec((shared, self.width), rows, f"{hf}.gate_proj.weight")
         found = {
-            **({"ffn_gate_shexp.weight": gate} if self.form.has_gate else {}),
+            **({"ffn_gate_shexp.weight": gate} if self.each.has_gate else {}),
             "ffn_up_shexp.weight": TensorSpec((shared, self.width), rows, f"{hf}.up_proj.weight"),
             "ffn_down_shexp.weight": TensorSpec((self.width, shared), columns, f"{hf}.down_proj.weight"),
         }

@@ -3,37 +3,50 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Literal, TypeAlias
 
-from quengine.models.blocks.block import NORM, Cut, TensorSpec, Uniform
-from quengine.models.config import BlockKind
+from quengine.models.blocks.block import ChannelMixer, Cut, TensorSpec
+from quengine.models.blocks.norms import Norms
+
+GateActivation: TypeAlias = Literal["silu", "gelu_tanh", "gelu_erf", "clamped_swish"]
+Pointwise: TypeAlias = Literal["relu2", "gelu"]
 
 _ROWS, _COLUMNS = Cut("rows", ("inner",)), Cut("columns", ("inner",))
 
 
-def first_norm(form: BlockKind, width: int) -> dict[str, TensorSpec]:
-    """The norm in front of a feed-forward or experts, where there is one."""
-    norm = TensorSpec((width,), hf="post_attention_layernorm.weight", draw=NORM)
-    return {} if form.norms in ("post", "parallel") else {f"{form.ffn_norm}.weight": norm}
+@dataclass(frozen=True)
+class FeedForwardForm:
+    """What a feed-forward, or an expert, computes between up and down.
 
+    activation: of its gate (kernels/glu.py).
+    pointwise: the activation of one without a gate (kernels/pointwise.py); None: it has one.
+    merged_gate: one tensor `ffn_up` holds the rows of gate and up.
+    """
 
-def last_norm(form: BlockKind, width: int) -> dict[str, TensorSpec]:
-    """The norm of their result, where there is one, and the number that the layer's sum is multiplied by."""
-    norm = TensorSpec((width,), hf="post_feedforward_layernorm.weight", draw=NORM)
-    found = {} if form.norms in ("pre", "parallel") else {"post_ffw_norm.weight": norm}
-    if form.layer_scale:
-        found["layer_output_scale.weight"] = TensorSpec((1,), hf="layer_scalar", draw=Uniform(0.5, 1.0))
-    return found
+    activation: GateActivation = "silu"
+    pointwise: Pointwise | None = None
+    merged_gate: bool = False
+
+    @property
+    def has_gate(self) -> bool:
+        return self.pointwise is None
+
+    @property
+    def function(self) -> GateActivation | Pointwise:
+        """The activation, of a gate or without one."""
+        return self.pointwise or self.activation
 
 
 @dataclass(frozen=True)
-class FeedForward:
+class FeedForward(ChannelMixer):
     """activation(gate) * up of `length` elements, or of a form without a gate activation(up), then down to `width`.
 
     partial: a rank has some of the elements. cutoff: gates count as far as they are above the mean of their row plus so
     many of its standard deviations (kernels/altup.py); -inf: all as they are.
     """
 
-    form: BlockKind
+    form: FeedForwardForm
+    norms: Norms
     width: int
     length: int
     partial: bool = False
@@ -49,7 +62,7 @@ class FeedForward:
         return self.length
 
     def tensors(self) -> Mapping[str, TensorSpec]:
-        found = first_norm(self.form, self.width)
+        found = self.norms.ffn_entry(self.width)
         if self.form.merged_gate:
             both = Cut("rows", ("inner", "inner"))
             found["ffn_up.weight"] = TensorSpec(
@@ -61,7 +74,4 @@ class FeedForward:
                 found["ffn_gate.weight"] = TensorSpec(shape, _ROWS, "mlp.gate_proj.weight")
             found["ffn_up.weight"] = TensorSpec(shape, _ROWS, "mlp.up_proj.weight")
         down = TensorSpec((self.width, self.length), _COLUMNS, "mlp.down_proj.weight")
-        return {**found, "ffn_down.weight": down, **last_norm(self.form, self.width)}
-
-    def joined(self) -> Mapping[str, TensorSpec]:
-        return {}
+        return {**found, "ffn_down.weight": down, **self.norms.ffn_result(self.width)}

@@ -6,11 +6,11 @@ matrix, whose products with queries are normalized, gated and projected back (ke
 `Qwen3NextGatedDeltaNet` in the `transformers` library; llama.cpp's converter for the names and orders of GGUF files.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from quengine.models.blocks.block import BIAS, NORM, Axis, Cut, Shape, SlotState, TensorSpec, Uniform
+from quengine.models.blocks.block import BIAS, NORM, Axis, Cut, Mixer, Shape, SlotState, TensorSpec, Uniform
 from quengine.models.config import GatedDeltaSizes
 
 _HF = "linear_attn"
@@ -21,7 +21,7 @@ _DECAY = Uniform(-1.0, -0.02)
 
 
 @dataclass(frozen=True)
-class GatedDelta:
+class GatedDelta(Mixer):
     """width: of the residual stream. sizes: of a rank those that it has. partial: a rank has some of the key heads, and
     the value heads that read them."""
 
@@ -29,10 +29,6 @@ class GatedDelta:
     sizes: GatedDeltaSizes
     partial: bool = False
     kind = "gated delta net"
-
-    @property
-    def traits(self) -> Sequence[str]:
-        return ()
 
     @property
     def state(self) -> SlotState:

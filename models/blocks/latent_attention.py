@@ -10,15 +10,16 @@ the names and orders of GGUF files.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quengine.models.blocks.block import NORM, PagedKV, TensorSpec
-from quengine.models.config import LatentSizes, ModelConfig, Rotation
+from quengine.models.blocks.block import NORM, Mixer, PagedKV, TensorSpec
+from quengine.models.config import LatentSizes, ModelConfig
+from quengine.models.rotation import Rotation
 
 _HF = "self_attn"
 """The module in a Hugging Face layer."""
 
 
 @dataclass(frozen=True)
-class LatentAttention:
+class LatentAttention(Mixer):
     """width: of the residual stream. heads: of queries. scale, temperature: as in blocks/attention.py."""
 
     width: int

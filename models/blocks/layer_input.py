@@ -9,19 +9,22 @@ makes of the stream by its part, and adds a norm of the projection of that to th
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quengine.models.blocks.block import NORM, Draw, TensorSpec, Uniform
-from quengine.models.config import BlockKind, ModelConfig
+from quengine.models.blocks.block import NORM, Draw, Part, TensorSpec
+from quengine.models.blocks.feed_forward import GateActivation
+from quengine.models.blocks.norms import Norms
+from quengine.models.config import ModelConfig
 
 TABLE = "per_layer_token_embd"
 """The table's name in GGUF files: of it steps read single rows."""
 
 
 @dataclass(frozen=True)
-class LayerInput:
-    """length: elements for a layer. width: of the residual stream. form: of the layer: activation, number at its
-    end."""
+class LayerInput(Part):
+    """activation: of the gate. norms: of the layer, with the number at its end. width: of the residual stream. length:
+    elements for a layer."""
 
-    form: BlockKind
+    activation: GateActivation
+    norms: Norms
     width: int
     length: int
 
@@ -30,18 +33,12 @@ class LayerInput:
         return ("per-layer embeddings",)
 
     def tensors(self) -> Mapping[str, TensorSpec]:
-        found = {
+        return {
             "inp_gate.weight": TensorSpec((self.length, self.width), hf="per_layer_input_gate.weight"),
             "proj.weight": TensorSpec((self.width, self.length), hf="per_layer_projection.weight"),
             "post_norm.weight": TensorSpec((self.width,), hf="post_per_layer_input_norm.weight", draw=NORM),
+            **self.norms.layer_scale(),
         }
-        if self.form.layer_scale:
-            draw = Uniform(0.5, 1.0)
-            found["layer_output_scale.weight"] = TensorSpec((1,), hf="layer_scalar", draw=draw)
-        return found
-
-    def joined(self) -> Mapping[str, TensorSpec]:
-        return {}
 
 
 def top_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:

@@ -6,11 +6,11 @@ projected back (kernels/mamba2.py). Source: `NemotronHMamba2Mixer` and `GraniteM
 `transformers` library; llama.cpp's converter for the names and shapes of GGUF files.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from quengine.models.blocks.block import BIAS, NORM, Axis, Cut, Shape, SlotState, TensorSpec, Uniform
+from quengine.models.blocks.block import BIAS, NORM, Axis, Cut, Mixer, Shape, SlotState, TensorSpec, Uniform
 from quengine.models.config import Mamba2Sizes
 
 _HF = "mamba"
@@ -21,7 +21,7 @@ _DECAY, _STEP = Uniform(-1.0, -0.02), Uniform(-3.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Mamba2:
+class Mamba2(Mixer):
     """width: of the residual stream. sizes: of a rank those that it has. partial: a rank has some of the groups, and
     the heads that read them."""
 
@@ -29,10 +29,6 @@ class Mamba2:
     sizes: Mamba2Sizes
     partial: bool = False
     kind = "Mamba2"
-
-    @property
-    def traits(self) -> Sequence[str]:
-        return ()
 
     @property
     def state(self) -> SlotState:
@@ -75,9 +71,6 @@ class Mamba2:
         if not sizes.conv_bias:
             del found["ssm_conv1d.bias"]
         return found
-
-    def joined(self) -> Mapping[str, TensorSpec]:
-        return {}
 
 
 def _cut(along: Literal["rows", "columns"], units: Shape) -> Cut:

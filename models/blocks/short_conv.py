@@ -5,15 +5,15 @@ each channel by itself over the last `taps` positions, and y = c * conv(u) throu
 in the `transformers` library; "LFM2 Technical Report", Liquid AI 2025, section 2.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quengine.kernels.kv.cache_types import CONV_HISTORY
-from quengine.models.blocks.block import NORM, Axis, Cut, SlotState, TensorSpec
+from quengine.models.blocks.block import NORM, Axis, Cut, Mixer, SlotState, TensorSpec
 
 
 @dataclass(frozen=True)
-class ShortConv:
+class ShortConv(Mixer):
     """width: of the residual stream. channels: of the convolution, of a rank those that it has. taps: positions that
     the convolution reads, the token's own among them. partial: a rank has some of the channels."""
 
@@ -22,10 +22,6 @@ class ShortConv:
     taps: int
     partial: bool = False
     kind = "short convolution"
-
-    @property
-    def traits(self) -> Sequence[str]:
-        return ()
 
     @property
     def state(self) -> SlotState:
@@ -47,6 +43,3 @@ class ShortConv:
                 (self.width, self.channels), Cut("columns", channels), "conv.out_proj.weight"
             ),
         }
-
-    def joined(self) -> Mapping[str, TensorSpec]:
-        return {}

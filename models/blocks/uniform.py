@@ -16,10 +16,10 @@ from quengine.models.config import ModelConfig
 
 def uniform_layers(config: ModelConfig) -> Sequence[Block]:
     """Attention in every layer, with the sizes and the window that the configuration has for it."""
-    parallel = config.block.norms == "parallel"
+    parallel = config.block.norms.placement == "parallel"
     return [
         Block(
-            Attention.of(config, i), channel_mixer(config, i), parallel, layer_input(config), _around(config)
+            attention_of(config, i), channel_mixer(config, i), parallel, layer_input(config), _around(config)
         )
         for i in range(config.block_count)
     ]
@@ -34,18 +34,48 @@ def layer_input(config: ModelConfig) -> LayerInput | None:
     """What a layer adds at its end of what it gets beside the stream; None: nothing."""
     if config.layer_input is None:
         return None
-    return LayerInput(config.block, config.embedding_length, config.layer_input.length)
+    form, width = config.block, config.embedding_length
+    return LayerInput(form.feed_forward.activation, form.norms, width, config.layer_input.length)
+
+
+def attention_of(config: ModelConfig, layer: int) -> Attention:
+    """The attention of a layer."""
+    scale, length = config.attention_temperature_scale, config.attention_temperature_length
+    rotation, form = config.rotation(layer), config.block.attention
+    heads, kv_heads, *_ = config.sizes(layer)
+    size = config.head_size(layer)
+    return Attention(
+        form=form if rotation.turns else replace(form, unit_norms=False),
+        norms=config.block.norms,
+        width=config.embedding_length,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=size,
+        rotation=rotation,
+        scale=size**-0.5 if config.attention_scale is None else config.attention_scale,
+        window=config.layer_windows[layer],
+        temperature=(scale, length, config.attention_temperature_offset) if scale else None,
+        partial=config.ranks > 1 and config.splits_heads,
+        keys_as_values=layer in config.keys_as_values,
+        shared=config.kv_source(layer) != layer,
+        softcap=config.attention_softcap,
+        joins_hidden=config.eagle is not None,
+        chunked=config.attention_chunk > 0 and config.layer_windows[layer] is not None,
+    )
 
 
 def channel_mixer(config: ModelConfig, layer: int) -> ChannelMixer:
     """The feed-forward of a layer, or its mixture of experts."""
     form, width, partial = config.block, config.embedding_length, config.ranks > 1
-    if config.layer_input is not None:  # the number at a layer's end comes behind its input
-        form = replace(form, layer_scale=False)
+    norms = form.norms
+    if config.layer_input is not None:  # the number at a layer's end comes after its input
+        norms = replace(norms, scaled=False)
     cutoff = -inf if config.altup is None else config.altup.cutoffs[layer]
-    dense = FeedForward(form, width, config.sizes(layer).feed_forward_length, partial, cutoff)
+    dense = FeedForward(
+        form.feed_forward, norms, width, config.sizes(layer).feed_forward_length, partial, cutoff
+    )
     if config.has_experts(layer):
         assert config.experts is not None
-        experts = Experts(form, width, config.experts, partial)
-        return DenseAndExperts(dense, experts) if form.dense_beside_experts else experts
+        experts = Experts(form.experts, form.feed_forward, norms, width, config.experts, partial)
+        return DenseAndExperts(dense, experts) if form.experts.beside_dense else experts
     return dense

@@ -28,7 +28,7 @@ _FLOAT = ("_norm.weight", "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor to be written: `parts` are the tensors of the folder that lie in it, one behind the other; () where it
+    """A tensor to be written: `parts` are the tensors of the folder that lie in it, one after the other; () where it
     is `computed` from the configuration."""
 
     info: TensorInfo

@@ -10,7 +10,8 @@ from typing import Any
 
 from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED, Scores
 from quengine.models.architectures.architecture import Architecture
-from quengine.models.config import LIMITS, ExpertConfig
+from quengine.models.blocks.experts import ExpertConfig
+from quengine.models.config import LIMITS
 from quengine.models.gguf import GGUFFile
 from quengine.models.gguf.layer_values import uniform_int
 

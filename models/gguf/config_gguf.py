@@ -13,19 +13,12 @@ import numpy as np
 from quengine.errors import EngineError
 from quengine.models.architectures import DECLARED, unsupported_architecture
 from quengine.models.architectures.architecture import Architecture
-from quengine.models.config import (
-    LIMITS,
-    LayerSizes,
-    ModelConfig,
-    Pooling,
-    RopeScaling,
-    RopeScalingKind,
-    yarn_attention_factor,
-)
+from quengine.models.config import LIMITS, LayerSizes, ModelConfig, Pooling
 from quengine.models.gguf import GGUFError, GGUFFile
 from quengine.models.gguf.config_experts import EXPERT_KEYS, read_experts
 from quengine.models.gguf.layer_values import ints_of_layers, uniform_int
 from quengine.models.gguf.vocab_checks import TOKENS, check_chat_templates
+from quengine.models.rotation import RopeScaling, RopeScalingKind, yarn_attention_factor
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +144,9 @@ def read_gguf_config(file: GGUFFile, given: Architecture | None = None) -> Model
     config = ModelConfig(
         architecture=architecture,
         name=_name(file, architecture),
-        block=replace(block, qkv_bias=block.qkv_bias or not _QKV_BIASES.isdisjoint(file.tensors)),
+        block=block.with_attention(
+            qkv_bias=block.attention.qkv_bias or not _QKV_BIASES.isdisjoint(file.tensors)
+        ),
         vocab_size=_vocab_size(file, architecture),
         context_length=context,
         embedding_length=embedding,
@@ -282,7 +277,7 @@ def _float(file: GGUFFile, key: str, default: float) -> float:
 def _norm_eps(file: GGUFFile, declared: Architecture) -> float:
     """The epsilon of the norms; by the other kind's name where that is in `gguf_keys` and there is no other."""
     names = (KEYS["rms_eps"], LAYER_NORM_EPS)
-    own, other = names if declared.block.norm == "rms" else names[::-1]
+    own, other = names if declared.block.norms.kind == "rms" else names[::-1]
     key = f"{declared.name}.{own}"
     value = file.get_float(key)
     if value is None and other in declared.gguf_keys:

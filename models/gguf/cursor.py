@@ -56,7 +56,7 @@ BOOL = SCALAR_TYPES[7]
 
 
 class StringArray(Sequence[str]):
-    """The strings of a GGUF array, left in the file and decoded when asked for.
+    """The strings of a GGUF array, left in the file and decoded when read.
 
     Strings lie one after another, each an u64 length and its bytes; `bounds` holds the n+1 byte offsets
     where they start and the last one ends. Reading one that is not UTF-8 raises GGUFError; `raw` gives any.
@@ -91,7 +91,7 @@ class StringArray(Sequence[str]):
             return [self._decode(i) for i in range(*index.indices(len(self)))]
         position = index + len(self) if index < 0 else index
         if not 0 <= position < len(self):
-            raise IndexError(f"{self._field} has {len(self)} strings, asked for {index}")
+            raise IndexError(f"{self._field} has {len(self)} strings, no number {index}")
         return self._decode(position)
 
     def __iter__(self) -> Iterator[str]:

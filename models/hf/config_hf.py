@@ -10,7 +10,8 @@ from typing import Any
 
 from quengine.models.architectures import BIDIRECTIONAL_TYPES, MODEL_TYPES, unsupported_architecture
 from quengine.models.architectures.architecture import Architecture, ModelType
-from quengine.models.config import LIMITS, BlockKind, ModelConfig
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.hf.experts_hf import COUNTS, expert_keys, read_experts
 from quengine.models.hf.hf_keys import config_error, integer, number
 from quengine.models.hf.rope_hf import read_rope
@@ -137,7 +138,7 @@ def _tied(config: Mapping[str, Any]) -> bool:
 
 
 def _refuse_unimplemented(
-    outer: Mapping[str, Any], text: Mapping[str, Any], block: BlockKind, model_type: ModelType
+    outer: Mapping[str, Any], text: Mapping[str, Any], block: BlockForm, model_type: ModelType
 ) -> None:
     # MLX writes both keys, and names no method.
     found = [keys.get(key) for keys in (outer, text) for key in ("quantization_config", "quantization")]
@@ -149,13 +150,13 @@ def _refuse_unimplemented(
     for keys in (outer, text):
         if (causal := keys.get("is_causal", True)) is not True:
             raise config_error("is_causal", f"{causal!r} is not implemented: each token sees those before it")
-    names = ACTIVATIONS[block.pointwise or block.activation]
+    names = ACTIVATIONS[block.feed_forward.function]
     activation = text.get("hidden_act", names[0])
     if activation not in names:
         raise config_error("hidden_act", f"{activation!r} is not implemented, only {names[0]} is")
     # Qwen2's own biases (query, key, value) come with the model type; this flag adds one to the output too.
     for flag in ("attention_bias", "mlp_bias"):
-        if text.get(flag) and not block.qkv_bias:
+        if text.get(flag) and not block.attention.qkv_bias:
             raise config_error(flag, "biases on the output or feed-forward projections are not implemented")
     if not model_type.expert_keys and any(text.get(key) for key in COUNTS):
         raise unsupported_architecture(

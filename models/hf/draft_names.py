@@ -26,7 +26,7 @@ class DraftLayerNames(HFNames):
         return self._beside.get(name) or super().__call__(name)
 
     def _whole(self, name: str) -> str:
-        """A declared name, behind `model.` where the folder has it so."""
+        """A declared name, after `model.` where the folder has it so."""
         found = name.format(body=self.body, number=self._number)
         under = any(each.startswith(f"model.{found}") for each in self._held)
         return f"model.{found}" if under else found

@@ -10,7 +10,8 @@ from typing import Any
 
 from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType
-from quengine.models.config import LIMITS, ExpertConfig
+from quengine.models.blocks.experts import ExpertConfig
+from quengine.models.config import LIMITS
 from quengine.models.hf.hf_keys import flag, integer, number
 
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint folder as the decoder wants it: mapped tensors under GGUF names.
 
 F32, F16 and BF16 are taken as they are, as views on the mapped files. Only the query and key matrices of the
-llama family are copied, when they are asked for: their rows go from Hugging Face's order to GGUF's, so that a
+llama family are copied when they are read: their rows go from Hugging Face's order to GGUF's, so that a
 checkpoint and the GGUF file made of it give the same logits to the last bit, and kernels see one layout per
 architecture. That is under a tenth of a model. Norm weights are copied where an architecture stores them less one, and
 tensors that lie within others (`hf_parts`). Quantized checkpoints are refused, but for MXFP4 where it is declared.
@@ -162,9 +162,9 @@ class HFCheckpoint:
 
 
 class HFTensors(Mapping[str, QuantTensor]):
-    """GGUF name -> tensor of a checkpoint, made when asked for.
+    """GGUF name -> tensor of a checkpoint, made when read.
 
-    `stored` has the header behind each name, `heads` the heads of each tensor that is permuted (`TensorSpec.rotated`),
+    `stored` has the header of each name, `heads` the heads of each tensor that is permuted (`TensorSpec.rotated`),
     `changes` what makes GGUF's values of each that is stored with others, `parts` the expert and its first row where a
     tensor holds those of all, `within` those that lie within others, `drafts` the checkpoint's tensors of layers that
     draft tokens, `unused` those outside the text model.
@@ -183,9 +183,9 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.stacks: dict[str, list[str]] = {}
         self.rows: dict[str, tuple[int, ...]] = {}
         declared = DECLARED[config.architecture]
-        self._permuted = config.block.rope_layout == "pairs" and not declared.hf_rope_pairs
+        self._permuted = config.block.attention.rope_layout == "pairs" and not declared.hf_rope_pairs
         self._rows, self._known = declared.hf_rows, declared.hf_unused
-        self._has_gate = config.block.has_gate
+        self._has_gate = config.block.feed_forward.has_gate
         self._names = names or HFNames(config, shards.files.keys())
         joined = joined_specs(config)
         for name, spec in tensor_specs(config).items():

@@ -52,7 +52,7 @@ class HFShards:
                 raise EngineError(f"{folder / file}: tensor {name!r} is missing, {INDEX} says it is there")
 
     def include(self, prefix: str, file: str) -> None:
-        """Adds the tensors of a file in a folder below, their names behind `prefix` and a point. Raises EngineError."""
+        """Adds the tensors of a file in a folder below, their names after `prefix` and a point. Raises EngineError."""
         self._open[file] = self._mapped(file)
         for name in self._open[file].keys():  # noqa: SIM118 (not a mapping)
             self.files[f"{prefix}.{name}"] = file

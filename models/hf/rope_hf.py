@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from math import ceil, floor, inf, log, pi
 from typing import Any
 
-from quengine.models.config import LIMITS, RopeScaling, longrope_attention_factor, yarn_attention_factor
+from quengine.models.config import LIMITS
 from quengine.models.hf.hf_keys import config_error, number
+from quengine.models.rotation import RopeScaling, longrope_attention_factor, yarn_attention_factor
 
 # Kinds whose frequencies follow from the context that the model was first trained on.
 _STRETCHED = ("llama3", "yarn", "longrope")

@@ -1,6 +1,6 @@
 """Presets: models under names of the user's own, with options; each a TOML file in the user's configuration folder.
 
-Here they are found, read as tables and written; what the keys mean is said by the options' dataclasses
+Here they are found, read as tables and written; what the keys mean is in the options' dataclasses
 (`quengine.options`).
 """
 

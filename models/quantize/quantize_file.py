@@ -177,7 +177,7 @@ def _first(file: GGUFFile, key: str) -> int:
 
 
 def _fields(file: GGUFFile, mix: Mix, imatrix: Imatrix | None) -> dict[str, Field]:
-    """The file's metadata, and behind them the keys that llama-quantize sets."""
+    """The file's metadata, and after them the keys that llama-quantize sets."""
     own: dict[str, Field] = {
         "general.quantization_version": Field("uint32", QUANTIZATION_VERSION),
         "general.file_type": Field("uint32", mix.number),

@@ -11,18 +11,17 @@ import numpy as np
 
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.architecture import Architecture
+from quengine.models.blocks.experts import ExpertConfig
 from quengine.models.config import (
     AltUpSizes,
-    ExpertConfig,
     GatedDeltaSizes,
     LatentSizes,
     LayerInputSizes,
     LayerSizes,
     Mamba2Sizes,
     ModelConfig,
-    RopeScaling,
-    yarn_attention_factor,
 )
+from quengine.models.rotation import RopeScaling, yarn_attention_factor
 from quengine.models.tensor_table import QUANT_TYPES
 
 Q4_K_M, MXFP4_MOE = "Q4_K_M", "MXFP4_MOE"
@@ -215,7 +214,7 @@ class SyntheticModel:
             ),
             feed_forward_length=self.expert_feed_forward_length or self.feed_forward_length,
             shared_feed_forward_length=shared
-            or (self.feed_forward_length if declared.block.shared_gate else 0),
+            or (self.feed_forward_length if declared.block.experts.shared_gate else 0),
             dense_layers=tuple(range(self.dense_layers)),
         )
 

@@ -213,7 +213,7 @@ _POOL_BYTES = 1 << 25
 class PooledRows:
     """Random rows of every type and width that a model's experts or layers have, each drawn once.
 
-    A matrix begins at a row of its own of the pool, and goes on at the pool's beginning behind its end, so that no two
+    A matrix begins at a row of its own of the pool, and goes on at the pool's beginning after its end, so that no two
     experts of a tensor are equal. A tensor that is no larger than the pool is drawn whole.
     """
 

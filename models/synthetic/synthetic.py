@@ -19,8 +19,9 @@ from quengine.errors import CannotRunError, EngineError
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.rope_axes import even_sections
 from quengine.models.blocks.block import Shape, TensorSpec, Uniform
+from quengine.models.blocks.experts import ExpertConfig
 from quengine.models.blocks.layer_input import TABLE
-from quengine.models.config import ExpertConfig, Mamba2Sizes, ModelConfig
+from quengine.models.config import Mamba2Sizes, ModelConfig
 from quengine.models.draft_layer import stored_specs
 from quengine.models.gguf.config_experts import SCORES
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
@@ -178,7 +179,7 @@ def _weights(
 
 
 def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
-    a = spec.architecture
+    a, rms = spec.architecture, config.block.norms.kind == "rms"
     sizes: Metadata = {
         "general.name": spec.name,
         "general.type": "model",
@@ -189,7 +190,7 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         f"{a}.block_count": config.block_count + config.draft_layers,
         **_sizes(config),
         **_head_lengths(config),
-        f"{a}.attention.{'layer_norm_rms' if config.block.norm == 'rms' else 'layer_norm'}_epsilon": config.rms_eps,
+        f"{a}.attention.{'layer_norm_rms' if rms else 'layer_norm'}_epsilon": config.rms_eps,
         f"{a}.rope.dimension_count": config.rope_dim,
         f"{a}.rope.freq_base": config.rope_freq_base,
     }

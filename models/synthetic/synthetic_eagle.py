@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.blocks.block import TensorSpec, Uniform
-from quengine.models.config import EagleSizes, ModelConfig, RopeScaling
+from quengine.models.config import EagleSizes, ModelConfig
 from quengine.models.eagle import ARCHITECTURE
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
 from quengine.models.gguf.whole_file import beside
+from quengine.models.rotation import RopeScaling
 from quengine.models.synthetic.random_blocks import random_rows
 from quengine.models.synthetic.synthetic import add_metadata
 from quengine.models.synthetic.synthetic_vocabulary import Metadata

@@ -241,7 +241,7 @@ def encode_chat(
 
 
 def _map_text(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
-    """A JSON value with every string changed, keys by a function of their own, but not what is said under "role"."""
+    """A JSON value with every string changed, keys by a function of their own, but not the value of "role"."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -147,7 +147,7 @@ def _unigram(file: GGUFFile) -> TokenizerParts:
 
 
 def _pair_gap(file: GGUFFile, vocabulary: Vocabulary, by_default: bool) -> tuple[int, ...]:
-    """A separator behind the end token, where the file asks for both; `by_default`: where it does not say."""
+    """A separator after the end token, where the file asks for both; `by_default`: where it does not say."""
     said = file.get_bool(_PREFIX + "add_sep_token")
     separator = file.get_int(_PREFIX + "seperator_token_id", high=(1 << 32) - 1)
     if separator is None or separator >= len(vocabulary) or not vocabulary.add_eos:

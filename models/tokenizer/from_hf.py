@@ -256,7 +256,7 @@ def _generation_ends(folder: Path, size: int) -> frozenset[int]:
 
 
 def _puts_space_first(parts: Mapping[str, Any]) -> bool:
-    """A `Prepend` of the space sign, or a `Metaspace` that is not told never to."""
+    """A `Prepend` of the space sign, or a `Metaspace` whose scheme is not "never"."""
     if _find(parts.get("normalizer"), "Prepend") is not None:
         return True
     metaspace = _find(parts.get("pre_tokenizer"), "Metaspace")

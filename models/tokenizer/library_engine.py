@@ -25,7 +25,7 @@ BUILDING = 10
 class LibraryEngine:
     """tokenizer.json as it is written, without its truncation and padding.
 
-    Raises ValueError, here and when asked: the library refuses it.
+    Raises ValueError, here and in its methods: the library refuses it.
     """
 
     def __init__(self, path: str, text: str | None = None) -> None:

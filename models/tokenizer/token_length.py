@@ -1,4 +1,4 @@
-"""How many bytes of a text one token can stand for at most, so that a text can be told too long before it is tokenized.
+"""The most bytes of a text that one token can stand for, by which a text is found too long before it is tokenized.
 
 A bound holds for every text, whatever it is made of.
 """

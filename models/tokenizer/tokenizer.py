@@ -95,7 +95,7 @@ class Tokenizer:
 
     @property
     def control_texts(self) -> list[str]:
-        """What `encode` turns into control tokens if asked, longest first."""
+        """What `encode` turns into control tokens if it parses them, longest first."""
         return list(self._vocabulary.control_tokens)
 
     def control_id(self, text: str) -> int | None:

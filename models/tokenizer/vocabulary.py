@@ -31,7 +31,7 @@ _ENDS = """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
     <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>
     <｜end▁of▁sentence｜> [e~["""
-# The marks of fill-in-the-middle models, by role: what is before the gap, behind it, and in it.
+# The marks of fill-in-the-middle models, by role: what is before the gap, after it, and in it.
 _FIM_MARKS = {
     "fim_pre": (
         "<|fim_prefix|>",

@@ -15,7 +15,7 @@ from quengine.diagnostics.bench.bench_row import BenchRow, ModelFacts
 from quengine.diagnostics.bench.profile import read_profile
 from quengine.kernels.cpu.runtime.threads import max_threads
 from quengine.kernels.moe.router_kind import RouterKind
-from quengine.models.config import ExpertConfig
+from quengine.models.blocks.experts import ExpertConfig
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 

@@ -192,7 +192,7 @@ def test_too_many_threads_are_refused_before_any_starts(model: Path, command: st
     given = ["-m", str(model), *RUN, "the"] if command == "generate" else []
     done = engine(command, "-t", "100000", *given)
     assert done.returncode == 1
-    assert "100000 threads asked for; this machine allows 1 to " in one_line(done)
+    assert "100000 threads requested; this machine allows 1 to " in one_line(done)
 
 
 def limited(soft: int, hard: int) -> Callable[[], None]:

@@ -55,7 +55,7 @@ def test_what_cannot_be_answered_is_one_line(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     for arguments, problem in (
-        ([model], "no prompt: give one behind the model's name"),
+        ([model], "no prompt: give one after the model's name"),
         ([model, "hi", "--session", "trip"], "leave the PROMPT out"),
         (["hf.co/someone/Tiny-GGUF:Q8_0", "hi"], "engine pull hf:someone/Tiny-GGUF:Q8_0"),
     ):

@@ -33,7 +33,8 @@ from quengine.memory import (
     kv_cache_bytes,
     workspace_bytes,
 )
-from quengine.models.config import ExpertConfig, GatedDeltaSizes, ModelConfig
+from quengine.models.blocks.experts import ExpertConfig
+from quengine.models.config import GatedDeltaSizes, ModelConfig
 from quengine.models.synthetic.presets import synthetic_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 from tests.tiny_models import small_config

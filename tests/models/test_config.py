@@ -8,10 +8,13 @@ import pytest
 
 from quengine.errors import EngineError
 from quengine.memory import kv_cache_bytes
-from quengine.models.config import BlockKind, CacheGroup, ModelConfig, RopeScaling, yarn_attention_factor
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.config import CacheGroup, ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.hf.config_hf import read_hf_config
+from quengine.models.rotation import RopeScaling, yarn_attention_factor
 from tests.each_case import each_case
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary, model_builder, spm_vocabulary
 
@@ -45,10 +48,12 @@ def test_sizes_and_traits_come_from_the_metadata(tmp_path, architecture, layout)
     assert config == ModelConfig(
         architecture=architecture,
         name=f"tiny {architecture}",
-        block=BlockKind(
-            rope_layout=layout,
-            qkv_bias=architecture == "qwen2",
-            qk_norm="head" if architecture == "qwen3" else None,
+        block=BlockForm(
+            AttentionForm(
+                rope_layout=layout,
+                qkv_bias=architecture == "qwen2",
+                qk_norm="head" if architecture == "qwen3" else None,
+            )
         ),
         vocab_size=260,
         context_length=128,
@@ -327,7 +332,11 @@ def test_config_json_and_gguf_give_the_same(tmp_path):
 )
 def test_model_types(model_type, architecture, bias, norm):
     config = hf(model_type=model_type)
-    assert (config.architecture, config.block.qkv_bias, config.block.qk_norm) == (architecture, bias, norm)
+    assert (config.architecture, config.block.attention.qkv_bias, config.block.attention.qk_norm) == (
+        architecture,
+        bias,
+        norm,
+    )
 
 
 def test_the_text_half_of_a_mistral3_checkpoint():

@@ -116,7 +116,7 @@ def test_sinks_and_an_output_bias_are_needed_where_they_are_declared(tmp_path):
     def checked(builder: GGUFBuilder) -> None:
         with open_gguf(builder.write(tmp_path / "m.gguf")) as file:
             config = read_gguf_config(file)
-            block = replace(config.block, sinks=True, output_bias=True)
+            block = config.block.with_attention(sinks=True, output_bias=True)
             check_tensors(file, replace(config, block=block))
 
     names = {"attn_sinks.weight": (4,), "attn_output.bias": (64,)}

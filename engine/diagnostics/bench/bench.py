@@ -108,7 +108,11 @@ def _feed_forward_operations(config: ModelConfig, ffn: FeedForwardLayer | Mixtur
         return int(sum(2 * weight.rows * weight.cols for weight in (ffn.entry.weight, ffn.ffn_down)))
     experts = ffn.experts
     inner = experts.router.used * experts.feed_forward_length + experts.shared_feed_forward_length
-    return 2 * config.embedding_length * ((3 if config.block.has_gate else 2) * inner + experts.count)
+    return (
+        2
+        * config.embedding_length
+        * ((3 if config.block.feed_forward.has_gate else 2) * inner + experts.count)
+    )
 
 
 @dataclass(frozen=True)

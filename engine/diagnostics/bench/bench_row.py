@@ -7,7 +7,7 @@ from typing import Any
 from quengine.config import Split
 from quengine.diagnostics.bench.bench_plan import BenchTest
 from quengine.diagnostics.bench.profile import Profile
-from quengine.models.config import ExpertConfig
+from quengine.models.blocks.experts import ExpertConfig
 from quengine.request.output import DraftCounts
 
 

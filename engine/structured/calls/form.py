@@ -44,7 +44,7 @@ _BARE_RULES = """\
 
 @dataclass(frozen=True)
 class ObjectKeys:
-    """Where a call is one JSON object: its keys, and what stands before and behind the object in `head` and `tail`."""
+    """Where a call is one JSON object: its keys, and what stands before and after the object in `head` and `tail`."""
 
     name: str
     arguments: str
@@ -92,7 +92,7 @@ class CallForm:
         index: the number of an answer's first call, where the form counts them.
         parameters: None where arguments are a JSON object.
         text_mark: what stands before an answer's text where no call does (functionary's `all`).
-        text_ends: what stands behind an answer's text, with or without calls, and is no text.
+        text_ends: what stands after an answer's text, with or without calls, and is no text.
         python_tag: what stands before Llama's other calls (`json_calls`).
         as_text: the template reads arguments as JSON text.
         id_length: how many letters and digits an id must have; 0 where any is taken.
@@ -302,7 +302,7 @@ class CallGrammar:
         return f"{begin} {self._free(end)}"
 
     def _free(self, end: str) -> str:
-        """Any text, and `end` behind it."""
+        """Any text, and `end` after it."""
         if self._literal(end).startswith("<["):  # no text matches a control token
             return f"/{_FREE_TEXT}/ {self._text(end)}"
         return f"%lark {{\nstart: text\ntext[suffix={json.dumps(end)}]: /{_FREE_TEXT}/\n}}"

@@ -9,7 +9,7 @@
 | LFM 2 | `<|tool_call_start|>` [name(key='value', ...), ...] | LFM 2 |
 | Mistral | `[TOOL_CALLS]` [{"name": ..., "arguments": {...}}, ...] | Mistral 7B v0.3, Nemo, Small 2501 |
 | | `[TOOL_CALLS]`name`[ARGS]`{...}, some with `[CALL_ID]` and an id before `[ARGS]` | Small 3.2, Devstral, Magistral |
-| Llama 3 | {"name": ..., "parameters": {...}}, or what `json_calls` says behind `<|python_tag|>` | Llama 3.1 to 3.3 |
+| Llama 3 | {"name": ..., "parameters": {...}}, or as `json_calls` after `<|python_tag|>` | Llama 3.1 to 3.3 |
 | Hermes | `<tool_call>` {"name": ..., "arguments": {...}} `</tool_call>` | Qwen 2.5 and 3, Hermes; any other |
 
 gpt-oss writes calls as messages of its own form, which `harmony` has.
@@ -97,7 +97,7 @@ def template_form(source: str, render: Render) -> CallForm:
     """The form of a chat template.
 
     Args:
-        source: its text. render: `ChatTemplate.render` of it, which is asked some ten times where that is needed.
+        source: its text. render: `ChatTemplate.render` of it, which is called some ten times where that is needed.
     """
     if (marked := marked_form(source)) is not None:
         return marked

@@ -255,7 +255,7 @@ class CallFormParser(ToolCallParser):
 
     def _until(self, mark: str) -> Reading[tuple[str, bool]]:
         """The text up to `mark`, which is read over, and whether it came."""
-        searched = 0  # behind `_at`, which moves where what is read is dropped
+        searched = 0  # after `_at`, which moves where what is read is dropped
         while (found := self._text.find(mark, self._at + searched)) < 0:
             if self._closed:
                 text, self._at = self._text[self._at :], len(self._text)

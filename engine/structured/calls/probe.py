@@ -1,7 +1,7 @@
 """Finds a chat template's form of calls: what its renderings of one, of three and of empty calls have in common.
 
 Names, keys, values and ids that nothing else contains are rendered; what stands between them is the form. A template
-is asked some ten times, a few milliseconds each (`models.template.chat_template`).
+is rendered some ten times, a few milliseconds each (`models.template.chat_template`).
 """
 
 import itertools
@@ -48,7 +48,7 @@ class _Probe:
     as_text: bool
 
     def calls(self, *arguments: Any, content: str = "", ids: Sequence[str] = _IDS) -> str:
-        """What stands behind the question where the assistant answers with calls of these arguments."""
+        """What stands after the question where the assistant answers with calls of these arguments."""
         calls = [
             {
                 "id": given,
@@ -64,7 +64,7 @@ class _Probe:
         return self._answer({"role": "assistant", "content": SAID})
 
     def prompt(self) -> str:
-        """What stands behind the question where the model is to go on."""
+        """What stands after the question where the model is to go on."""
         return _behind(self.render([{"role": "user", "content": ASKED}], True, described()))
 
     def _answer(self, message: Mapping[str, Any]) -> str:
@@ -82,7 +82,7 @@ class _Call:
 
 
 def described(names: Sequence[str] = _NAMES) -> list[dict[str, Any]]:
-    """The tools that renderings are asked with."""
+    """The tools of the rendered requests."""
     types = {"zqlast": "string", **{key: kind for kind, key in _KEYS.items()}}
     properties: dict[str, Any] = {
         key: {"type": kind, "description": "zqdescribed"} for key, kind in types.items()
@@ -222,7 +222,7 @@ def _text_mark(probe: _Probe) -> str:
 
 
 def _without_turn(end: str, turn_end: str) -> str:
-    """What stands behind the last call without what ends any turn."""
+    """What stands after the last call without what ends any turn."""
     if turn_end.strip() and turn_end.strip() in end:
         return end.partition(turn_end.strip())[0].rstrip()
     if same := _common_suffix(end, turn_end).strip():
@@ -304,7 +304,7 @@ def _json_call(text: str, number: int) -> _Call:
 
 
 def _json_at(text: str, start: int) -> tuple[int, int] | None:
-    """Where the arguments stand as JSON behind `start`, and before the next call."""
+    """Where the arguments stand as JSON after `start`, and before the next call."""
     limit = min((at for name in _NAMES if (at := text.find(name, start)) >= 0), default=len(text))
     for found in re.finditer("{", text[:limit][start:]):
         try:

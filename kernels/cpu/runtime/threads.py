@@ -110,7 +110,7 @@ def set_threads(threads: int) -> None:
     """Sets the threads of the CPU kernels and of torch. Raises EngineError outside 1 .. max_threads()."""
     global _team
     if not 1 <= threads <= max_threads():
-        raise EngineError(f"{threads} threads asked for; this machine allows 1 to {max_threads()}")
+        raise EngineError(f"{threads} threads requested; this machine allows 1 to {max_threads()}")
     torch.set_num_threads(threads)
     with _team_lock:
         if _team is None or _team.threads != threads:

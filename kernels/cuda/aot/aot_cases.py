@@ -575,7 +575,7 @@ def _layer_norm(width: int, rows: int, backend: MetaBackend) -> None:
 
 
 def _encoder_layer(name: str, hidden: int, ffn: int, batch: ForwardBatch, backend: MetaBackend) -> None:
-    """The feed-forward of ModernBERT, behind a LayerNorm without a bias."""
+    """The feed-forward of ModernBERT, after a LayerNorm without a bias."""
     gate_up = backend.gate_up_weight(stored(name, ffn, hidden), stored(name, ffn, hidden))
     down, x = backend.weight([stored(name, hidden, ffn)]), empty(len(batch), hidden)
     gated = backend.norm_glu(batch, x, LayerNorm(empty(hidden), None, EPS), gate_up, "gelu_erf")

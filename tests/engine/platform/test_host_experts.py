@@ -12,8 +12,9 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.memory import layers_that_free
+from quengine.models.blocks.experts import ExpertConfig
 from quengine.models.checkpoint import open_checkpoint
-from quengine.models.config import ExpertConfig, ModelConfig
+from quengine.models.config import ModelConfig
 from quengine.platform.host_experts import ExpertPlacement, expert_bytes, host_layers, split_tensors
 from tests.tiny_models import write_tiny
 

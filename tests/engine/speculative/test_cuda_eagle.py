@@ -1,7 +1,5 @@
 """Drafts by EAGLE-3 draft models on a GPU: captured steps draft what eager ones do, and texts stay as they are."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import pytest
@@ -11,12 +9,16 @@ from quengine import LLM, SamplingParams
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.models.synthetic.synthetic_eagle import write_synthetic_eagle
-from quengine.request.sequence import Sequence
-from quengine.runners.cuda_graphs import CudaGraphs
-from quengine.speculative.device_drafts import DeviceDraftSteps
 from quengine.speculative.draft_eagle import EagleDrafts
-from quengine.speculative.draft_model import HostDraftSteps
-from tests.engine.speculative.test_cuda_speculation import CTX, GREEDY, PENALIZED, PROMPTS, SAMPLED, tokens
+from tests.engine.speculative.test_cuda_speculation import (
+    CTX,
+    GREEDY,
+    PENALIZED,
+    PROMPTS,
+    SAMPLED,
+    check_captured_drafts,
+    tokens,
+)
 from tests.engine.speculative.test_draft_eagle import write_agreeing, write_pair
 from tests.engine.speculative.test_speculation import PROMPTS as SMALL_PROMPTS
 
@@ -76,24 +78,5 @@ def test_captured_steps_draft_what_eager_ones_do(files: tuple[Path, Path]) -> No
     path, draft_file = files
     with LLM(path, "cuda", CTX, draft_model=draft_file, draft_tokens=4) as llm:
         drafts = llm.loaded.draft
-        assert isinstance(drafts, EagleDrafts) and isinstance(drafts._runner.graphs, CudaGraphs)
-        device, host = drafts._steps, HostDraftSteps(drafts._runner)
-        assert isinstance(device, DeviceDraftSteps)
-        draft, pairs = drafts.draft, list[tuple[list[int], list[int]]]()
-
-        def both(wanted: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
-            drafts._steps = device
-            found = draft(wanted)
-            for sequence in wanted:  # once more, over what the draft model has cached before
-                progress = drafts._progresses[sequence]
-                progress.cached, progress.keys = 1, []
-            drafts._steps = host
-            again = draft(wanted)
-            pairs.extend((list(found[each]), list(again[each])) for each in wanted)
-            return found
-
-        drafts.draft = both  # type: ignore[method-assign]
-        for params in (GREEDY, SAMPLED):
-            llm.generate(PROMPTS, params)
-    same = sum(captured == eager for captured, eager in pairs)
-    assert len(pairs) > 10 and same > 0.9 * len(pairs), f"{same} of {len(pairs)}"
+        assert isinstance(drafts, EagleDrafts)
+        check_captured_drafts(llm, drafts, cached=1)

@@ -1,7 +1,5 @@
 """Drafts by a model's own layer on a GPU: captured steps draft what eager ones do, and texts stay as they are."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +10,17 @@ from quengine import LLM, SamplingParams
 from quengine.loading import machine
 from quengine.models.synthetic.presets import PRESETS
 from quengine.models.synthetic.synthetic import write_synthetic
-from quengine.request.sequence import Sequence
-from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.draft_graphs import DraftGraphs
-from quengine.speculative.device_drafts import DeviceDraftSteps
-from quengine.speculative.draft_model import HostDraftSteps
 from quengine.speculative.draft_mtp import MtpDrafts
-from tests.engine.speculative.test_cuda_speculation import CTX, GREEDY, PENALIZED, PROMPTS, SAMPLED, tokens
+from tests.engine.speculative.test_cuda_speculation import (
+    CTX,
+    GREEDY,
+    PENALIZED,
+    PROMPTS,
+    SAMPLED,
+    check_captured_drafts,
+    tokens,
+)
 from tests.engine.speculative.test_draft_mtp import certain_file
 
 pytestmark = [
@@ -72,30 +74,11 @@ def test_a_layer_that_is_right_is_accepted(tmp_path: Path) -> None:
 def test_captured_steps_draft_what_eager_ones_do(path: Path) -> None:
     with LLM(path, "cuda", CTX, draft_mtp=4) as llm:
         drafts = llm.loaded.draft
-        assert isinstance(drafts, MtpDrafts) and isinstance(drafts._runner.graphs, CudaGraphs)
+        assert isinstance(drafts, MtpDrafts)
         assert llm.runner.device_decoder is not None
         drafts._on_device = llm.runner.device_decoder.drafting = None  # as where the host samples
         drafts._on_device = None  # the host asks for each draft
-        device, host = drafts._steps, HostDraftSteps(drafts._runner)
-        assert isinstance(device, DeviceDraftSteps)
-        draft, pairs = drafts.draft, list[tuple[list[int], list[int]]]()
-
-        def both(wanted: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
-            drafts._steps = device
-            found = draft(wanted)
-            for sequence in wanted:  # once more, over what the layer has cached before
-                progress = drafts._progresses[sequence]
-                progress.cached, progress.keys = 0, []
-            drafts._steps = host
-            again = draft(wanted)
-            pairs.extend((list(found[each]), list(again[each])) for each in wanted)
-            return found
-
-        drafts.draft = both  # type: ignore[method-assign]
-        for params in (GREEDY, SAMPLED):
-            llm.generate(PROMPTS, params)
-    same = sum(captured == eager for captured, eager in pairs)
-    assert len(pairs) > 10 and same > 0.9 * len(pairs), f"{same} of {len(pairs)}"
+        check_captured_drafts(llm, drafts, cached=0)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

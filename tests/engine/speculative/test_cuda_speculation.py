@@ -1,6 +1,7 @@
 """Drafts on a GPU: rows of one sequence have the bits that they have one by one, and texts stay as they are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,12 @@ from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.output import Completion
+from quengine.request.sequence import Sequence
+from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_rows import Drafted
+from quengine.speculative.device_drafts import DeviceDraftSteps
+from quengine.speculative.draft_model import HostDraftSteps
+from quengine.speculative.draft_mtp import MtpDrafts
 from quengine.step_plan import SequenceRows, StepPlan
 
 pytestmark = [
@@ -81,6 +87,31 @@ def plain(path: Path) -> Iterator[LLM]:
 
 def tokens(completions: list[Completion]) -> list[list[int]]:
     return [completion.tokens for completion in completions]
+
+
+def check_captured_drafts(llm: LLM, drafts: MtpDrafts, cached: int) -> None:
+    """Holds what captured steps draft to what eager ones do from the same rows. cached: positions that a draft model
+    begins with."""
+    assert isinstance(drafts._runner.graphs, CudaGraphs) and isinstance(drafts._steps, DeviceDraftSteps)
+    device, host = drafts._steps, HostDraftSteps(drafts._runner)
+    draft, pairs = drafts.draft, list[tuple[list[int], list[int]]]()
+
+    def both(wanted: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
+        drafts._steps = device
+        found = draft(wanted)
+        for sequence in wanted:  # once more, over what was cached before
+            progress = drafts._progresses[sequence]
+            progress.cached, progress.keys = cached, []
+        drafts._steps = host
+        again = draft(wanted)
+        pairs.extend((list(found[each]), list(again[each])) for each in wanted)
+        return found
+
+    drafts.draft = both  # type: ignore[method-assign]
+    for params in (GREEDY, SAMPLED):
+        llm.generate(PROMPTS, params)
+    same = sum(captured == eager for captured, eager in pairs)
+    assert len(pairs) > 10 and same > 0.9 * len(pairs), f"{same} of {len(pairs)}"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ class TestLogits(SameLogits):
 def test_there_is_no_gate(root: Path) -> None:
     for kind in KINDS:
         checkpoint = opened(root, "plain", kind)
-        assert checkpoint.config.block.pointwise == "relu2"
+        assert checkpoint.config.block.feed_forward.pointwise == "relu2"
         assert not [name for name in checkpoint.tensors if "gate" in name]
 
 

@@ -38,8 +38,8 @@ def test_both_files_describe_the_same_model(root: Path) -> None:
         assert config.experts is not None and config.experts.dense_layers == (0,)
         assert config.experts.shared_feed_forward_length == 96
         assert config.experts.router == RouterKind(3, "sigmoid", True, 2.5, groups=4, groups_used=2)
-        block = opened(root, "biases", kind).config.block
+        block = opened(root, "biases", kind).config.block.attention
         assert block.qkv_bias and block.output_bias
-        block = opened(root, "plain", kind).config.block
+        block = opened(root, "plain", kind).config.block.attention
         assert not block.qkv_bias and not block.output_bias
     assert opened(root, "a window", "folder").config.layer_windows == (None, 5)

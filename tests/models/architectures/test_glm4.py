@@ -32,8 +32,10 @@ def test_both_files_describe_the_same_model(root: Path) -> None:
     for kind in KINDS:
         configs = [opened(root, name, kind).config for name in CASES]
         assert [config.rope_dim for config in configs] == [8, 4, 8]
-        assert [config.block.qkv_bias for config in configs] == [True, True, False]
-        assert {(config.rope_axes, config.block.rope_layout) for config in configs} == {((), "pairs")}
+        assert [config.block.attention.qkv_bias for config in configs] == [True, True, False]
+        assert {(config.rope_axes, config.block.attention.rope_layout) for config in configs} == {
+            ((), "pairs")
+        }
 
 
 def test_rows_of_a_folder_stay_in_their_order(root: Path) -> None:

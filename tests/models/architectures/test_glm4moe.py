@@ -130,7 +130,7 @@ RELEASED = {
 def test_the_released_configuration() -> None:
     config = read_hf_config(RELEASED)
     assert (config.block_count, config.draft_layers, config.rope_dim) == (46, 1, 64)
-    assert config.block.qkv_bias and config.block.qk_norm is None
+    assert config.block.attention.qkv_bias and config.block.attention.qk_norm is None
     experts = config.experts
     assert experts is not None and experts.router == RouterKind(8, "sigmoid", normalized=True)
     assert (experts.count, experts.feed_forward_length, experts.shared_feed_forward_length) == (
@@ -191,7 +191,7 @@ def test_groups_of_metadata_must_divide_the_experts(tmp_path: Path) -> None:
 
 def test_traits_of_metadata(tmp_path: Path) -> None:
     config = from_metadata(tmp_path)
-    assert config.block.qk_norm == "head" and config.block.qkv_bias
+    assert config.block.attention.qk_norm == "head" and config.block.attention.qkv_bias
     experts = config.experts
     assert experts is not None and experts.router == RouterKind(
         2, "sigmoid", normalized=False

@@ -37,12 +37,12 @@ class TestLogits(SameLogits):
 def test_both_files_describe_the_same_model(root: Path) -> None:
     for kind in KINDS:
         config = opened(root, "alpha", kind).config
-        assert config.block.qk_norm == "rotated head" and config.rope_scaling.kind == "none"
+        assert config.block.attention.qk_norm == "rotated head" and config.rope_scaling.kind == "none"
         assert config.rope_freq_base == pytest.approx(1e4 * 50.0 ** (16 / 14))
         experts = opened(root, "experts", kind).config.experts
         assert experts is not None and (experts.feed_forward_length, experts.router.used) == (96, 3)
         assert experts.shared_feed_forward_length == 96
-        block = opened(root, "yarn, biases", kind).config.block
+        block = opened(root, "yarn, biases", kind).config.block.attention
         assert block.qkv_bias and block.output_bias
 
 

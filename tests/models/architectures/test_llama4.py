@@ -77,10 +77,10 @@ def test_both_files_describe_the_same_model(root: Path) -> None:
         assert config.unrotated_layers == (3,) and config.layer_windows == (8192, 8192, 8192, None)
         assert config.experts is not None and config.experts.dense_layers == (0, 2)
         assert config.experts.shared_feed_forward_length == 48 and config.experts.router.weighs_inputs
-        assert config.attention_chunk == 8192 and config.block.unit_norms
+        assert config.attention_chunk == 8192 and config.block.attention.unit_norms
         assert config.attention_temperature_scale == 0.1 and config.attention_temperature_offset == 1
     own = opened(root, "no norms, own layers", "folder").config
-    assert own.unrotated_layers == (1,) and not own.block.unit_norms and own.attention_chunk == 128
+    assert own.unrotated_layers == (1,) and not own.block.attention.unit_norms and own.attention_chunk == 128
     mixed = opened(root, "chunks of rotated and other layers", "folder").config
     assert mixed.layer_windows == (None, 32, 32, 32) and mixed.unrotated_layers == (3,)
     assert opened(root, "no chunks", "folder").config.attention_chunk == 0
@@ -178,4 +178,4 @@ def test_what_is_not_computed_in_a_file_is_refused(
 def test_a_model_of_128_experts_has_no_norms_of_queries_and_keys(tmp_path: Path) -> None:
     path = model_builder(ModelSizes("llama4", blocks=1, experts=128)).write(tmp_path / "m.gguf")
     with open_gguf(path) as file:
-        assert not read_gguf_config(file).block.unit_norms
+        assert not read_gguf_config(file).block.attention.unit_norms

@@ -320,8 +320,8 @@ def test_what_a_folder_has_that_is_not_computed_is_refused(
         ({"attention.recurrent_layers": [True, True]}, "recurrent_layers.*no layer has attention"),
         ({"nextn_predict_layers": 2}, "nextn_predict_layers.*2 is not from 0 to 1"),
         ({"attention.sliding_window": 8}, "attention.sliding_window.*windows are not implemented"),
-        ({"rope.dimension_sections": [4, 2, 1, 1]}, "leave frequency 5 of 8 without a position"),
-        ({"rope.dimension_sections": [0, 0, 0, 0]}, "are not counts of frequencies"),
+        ({"rope.dimension_sections": [4, 2, 1, 1]}, "is not implemented, only three sections"),
+        ({"rope.dimension_sections": [0, 0, 0, 0]}, "are not the 8 frequencies of a head"),
     ],
 )
 def test_what_a_file_has_that_is_not_computed_is_refused(

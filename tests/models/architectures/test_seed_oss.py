@@ -25,7 +25,7 @@ class TestLogits(SameLogits):
 
 def test_both_files_have_the_same_biases(root: Path) -> None:
     for kind in KINDS:
-        blocks = [opened(root, name, kind).config.block for name in CASES]
+        blocks = [opened(root, name, kind).config.block.attention for name in CASES]
         assert [block.qkv_bias for block in blocks] == [True, True, False]
         assert [block.output_bias for block in blocks] == [False, True, False]
 

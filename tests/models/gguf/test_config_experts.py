@@ -7,7 +7,8 @@ import pytest
 
 from quengine.errors import EngineError
 from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED, RouterKind
-from quengine.models.config import ExpertConfig, ModelConfig
+from quengine.models.blocks.experts import ExpertConfig
+from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
 from tests.each_case import each_case

@@ -7,7 +7,8 @@ import pytest
 from quengine.errors import EngineError
 from quengine.kernels.moe.router_kind import MOST_EXPERTS, RouterKind
 from quengine.models.architectures import MODEL_TYPES
-from quengine.models.config import ExpertConfig, ModelConfig
+from quengine.models.blocks.experts import ExpertConfig
+from quengine.models.config import ModelConfig
 from quengine.models.hf.config_hf import read_hf_config
 from tests.each_case import each_case
 from tests.gguf_builder import ModelSizes

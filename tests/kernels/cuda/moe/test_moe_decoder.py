@@ -15,7 +15,11 @@ from quengine.kernels.moe.router_kind import RouterKind
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
-from quengine.models.config import BlockKind, ExpertConfig, ModelConfig
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertConfig, ExpertsForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.models.experts import MixtureOfExperts
 from quengine.models.tensor_table import required_tensors
@@ -31,10 +35,18 @@ WEIGHED = replace(
 CONFIGS = {
     "dense layer first": small_config(),
     "biases, clamped": replace(
-        small_config(), block=BlockKind(expert_bias=True, activation="clamped_swish"), block_count=1
+        small_config(),
+        block=BlockForm(
+            feed_forward=FeedForwardForm(activation="clamped_swish"), experts=ExpertsForm(bias=True)
+        ),
+        block_count=1,
     ),
-    "weighed inputs": replace(small_config(), architecture="llama4", block=BlockKind(unit_norms=True)),
-    "a shared expert": replace(small_config(), architecture="qwen2moe", block=BlockKind(shared_gate=True)),
+    "weighed inputs": replace(
+        small_config(), architecture="llama4", block=BlockForm(AttentionForm(unit_norms=True))
+    ),
+    "a shared expert": replace(
+        small_config(), architecture="qwen2moe", block=BlockForm(experts=ExpertsForm(shared_gate=True))
+    ),
 }
 
 

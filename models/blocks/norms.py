@@ -1,0 +1,54 @@
+"""The norms of a layer's residual stream, declared: of which kind, and where they stand."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quengine.models.blocks.block import NORM, TensorSpec, Uniform
+
+
+@dataclass(frozen=True)
+class Norms:
+    """The norms of a layer, and the number that it ends with.
+
+    kind: RMSNorm ("rms"), or LayerNorm ("layer").
+    placement: "pre" in front of mixer and feed-forward (`attn_norm`, `ffn`), "post" on their results before the
+        residual is added (`post_attention_norm`, `post_ffw_norm`), or "both"; "parallel": mixer and feed-forward read
+        the same norm (`attn_norm`) of a layer's input, and both are added to it.
+    ffn: what GGUF calls the norm in front of the feed-forward.
+    scaled: the residual stream is multiplied by a number of each layer, `layer_output_scale`, at its end.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    placement: Literal["pre", "post", "both", "parallel"] = "pre"
+    ffn: Literal["ffn_norm", "post_attention_norm", "attn_norm"] = "ffn_norm"
+    scaled: bool = False
+
+    @property
+    def before_mixer(self) -> bool:
+        """Whether there is one in front of the mixer."""
+        return self.placement != "post"
+
+    @property
+    def before_ffn(self) -> bool:
+        """Whether the feed-forward has one of its own in front."""
+        return self.placement in ("pre", "both")
+
+    @property
+    def of_results(self) -> bool:
+        """Whether results have one before the residual is added."""
+        return self.placement in ("post", "both")
+
+    def ffn_entry(self, width: int) -> dict[str, TensorSpec]:
+        """The tensors in front of a feed-forward, or of experts."""
+        norm = TensorSpec((width,), hf="post_attention_layernorm.weight", draw=NORM)
+        return {f"{self.ffn}.weight": norm} if self.before_ffn else {}
+
+    def ffn_result(self, width: int) -> dict[str, TensorSpec]:
+        """The tensors of their result: of its norm, and the number that the layer's sum is multiplied by."""
+        norm = TensorSpec((width,), hf="post_feedforward_layernorm.weight", draw=NORM)
+        return {**({"post_ffw_norm.weight": norm} if self.of_results else {}), **self.layer_scale()}
+
+    def layer_scale(self) -> dict[str, TensorSpec]:
+        """The tensor of the number at the layer's end, where there is one."""
+        number = TensorSpec((1,), hf="layer_scalar", draw=Uniform(0.5, 1.0))
+        return {"layer_output_scale.weight": number} if self.scaled else {}
