@@ -382,6 +382,12 @@ GEMMA4 = Architecture(
             "block_count": 60,
             "layer_sizes": _synthetic(60, 32, 16, 4, 21504),
         },
+        "gemma-4-12b": {
+            **_RELEASED,
+            "embedding_length": 3840,
+            "block_count": 48,
+            "layer_sizes": _synthetic(48, 16, 8, 1, 15360),
+        },
         "gemma-4-e2b": {"embedding_length": 1536, **_small(35, 5, 1, (6144, 12288), 20)},
         "gemma-4-e4b": {"embedding_length": 2560, **_small(42, 6, 2, (10240, 10240), 18)},
         "gemma-4-e-tiny": {

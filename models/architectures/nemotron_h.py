@@ -34,8 +34,11 @@ from quengine.models.config import LIMITS, Mamba2Sizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer, number
 
-_PATTERN = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
-"""Of Nemotron 3 Nano: Mamba2, experts, attention (*)."""
+_PATTERNS = {
+    "nemotron_h": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "nemotron_h_moe": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+}
+"""Of Nemotron Nano 9B v2 and Nemotron 3 Nano: Mamba2, a feed-forward (-) or experts, attention (*)."""
 
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 _OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
@@ -79,8 +82,8 @@ def _of_kinds(kinds: Sequence[str]) -> Fields:
 
 def _size_fields(config: ModelConfig) -> Fields:
     """The layers of a synthetic model: a released one's first ones, of few the last with attention."""
-    blocks = config.block_count
-    letters = _PATTERN[:blocks] if "*" in _PATTERN[:blocks] else f"{_PATTERN[: blocks - 1]}*"
+    blocks, pattern = config.block_count, _PATTERNS[config.architecture]
+    letters = pattern[:blocks] if "*" in pattern[:blocks] else f"{pattern[: blocks - 1]}*"
     kinds = [_LETTERS[letter] for letter in letters] + ["moe"] * (blocks - len(letters))
     sizes = config.mamba2 or Mamba2Sizes(4, 32, 2, 32, 4, config.rms_eps)
     return {**_of_kinds(kinds), "mamba2": sizes}
@@ -231,7 +234,22 @@ NEMOTRON_H = Architecture(
     gguf_fields=_gguf_fields,
     has_recurrent_layers=True,
     has_lone_parts=True,
-    synthetic={"nemotron-h-tiny": {"block_count": 6}},
+    synthetic={
+        "nemotron-nano-9b-v2": {
+            "vocab_size": 131072,
+            "context_length": 131072,
+            "embedding_length": 4480,
+            "block_count": 56,
+            "feed_forward_length": 15680,
+            "head_count": 40,
+            "head_count_kv": 8,
+            "head_dim": 128,
+            "mamba_heads": 128,
+            "mamba_groups": 8,
+            "mamba_head_dim": 80,
+        },
+        "nemotron-h-tiny": {"block_count": 6},
+    },
 )
 
 NEMOTRON_H_MOE = replace(

@@ -27,6 +27,11 @@ class Mamba2Net(NamedTuple):
         return self.heads * self.head_dim
 
     @property
+    def tile(self) -> int:
+        """Elements of a head that a program takes at most: the largest power of two of which a head is a multiple."""
+        return self.head_dim & -self.head_dim
+
+    @property
     def channels(self) -> int:
         return self.width + 2 * self.groups * self.state_dim
 
@@ -39,12 +44,16 @@ def net_of(spec: Mamba2Spec, ring: int) -> Mamba2Net:
 
 def check_sizes(spec: Mamba2Spec) -> None:
     """Raises EngineError for sizes that no kernel takes."""
-    for what, size in (("heads", spec.head_dim), ("states", spec.state_dim)):
-        if not 16 <= size <= 256 or size & (size - 1):
-            raise EngineError(
-                f"on CUDA Mamba2 has {what} of 16, 32, 64, 128 or 256 elements, and this model's have {size}; "
-                "use --device cpu"
-            )
+    if not 16 <= spec.head_dim <= 256 or spec.head_dim % 16:
+        raise EngineError(
+            f"on CUDA Mamba2 has heads of a multiple of 16 elements, up to 256, and this model's have {spec.head_dim}; "
+            "use --device cpu"
+        )
+    if not 16 <= spec.state_dim <= 256 or spec.state_dim & (spec.state_dim - 1):
+        raise EngineError(
+            f"on CUDA Mamba2 has states of 16, 32, 64, 128 or 256 elements, and this model's have {spec.state_dim}; "
+            "use --device cpu"
+        )
     if spec.inner % 32:
         raise EngineError(
             f"on CUDA Mamba2 has whole groups of 32 elements, and this model has {spec.inner}; use --device cpu"

@@ -32,7 +32,7 @@ class TokenShape(NamedTuple):
 def decode_shape(net: Mamba2Net) -> TokenShape:
     """16 KiB of S, 32 registers a thread: a multiprocessor has several programs, so that the loads of some overlap the
     sums of others. Not measured."""
-    rows = min(net.head_dim, max(1, 4096 // net.state_dim))
+    rows = min(net.tile, max(1, 4096 // net.state_dim))
     return TokenShape(rows, max(1, min(8, rows * net.state_dim // 1024)))
 
 

@@ -57,7 +57,7 @@ class ScanShape(NamedTuple):
 def chunk_shape(net: Mamba2Net) -> ScanShape:
     """Not measured; what compiles without spills. With chunks of 64 rows, which Hopper's matrix instruction takes, the
     products of three terms spill."""
-    return ScanShape(32, min(net.head_dim, 32), min(net.state_dim, 32), 8, 1)
+    return ScanShape(32, min(net.tile, 32), min(net.state_dim, 32), 8, 1)
 
 
 @triton.jit

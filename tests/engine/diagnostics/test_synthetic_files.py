@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from quengine.errors import CannotRunError, EngineError
 from quengine.memory import gib
 from quengine.models.synthetic.presets import PRESETS, synthetic_preset
 from quengine.models.synthetic.synthetic import synthetic_bytes
+from quengine.models.tensor_table import tensor_specs
 from tests.quick_python import QuickPopen
 
 PLAN = BenchPlan(config=EngineConfig(device="cpu"))
@@ -156,6 +158,14 @@ def test_the_first_layers_of_a_preset_are_one() -> None:
     assert synthetic_preset("mistral-7b-2l") == PRESETS["mistral-7b-2l"]
     for name in ("llama-3-70b-80l", "llama-3-70b-0l", "llama-3-70b-l", "nothing-2l", "llama-3-70b-2"):
         assert synthetic_preset(name) is None
+
+
+@pytest.mark.parametrize(
+    ("preset", "weights"), [("gemma-4-12b", 11_907_350_576), ("nemotron-nano-9b-v2", 8_888_227_328)]
+)
+def test_a_preset_has_the_weights_of_the_released_model(preset: str, weights: int) -> None:
+    specs = tensor_specs(PRESETS[preset].config())
+    assert sum(prod(spec.shape) for spec in specs.values()) == weights
 
 
 def test_files_of_killed_processes_are_removed_and_those_being_written_stay(

@@ -179,3 +179,21 @@ def test_a_model_of_128_experts_has_no_norms_of_queries_and_keys(tmp_path: Path)
     path = model_builder(ModelSizes("llama4", blocks=1, experts=128)).write(tmp_path / "m.gguf")
     with open_gguf(path) as file:
         assert not read_gguf_config(file).block.attention.unit_norms
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_a_gpu_computes_chunks(root: Path, parallel: int) -> None:
+    """Prompts in pieces and captured decode steps, against the definition of the same engine."""
+    path, long = path_of(root, "chunks", "folder"), token_ids(VOCAB).tolist()
+    prompts = [[*long, *long[:38]], long[:30], long[3:20]][: max(1, parallel - 1)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with LLM(path, device="cuda", ctx_size=128, chunk_size=48, parallel=parallel) as llm:
+        ids, ends = [*prompts[0], *long[5:37]], list(llm.tokenizer.eos_ids)
+        found = [llm.logits(ids, decode=decode).double().cpu() for decode in (False, True)]
+        answers = llm.generate(prompts, params)
+    with LLM(path, device="cpu", backend="reference", ctx_size=128) as llm:
+        expected = llm.logits(ids).double()
+    assert max(nmse(each, expected) for each in found) < 5e-5
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert _choices_of_transformers(root, prompt, answer.tokens, ends)

@@ -118,7 +118,7 @@ def test_row_by_row_a_prompt_is_the_same(step: str, device: torch.device) -> Non
     check(STEPS[step], SMALL, device, batch_invariant=True)
 
 
-@pytest.mark.parametrize(("head_dim", "state_dim"), [(64, 128), (32, 256), (128, 16)])
+@pytest.mark.parametrize(("head_dim", "state_dim"), [(64, 128), (32, 256), (128, 16), (80, 128)])
 def test_heads_and_states_of_every_size(head_dim: int, state_dim: int, device: torch.device) -> None:
     shape = Shape(1, head_dim, 1, state_dim)
     check(tokens([0, 9], [1, 2]), shape, device)
@@ -191,7 +191,9 @@ def test_results_as_the_next_matmul_reads_them(
     torch.testing.assert_close(y[kept], wanted[kept], rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("shape", [Shape(2, 32, 1, 16), Shape(3, 64, 1, 16), Shape(6, 16, 3, 16)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Shape(2, 32, 1, 16), Shape(3, 64, 1, 16), Shape(6, 16, 3, 16), Shape(2, 80, 1, 128)], ids=str
+)
 def test_a_single_row_is_quantized(shape: Shape, device: torch.device) -> None:
     spec, state, x = spec_of(shape), states(shape), rows_of(1, shape, 3)
     batch = tokens([70], [2])
