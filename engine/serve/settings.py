@@ -175,6 +175,9 @@ class ServerSettings:
         Path | None,
         Flag("--media-path", "Let requests name images below this folder by file: URLs.", metavar="DIR"),
     ] = None
+    image_urls: Annotated[
+        bool, Flag("--image-urls", "Fetch images that requests name by http(s), from public addresses alone.")
+    ] = False
     pooling: Annotated[
         Pooling | None,
         Flag("--pooling", "Of embeddings: mean, cls, last or none; by default the model's own, or the mean."),

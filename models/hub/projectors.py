@@ -1,5 +1,6 @@
 """Which file has the projector of a model (mmproj), by names alone: in a repository, and beside a model's file."""
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
@@ -59,13 +60,15 @@ def find_projector(model: Path) -> Path | None:
         model.parent,
     )
     folders = [each for each in model.parents if each.is_relative_to(root)]
+    files = list[str]()
     try:
-        files = [
-            path.relative_to(root).as_posix()
-            for folder in folders
-            for path in folder.iterdir()
-            if path.is_file()
-        ]
+        for folder in folders:
+            with os.scandir(folder) as entries:
+                files += [
+                    (folder / each.name).relative_to(root).as_posix()
+                    for each in entries
+                    if each.name.lower().endswith(".gguf") and each.is_file()
+                ]
     except OSError:
         return None
     found = choose_projector(model.relative_to(root).as_posix(), files)

@@ -1,9 +1,10 @@
 """Images of requests: addresses in messages and data beside prompts, to the contents of files.
 
 A message keeps the addresses of its images under IMAGES while it is ordered and shortened, and its text has a character
-for each (`content_parts.IMAGE`). Nothing is fetched from the network.
+for each (`content_parts.IMAGE`). Of the network `image_fetch` alone reads, with --image-urls.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from quengine.errors import EngineError
 from quengine.request.content_parts import IMAGE, base64_bytes, data_url, read_image, why_text_alone
 from quengine.serve.http import off_loop
+from quengine.serve.image_fetch import fetch_images
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.messages import ContentPart, TextPart
 from quengine.serve.service import Service
@@ -44,11 +46,26 @@ def without_urls(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[st
     return [{key: value for key, value in message.items() if key != IMAGES} for message in messages], urls
 
 
-def read_urls(service: Service, urls: Sequence[str], param: str) -> tuple[bytes, ...]:
-    """The contents of images. Raises ApiError where the model reads none, or an address is not read here."""
-    if urls and not service.model.marker:
+async def read_urls(
+    service: Service, urls: Sequence[str], param: str, fetched: dict[str, bytes] | None = None
+) -> tuple[bytes, ...]:
+    """The contents of images. Raises ApiError where the model reads none, or an address is not read here.
+
+    fetched: those of the request that came over the network, which gets more of them.
+    """
+    if not urls:
+        return ()
+    if not service.model.marker:
         raise bad_request(f"{param}: {why_text_alone(service.model.notes)}", param, "unsupported")
-    return tuple(_read(service, url, param) for url in urls)
+    fetched = {} if fetched is None else fetched
+    far = [url for url in urls if _is_far(url) and url not in fetched] if service.settings.image_urls else []
+    try:
+        fetched |= await fetch_images(far)
+        return await asyncio.to_thread(
+            lambda: tuple(fetched[url] if url in fetched else _read(service, url) for url in urls)
+        )
+    except (EngineError, ValueError) as error:
+        raise bad_request(f"{param}: {error}", param, "invalid_value") from None
 
 
 def read_data(service: Service, given: Any, key: str) -> tuple[bytes, ...]:
@@ -63,16 +80,20 @@ def read_data(service: Service, given: Any, key: str) -> tuple[bytes, ...]:
         raise bad_request(f"{key}.multimodal_data: {error}", key, "invalid_value") from None
 
 
-def _read(service: Service, url: str, param: str) -> bytes:
-    try:
-        if url.startswith("data:"):
-            return data_url(url)
-        if url.startswith("file:"):
-            return read_image(_media_file(service, url))
-    except (EngineError, ValueError) as error:
-        raise bad_request(f"{param}: {error}", param, "invalid_value") from None
-    rule = "images are taken from data: URLs, and with --media-path from file: URLs below it"
-    raise bad_request(f"{param}: image_url {url[:40]!r}: {rule}", param, "invalid_value")
+def _is_far(url: str) -> bool:
+    return url[:8].lower().startswith(("http://", "https://"))
+
+
+def _read(service: Service, url: str) -> bytes:
+    """The contents of a data: or file: URL. Raises EngineError for another."""
+    if url.startswith("data:"):
+        return data_url(url)
+    if url.startswith("file:"):
+        return read_image(_media_file(service, url))
+    raise EngineError(
+        f"image_url {url[:40]!r}: images are taken from data: URLs, with --media-path from file: URLs below it, and "
+        "with --image-urls from http: and https: URLs"
+    )
 
 
 def _media_file(service: Service, url: str) -> Path:
@@ -84,6 +105,8 @@ def _media_file(service: Service, url: str) -> Path:
     found = (folder / path.relative_to("/") if not path.is_relative_to(folder) else path).resolve()
     if not found.is_relative_to(folder.resolve()):
         raise EngineError(f"{url[:80]!r} is not below --media-path")
+    if found.exists() and not found.is_file():
+        raise EngineError(f"{url[:80]!r} is no regular file")
     return found
 
 

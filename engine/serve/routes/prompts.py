@@ -96,13 +96,14 @@ async def chat_ids(
     param: str,
     ending: Ending | None = None,
     limited: bool = True,
+    fetched: dict[str, bytes] | None = None,
 ) -> PromptIds:
     """The prompt of a conversation; `limited`: checked against the limits. Raises ApiError.
 
-    ending: how the prompt ends; None: an answer at the end of the messages is continued.
+    ending: how the prompt ends; None: an answer at the end of the messages is continued. fetched: as `read_urls`.
     """
     messages, urls = without_urls(messages)
-    images = read_urls(service, urls, param)
+    images = await read_urls(service, urls, param, fetched)
     job = TextJob(
         "encode_chat",
         messages=service.settings.chat.opened(messages),

@@ -45,7 +45,7 @@ async def apply_template(service: Service, request: Request) -> Response:
     use = await read_tools(body, model)
     messages, ending = read_messages(body)
     shown, urls = without_urls(messages)
-    read_urls(service, urls, "messages")
+    await read_urls(service, urls, "messages")
     job = TextJob(
         "render_chat",
         messages=service.settings.chat.opened(shown),

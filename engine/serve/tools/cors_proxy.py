@@ -1,25 +1,22 @@
 """GET and POST /cors-proxy?url=...: a request to another host, for pages that may not make it themselves.
 
-The address of a name is checked when the connection is made, and is the one that is connected to: it cannot change
-between the two. A redirect is not followed. Of the request's headers those alone go out whose names begin with
+A redirect is not followed. Of the request's headers those alone go out whose names begin with
 `x-llama-server-proxy-header-`, without that; of the answer's those come in that can do nothing to the page's origin.
 """
 
-import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quengine.errors import EngineError
 from quengine.platform.log_lines import one_line
 from quengine.serve.http import read_raw, unless_gone
 from quengine.serve.models.registry import Models
+from quengine.serve.outbound import PrivateAddressError, Reach, network_backend, shown_address, web_address
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.tools.tool_routes import check_page
 
@@ -38,7 +35,7 @@ _REFUSED = frozenset(
 _PASSED = frozenset(
     ("content-type", "content-encoding", "content-language", "etag", "last-modified", "retry-after")
 )
-_NAT64 = ip_network("64:ff9b::/96")
+PUBLIC, ANY = Reach(), Reach(lambda _: True)
 _SAFE = (
     (b"content-security-policy", b"sandbox; default-src 'none'"),
     (b"x-content-type-options", b"nosniff"),
@@ -55,12 +52,17 @@ async def cors_proxy(models: Models, request: Request) -> Response:
     if not options.proxy:
         raise ApiError(403, "this server was started without --cors-proxy")
     check_page(request)
-    url, headers = _target(request.query_params.get("url", "")), _headers(request)
+    try:
+        url = web_address(request.query_params.get("url", ""))
+    except EngineError as error:
+        raise bad_request(str(error), "url", "invalid_value") from None
+    headers = _headers(request)
     body = await read_raw(request, models.settings.limits) if request.method == "POST" else b""
     timeout = {"connect": CONNECT_SECONDS, "read": READ_SECONDS, "write": READ_SECONDS, "pool": 1.0}
     async with AsyncExitStack() as held:
         try:
-            pool = httpcore2.AsyncConnectionPool(network_backend=_backend(options.proxy_private), retries=0)
+            reach = ANY if options.proxy_private else PUBLIC
+            pool = httpcore2.AsyncConnectionPool(network_backend=network_backend(reach), retries=0)
             await held.enter_async_context(pool)
             work = held.enter_async_context(
                 pool.stream(
@@ -68,27 +70,15 @@ async def cors_proxy(models: Models, request: Request) -> Response:
                 )
             )
             answer = await unless_gone(request.receive, work)
+        except PrivateAddressError as error:
+            raise ApiError(403, f"{error}, not allowed here (--cors-proxy-private)") from None
         except httpcore2.TimeoutException:
-            raise ApiError(504, f"{_shown(url)} does not answer") from None
+            raise ApiError(504, f"{shown_address(url)} does not answer") from None
         except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError) as error:
-            raise ApiError(502, f"{_shown(url)} cannot be reached: {one_line(str(error), 300)}") from None
+            raise ApiError(
+                502, f"{shown_address(url)} cannot be reached: {one_line(str(error), 300)}"
+            ) from None
         return _Answer(answer, held.pop_all())
-
-
-def _target(url: str) -> str:
-    """Raises ApiError for what is no address of a web server."""
-    wrong = bad_request("url must be http://HOST/... or https://HOST/...", "url", "invalid_value")
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
-        raise wrong from None
-    plain = url.isascii() and url.isprintable() and " " not in url
-    if not parts.hostname or parts.scheme not in ("http", "https") or not plain or port == 0:
-        raise wrong
-    if parts.username is not None or parts.password is not None:
-        raise bad_request("url must hold no user name and no password", "url", "invalid_value")
-    return url
 
 
 def _headers(request: Request) -> list[tuple[str, str]]:
@@ -101,49 +91,6 @@ def _headers(request: Request) -> list[tuple[str, str]]:
         if name in _REFUSED:
             raise bad_request(f"the header {name} cannot be set", name, "invalid_value")
     return given
-
-
-def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether an address is one of the internet, and of no private network, this machine or a group."""
-    if isinstance(address, IPv6Address):
-        if address.ipv4_mapped is not None:
-            return is_public(address.ipv4_mapped)
-        if address in _NAT64 or address.sixtofour is not None or address.teredo is not None:
-            return False  # they lead to an IPv4 address, which a web server has of its own
-    return address.is_global and not address.is_multicast
-
-
-def _backend(private: bool) -> "httpcore2.AsyncNetworkBackend":
-    """Connects to public addresses, or to any."""
-    import httpcore2
-
-    class Backend(httpcore2.AnyIOBackend):
-        async def connect_tcp(
-            self, host: str, port: int, timeout: float | None = None, *given: Any, **named: Any
-        ) -> httpcore2.AsyncNetworkStream:
-            addresses = await _addresses(host, port)
-            if not private and not all(is_public(ip_address(each)) for each in addresses):
-                raise ApiError(
-                    403, f"{host[:200]}: a private address, not allowed here (--cors-proxy-private)"
-                )
-            return await super().connect_tcp(addresses[0], port, timeout, *given, **named)
-
-    return Backend()
-
-
-async def _addresses(host: str, port: int) -> list[str]:
-    """Raises OSError where the name has none."""
-    loop = asyncio.get_running_loop()
-    try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except UnicodeError:
-        raise OSError("no such name") from None
-    return [str(each[4][0]).partition("%")[0] for each in found]
-
-
-def _shown(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc[:200]}"
 
 
 class _Answer(Response):

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.models.hub.hub_name import quant_of
+from quengine.models.hub.projectors import find_projector
 from quengine.serve.guard import check_may_change
 from quengine.serve.http import json_response, read_request
 from quengine.serve.models.model_entry import ModelEntry
@@ -67,6 +68,8 @@ def _model(models: Models, entry: ModelEntry, name: str) -> dict[str, Any]:
         modalities += ["image"] if served.marker else []
         shown = {key: value for key, value in served.facts.items() if key != "path"}
         meta = shown | {"n_ctx": served.ctx_size, "ftype": quant_of(str(served.facts.get("path", "")))}
+    elif _may_see(entry):
+        modalities.append("image")
     return {
         "id": name,
         "object": "model",
@@ -78,6 +81,14 @@ def _model(models: Models, entry: ModelEntry, name: str) -> dict[str, Any]:
         "meta": meta,
         "status": _status(models, entry),
     }
+
+
+def _may_see(entry: ModelEntry) -> bool:
+    """Whether a model that is not loaded has a projector, by the names of files."""
+    path, config = entry.spec.path, entry.spec.config
+    if config.no_mmproj or path is None:
+        return False
+    return config.mmproj is not None or find_projector(path) is not None
 
 
 def _status(models: Models, entry: ModelEntry) -> dict[str, Any]:

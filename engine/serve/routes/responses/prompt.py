@@ -21,10 +21,10 @@ async def conversation_ids(
 ) -> PromptIds:
     """Messages to token ids and images. shorten: the oldest turns are left out as the context asks for, which `notes`
     gets a line for. Raises ApiError."""
-    kept = messages
+    kept, fetched = messages, dict[str, bytes]()
     for _ in range(MOST_TRIES if shorten else 0):
         try:
-            prompt = await chat_ids(service, kept, tools, variables, "input")
+            prompt = await chat_ids(service, kept, tools, variables, "input", fetched=fetched)
         except ApiError as error:
             share = kept_share(error)
             if share is None or (shorter := without_oldest(kept, share)) is None:
@@ -34,4 +34,4 @@ async def conversation_ids(
         if left := len(messages) - len(kept):
             shortened(notes, f"truncation: the oldest {left} of {len(messages)} messages are left out")
         return prompt
-    return await chat_ids(service, kept, tools, variables, "input")
+    return await chat_ids(service, kept, tools, variables, "input", fetched=fetched)

@@ -2,9 +2,11 @@
 
 import type { Settings } from "./options";
 
+/** A file's text, or an image as a data: URL, whose text is empty. */
 export interface Attachment {
   name: string;
   text: string;
+  image?: string;
 }
 
 /** A token of an answer, with the likeliest ones in its place. */
@@ -119,9 +121,13 @@ export function pathTo(chat: Chat, leaf: string | null): Message[] {
 /** The part of the context that a shortened conversation may fill, so that there is room for an answer. */
 const FILLED = 0.75;
 
+/** Characters of a text that takes as much of the context as an image does, about. */
+const IMAGE_SIZE = 4000;
+
 const sizeOf = ({ content, attachments = [], calls = [] }: Message): number =>
   [content, ...attachments.map(file => file.text), ...calls.map(call => call.arguments + (call.result ?? ""))].join("")
-    .length;
+    .length +
+  IMAGE_SIZE * attachments.filter(file => file.image).length;
 
 /**
  * Of messages that are too long for the context, the newest turns that fit it, by their length in characters; none if all
@@ -217,7 +223,9 @@ export function imported(text: string): Chat[] {
 /** The form of a value: a type's name, a list of a form, or an object's fields, with ? after those that may be absent. */
 type Form = string | [Form] | { [key: string]: Form };
 
-const FILE_OF_TEXT: Form = { name: "string", text: "string" };
+const FILE: Form = { name: "string", text: "string", "image?": "string" };
+/** What an image of a chat is, in a file too that another has exported. */
+const IMAGE = /^data:image\/(jpeg|png|webp|gif);base64,[A-Za-z0-9+/=]*$/;
 const SCORED: Form = { text: "string", logprob: "number" };
 const MESSAGE: Form = {
   id: "string",
@@ -225,7 +233,7 @@ const MESSAGE: Form = {
   content: "string",
   "thought?": "string",
   "thoughtSeconds?": "number",
-  "attachments?": [FILE_OF_TEXT],
+  "attachments?": [FILE],
   "tokens?": [{ text: "string", logprob: "number", top: [SCORED] }],
   "calls?": [{ id: "string", name: "string", arguments: "string", "result?": "string" }],
   "costs?": { tokens: "number", perSecond: "number", prompt: "number", cached: "number", promptSeconds: "number", end: "string", "context?": "number" },
@@ -258,6 +266,8 @@ function checked(value: unknown): Chat {
   for (const message of Object.values(chat.messages ?? {})) {
     if (!fits(message, MESSAGE) || !["user", "assistant"].includes(message.role))
       throw new Error("a message of the file is damaged");
+    if (message.attachments?.some(({ image }) => image !== undefined && !IMAGE.test(image)))
+      throw new Error("an image of the file is damaged");
     if (message.state === "running") message.state = "interrupted";
     delete message.stream;
     messages[message.id] = { ...message, parent: message.parent ?? null, time: Number(message.time) || 0 };

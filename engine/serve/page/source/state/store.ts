@@ -14,6 +14,7 @@ export interface Model {
   id: string;
   status?: { value: string; failed?: boolean; unloadable?: boolean };
   meta?: Record<string, unknown> | null;
+  architecture?: { input_modalities?: string[] };
 }
 
 interface Props {
@@ -235,6 +236,12 @@ export function modelOf(chat: Chat): string {
   const names = state.models.map(model => model.id);
   return chat.model && (names.includes(chat.model) || !names.length) ? chat.model : (names[0] ?? "");
 }
+
+/** Whether the model that answers a chat reads images. */
+export const sees = (chat: Chat): boolean =>
+  state.models
+    .find(model => model.id === modelOf(chat))
+    ?.architecture?.input_modalities?.includes("image") ?? false;
 
 /** A new chat, which is kept when its first message is sent. */
 export function beginChat(replace = false): void {

@@ -1,13 +1,13 @@
 // The box in which a message is written: files are chosen, dropped or pasted; Enter sends, Shift+Enter breaks the line.
 
-import { ArrowUp, Paperclip, Square } from "lucide-preact";
+import { ArrowUp, Camera, Paperclip, Square } from "lucide-preact";
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { attach } from "../state/attachments";
 import type { Chat } from "../state/chats";
 import { type Draft, draftOf, keepDraft } from "../state/drafts";
 import { runningIn, send, stop } from "../state/generation";
-import { notify, state } from "../state/store";
+import { notify, sees, state } from "../state/store";
 import { ContextGauge } from "./gauge";
 import { ToolsButton } from "./tools";
 import { FileChips, IconButton } from "./widgets";
@@ -26,6 +26,7 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
   const [, draw] = useState(0);
   const area = useRef<HTMLTextAreaElement>(null);
   const picker = useRef<HTMLInputElement>(null);
+  const camera = useRef<HTMLInputElement>(null);
   const running = runningIn(chat) !== undefined;
   const set = (next: Partial<Draft>): void => {
     keepDraft(keyOf(chat), { ...draftOf(keyOf(chat)), ...next });
@@ -37,7 +38,7 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
     const problems: string[] = [];
     for (const file of files) {
       try {
-        const attachment = await attach(file);
+        const attachment = await attach(file, sees(chat));
         set({ files: [...draftOf(keyOf(chat)).files, attachment] });
       } catch (error) {
         problems.push((error as Error).message);
@@ -46,6 +47,9 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
     if (problems.length) notify(problems.join("\n"));
   };
   useEffect(() => watchDrops(files => void add(files)), [chat.id]);
+
+  const choose = ({ currentTarget: chosen }: JSX.TargetedEvent<HTMLInputElement>): void =>
+    void add([...(chosen.files ?? [])]).then(() => (chosen.value = "")); // so that the same one can be chosen again
 
   const submit = (event: Event): void => {
     event.preventDefault();
@@ -87,19 +91,27 @@ export function Composer({ chat }: { chat: Chat }): JSX.Element {
         onPaste={onPaste}
       />
       <div class="composer-bar">
-        <input
-          ref={picker}
-          type="file"
-          multiple
-          hidden
-          aria-label="Files"
-          onChange={event =>
-            void add([...(event.currentTarget.files ?? [])]).then(
-              () => picker.current && (picker.current.value = ""),
-            )
-          }
-        />
+        <input ref={picker} type="file" multiple hidden aria-label="Files" onChange={choose} />
         <IconButton icon={Paperclip} label="Attach files" onClick={() => picker.current?.click()} />
+        {sees(chat) && (
+          <>
+            <input
+              ref={camera}
+              type="file"
+              accept="image/*"
+              capture="environment"
+              hidden
+              aria-label="Picture"
+              onChange={choose}
+            />
+            <IconButton
+              icon={Camera}
+              label="Take a picture"
+              class="camera"
+              onClick={() => camera.current?.click()}
+            />
+          </>
+        )}
         <ToolsButton />
         <span class="grow hint" aria-hidden="true">
           Enter sends, Shift+Enter breaks the line

@@ -96,14 +96,22 @@ function Files({ message }: { message: Message }): JSX.Element | null {
   if (!message.attachments?.length) return null;
   return (
     <ul class="files" aria-label="Attached files">
-      {message.attachments.map(({ name, text }) => (
-        <li key={name}>
-          <details>
-            <summary>
-              <FileText size={15} aria-hidden="true" /> {name} <small>{sizeOf(text)}</small>
-            </summary>
-            <pre tabIndex={0}>{text.slice(0, 20_000)}</pre>
-          </details>
+      {message.attachments.map(({ name, text, image }, at) => (
+        <li key={at}>
+          {image ? (
+            <details class="picture">
+              <summary>
+                <img src={image} alt={name} title={name} />
+              </summary>
+            </details>
+          ) : (
+            <details>
+              <summary>
+                <FileText size={15} aria-hidden="true" /> {name} <small>{sizeOf(text)}</small>
+              </summary>
+              <pre tabIndex={0}>{text.slice(0, 20_000)}</pre>
+            </details>
+          )}
         </li>
       ))}
     </ul>

@@ -213,8 +213,14 @@ export function FileChips({
   return (
     <ul class="chips" aria-label={label}>
       {files.map((file, at) => (
-        <li key={at}>
-          {file.name} <small>{sizeOf(file.text)}</small>
+        <li key={at} class={file.image && "picture"}>
+          {file.image ? (
+            <img src={file.image} alt={file.name} title={file.name} />
+          ) : (
+            <>
+              {file.name} <small>{sizeOf(file.text)}</small>
+            </>
+          )}
           <IconButton icon={X} label={`Remove ${file.name}`} onClick={() => remove(at)} />
         </li>
       ))}
