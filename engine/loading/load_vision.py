@@ -55,7 +55,7 @@ def open_vision(
     try:
         if config.ranks > 1 and model.rope_axes:
             raise EngineError("rows with positions in three axes are not implemented on several devices")
-        vision = _opened(found, path, model, device)
+        vision = _opened(config, found, path, model, device)
     except EngineError as error:
         if config.mmproj is not None:
             raise
@@ -63,7 +63,9 @@ def open_vision(
     return vision, [f"images are read, by the projector {vision.projector} of {found.name}"]
 
 
-def _opened(found: Path, path: Path, model: ModelConfig, device: torch.device) -> Vision:
+def _opened(
+    config: EngineConfig, found: Path, path: Path, model: ModelConfig, device: torch.device
+) -> Vision:
     from quengine.models.vision import load_processor, load_vision
 
     processor = load_processor(found)  # without weights
@@ -81,7 +83,8 @@ def _opened(found: Path, path: Path, model: ModelConfig, device: torch.device) -
             f"projector {name}: its rows have positions in three axes, and {path.name} does not say which rotary "
             "frequencies turn by which"
         )
-    vision = load_vision(found, device)
+    # The definition that others are measured against is exact in its encoder as well.
+    vision = load_vision(found, device, dtype=torch.float64 if config.backend == "reference" else None)
     if device.type == "cuda":
         vision.encode([prepared])  # kernels are compiled before the first image
     logger.info("projector %s: %s", found, vision.projector)

@@ -14,6 +14,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from quengine.errors import EngineError
 from quengine.models.tokenizer import Tokenizer
@@ -100,7 +101,19 @@ class ImagePrompts:
         if self._on_cuda:
             image = self._vision.prepare(blank_image(_COMMON_SIDE))
             for _ in range(2):
-                self._queue.add([image])[0].result()
+                self.encode(image)
+
+    def prepare(self, data: bytes) -> "PreparedImage":
+        """An image file as the encoder takes it. Raises EngineError where it is none that is read here."""
+        return self._vision.prepare(data)
+
+    def encode(self, image: "PreparedImage") -> Tensor:
+        """Its features, fp32 [rows, embedding length] in host memory, which are not kept."""
+        return self._queue.add([image])[0].result()
+
+    def of_rows(self, ids: Seq[int], images: Seq[tuple["PreparedImage", Tensor]]) -> ImagePrompt:
+        """The prompt of these tokens with images and given features in place of the markers among them, in order."""
+        return self._expanded(ids, places_of(ids, self.marker_ids), [_encoded(*each) for each in images])
 
     def make(self, ids: Seq[int], images: Seq[bytes]) -> ImagePrompt:
         """The prompt of these tokens, with each marker among them replaced by the rows of an image, in order.
@@ -159,8 +172,7 @@ class ImagePrompts:
         try:
             prepared = [self._vision.prepare(images[name]) for name in mine]
             for name, image, rows in zip(mine, prepared, self._queue.add(prepared), strict=True):
-                features = Features(image.digest, rows.result(), image.bidirectional, image.grid)
-                encoded = EncodedImage(features, image.layout)
+                encoded = _encoded(image, rows.result())
                 with self._lock:
                     self._kept.add(name, encoded)
                 mine[name].set_result(encoded)
@@ -172,6 +184,10 @@ class ImagePrompts:
             with self._lock:
                 for name in mine:
                     self._under_way.pop(name, None)
+
+
+def _encoded(image: "PreparedImage", rows: Tensor) -> EncodedImage:
+    return EncodedImage(Features(image.digest, rows, image.bidirectional, image.grid), image.layout)
 
 
 def blank_image(side: int) -> bytes:
