@@ -10,6 +10,7 @@ from typing import Any
 from quengine import __version__
 from quengine.diagnostics.parity.parity import ParityReport
 from quengine.diagnostics.parity.parity_files import FileComparison
+from quengine.diagnostics.parity.parity_images import ImageMetrics
 from quengine.diagnostics.parity.parity_locate import Location
 from quengine.diagnostics.parity.parity_operations import IN_LAYERS
 from quengine.diagnostics.parity.parity_routing import RoutingMetrics
@@ -51,6 +52,8 @@ def print_findings(found: Findings, as_json: bool, operations: bool) -> None:
     if found.files:
         print(_files_text(found.files))
     print(_phase_table(found.report))
+    if found.report.images:
+        print(_image_lines(found.report.images))
     if found.report.rounding:
         print(_rounding_lines(found.report))
     if found.report.routing:
@@ -114,6 +117,17 @@ def _phase_table(report: ParityReport) -> str:
         for row in rows
     ]
     return "\n".join(lines) + "\n"
+
+
+def _image_lines(images: ImageMetrics) -> str:
+    """How far the encoders of images are apart."""
+    budget = images.budget
+    pixels = "prepared alike to the bit" if not images.unlike else f"{len(images.unlike)} prepared otherwise"
+    return (
+        f"images: {images.pictures} pictures, {pixels}; {images.rows} rows of features: NMSE median "
+        f"{_number(images.nmse_median)}, p99 {_number(images.nmse_p99)}, max {_number(images.nmse_max)}; budget "
+        f"{budget.median:.0e}, {budget.p99:.0e}, {budget.most:.0e}\n"
+    )
 
 
 def _rounding_lines(report: ParityReport) -> str:
@@ -240,6 +254,7 @@ def _as_json(found: Findings) -> dict[str, Any]:
             name: {**_finite(asdict(metrics)), "budget": asdict(report.budgets[name])}
             for name, metrics in report.phases.items()
         },
+        "images": report.images and _finite(asdict(report.images)),
         "rounding": {name: _finite(asdict(metrics)) for name, metrics in report.rounding.items()},
         "routing": {
             name: {**_finite(asdict(metrics)), "within": not metrics.failures}

@@ -457,6 +457,8 @@ class LLM:
             self.runner.warm_up(resolved)
             if self.loaded.draft is not None:
                 self.loaded.draft.warm_up(resolved)
+        if self.images is not None and params is None:
+            self.images.warm_up()
         logger.debug("warmed up")
 
     def warm_up_next(self) -> bool:

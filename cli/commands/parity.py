@@ -97,7 +97,7 @@ class ParityFlags:
 @takes_options
 def parity(
     flags: ParityFlags,
-    config: Annotated[EngineConfig, Only("threads", "cache_type")],
+    config: Annotated[EngineConfig, Only("threads", "cache_type", "mmproj", "no_mmproj")],
     model: Annotated[
         str | None,
         Flag(
@@ -118,6 +118,7 @@ def parity(
     with interrupts.at_once():
         from quengine.diagnostics.parity.parity import compare_sides
         from quengine.diagnostics.parity.parity_files import compare_files
+        from quengine.diagnostics.parity.parity_images import image_tokens
         from quengine.diagnostics.parity.parity_locate import locate
         from quengine.diagnostics.parity.parity_sides import SidePair, parse_sides
 
@@ -126,10 +127,12 @@ def parity(
     other = None if side_a.model == side_b.model else side_a.model
     files = None if other is None else compare_files(side_a.model, side_b.model)
     workload = _workload(flags, texts, side_b.model, other)
+    tokens = [image_tokens(side.model, config) for side in (side_a, side_b)]
+    config = replace(config, ctx_size=max(workload.ctx_size, *tokens))
     began, progress = time.perf_counter(), ProgressLine()
     progress(f"loading {side_a.name} and {side_b.name}")
     try:
-        with SidePair(side_a, side_b, replace(config, ctx_size=workload.ctx_size)) as sides:
+        with SidePair(side_a, side_b, config) as sides:
             unsaid = None in (flags.files or flags.texts, flags.prompts, flags.tokens)
             _announce_duration(sides, workload, unsaid and not flags.quick, progress)
             report = compare_sides(sides.a, sides.b, workload, progress, config.cache_type)

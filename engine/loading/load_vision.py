@@ -1,7 +1,6 @@
 """The projector of a model: which file it is in, and whether its rows are those of the model."""
 
 import logging
-from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
 from quengine.models.hub.projectors import find_projector
 from quengine.request.content_parts import NOT_READ
-from quengine.request.image_prompts import Vision
+from quengine.request.image_prompts import Vision, blank_image
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ def open_vision(
     try:
         if config.ranks > 1 and model.rope_axes:
             raise EngineError("rows with positions in three axes are not implemented on several devices")
-        vision = _opened(found, path, model, device)
+        vision = _opened(config, found, path, model, device)
     except EngineError as error:
         if config.mmproj is not None:
             raise
@@ -63,7 +62,9 @@ def open_vision(
     return vision, [f"images are read, by the projector {vision.projector} of {found.name}"]
 
 
-def _opened(found: Path, path: Path, model: ModelConfig, device: torch.device) -> Vision:
+def _opened(
+    config: EngineConfig, found: Path, path: Path, model: ModelConfig, device: torch.device
+) -> Vision:
     from quengine.models.images.limited_decoder import start_decoder
     from quengine.models.vision import load_processor, load_vision
 
@@ -74,7 +75,7 @@ def _opened(found: Path, path: Path, model: ModelConfig, device: torch.device) -
             f"{found}: its rows have {processor.settings.text_size} values, and those of {path.name} "
             f"{model.embedding_length}: it is the projector of another model; --no-mmproj leaves it out"
         )
-    prepared = processor.prepare(_sample())
+    prepared = processor.prepare(blank_image(32))
     name = processor.settings.projector
     if prepared.bidirectional and name not in _BOTH_WAYS:
         raise EngineError(f"projector {name}: rows that attend to one another both ways are not implemented")
@@ -83,17 +84,9 @@ def _opened(found: Path, path: Path, model: ModelConfig, device: torch.device) -
             f"projector {name}: its rows have positions in three axes, and {path.name} does not say which rotary "
             "frequencies turn by which"
         )
-    vision: Vision = load_vision(found, device)
+    # The definition that others are measured against is exact in its encoder as well.
+    vision = load_vision(found, device, dtype=torch.float64 if config.backend == "reference" else None)
     if device.type == "cuda":
-        vision.encode([prepared])  # kernels are compiled, and libraries initialised, before the first image
+        vision.encode([prepared])  # kernels are compiled before the first image
     logger.info("projector %s: %s", found, vision.projector)
     return vision
-
-
-def _sample() -> bytes:
-    """A small image file, which shows what kind of rows a projector makes."""
-    from PIL import Image
-
-    file = BytesIO()
-    Image.new("RGB", (32, 32)).save(file, "PNG")
-    return file.getvalue()

@@ -10,9 +10,11 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import sha256
+from io import BytesIO
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from quengine.errors import EngineError
 from quengine.models.tokenizer import Tokenizer
@@ -22,6 +24,9 @@ from quengine.request.prompt_images import Features, ImagePrompt, ImageRows, Pro
 
 if TYPE_CHECKING:
     from quengine.models.vision import PreparedImage
+
+
+_COMMON_SIDE = 1024
 
 
 class Vision(Encoder, Protocol):
@@ -80,15 +85,35 @@ class ImagePrompts:
         # The token at image rows, which no sampler may count as text: of <start><image><end> the middle one.
         self._pad = self.marker_ids[len(self.marker_ids) // 2]
         self._most_rows = most_rows
-        self._queue = ImageQueue(vision, device, alone)
+        self._queue, self._on_cuda = ImageQueue(vision, device, alone), device.type == "cuda"
         self._kept = _FeatureCache(cache_bytes)
         self._under_way: dict[bytes, Future[EncodedImage]] = {}
         self._lock = threading.Lock()
 
     @property
     def encoded(self) -> int:
-        """Number of images that were encoded, and not found among those that are kept."""
+        """Number of images that were encoded, and not found among those that are kept; those of a warm-up too."""
         return self._queue.encoded
+
+    def warm_up(self) -> None:
+        """Encodes a picture of a common size as often as it takes to have its steps captured, on a CUDA device: the
+        first image of that size then takes the time of the next."""
+        if self._on_cuda:
+            image = self._vision.prepare(blank_image(_COMMON_SIDE))
+            for _ in range(2):
+                self.encode(image)
+
+    def prepare(self, data: bytes) -> "PreparedImage":
+        """An image file as the encoder takes it. Raises EngineError where it is none that is read here."""
+        return self._vision.prepare(data)
+
+    def encode(self, image: "PreparedImage") -> Tensor:
+        """Its features, fp32 [rows, embedding length] in host memory, which are not kept."""
+        return self._queue.add([image])[0].result()
+
+    def of_rows(self, ids: Seq[int], images: Seq[tuple["PreparedImage", Tensor]]) -> ImagePrompt:
+        """The prompt of these tokens with images and given features in place of the markers among them, in order."""
+        return self._expanded(ids, places_of(ids, self.marker_ids), [_encoded(*each) for each in images])
 
     def make(self, ids: Seq[int], images: Seq[bytes]) -> ImagePrompt:
         """The prompt of these tokens, with each marker among them replaced by the rows of an image, in order.
@@ -147,8 +172,7 @@ class ImagePrompts:
         try:
             prepared = [self._vision.prepare(images[name]) for name in mine]
             for name, image, rows in zip(mine, prepared, self._queue.add(prepared), strict=True):
-                features = Features(image.digest, rows.result(), image.bidirectional, image.grid)
-                encoded = EncodedImage(features, image.layout)
+                encoded = _encoded(image, rows.result())
                 with self._lock:
                     self._kept.add(name, encoded)
                 mine[name].set_result(encoded)
@@ -160,6 +184,19 @@ class ImagePrompts:
             with self._lock:
                 for name in mine:
                     self._under_way.pop(name, None)
+
+
+def _encoded(image: "PreparedImage", rows: Tensor) -> EncodedImage:
+    return EncodedImage(Features(image.digest, rows, image.bidirectional, image.grid), image.layout)
+
+
+def blank_image(side: int) -> bytes:
+    """A picture of one colour as a file."""
+    from PIL import Image  # a tenth of a second that models of text do without
+
+    file = BytesIO()
+    Image.new("RGB", (side, side)).save(file, "PNG")
+    return file.getvalue()
 
 
 class _FeatureCache:

@@ -27,7 +27,7 @@ def opened(model: Path, monkeypatch: pytest.MonkeyPatch, image: FakeImage, **giv
     processor = SimpleNamespace(settings=settings, prepare=lambda _: image)
     made = SimpleNamespace(projector="odd")
     monkeypatch.setattr(package, "load_processor", lambda _: processor)
-    monkeypatch.setattr(package, "load_vision", lambda *_: made)
+    monkeypatch.setattr(package, "load_vision", lambda *_, **__: made)
     return open_vision(EngineConfig(**given), model, MODEL, torch.device("cpu"))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quengine.diagnostics.parity.parity_images import ImageMetrics, compare_images, shown
 from quengine.diagnostics.parity.parity_metrics import (
     Budget,
     Comparison,
@@ -26,6 +27,7 @@ from quengine.diagnostics.parity.parity_workload import Workload
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.platform.weight_loader import Progress
+from quengine.request.prompt_images import ImagePrompt
 
 DECODE_SPAN = 64
 """Positions of the decode phase whose logits are held at once; prefill holds a chunk."""
@@ -42,8 +44,10 @@ REFERENCE_BUDGETS: Mapping[str, Budget] = {
     "prefill": _budget(2e-6, 5e-5),
     "decode": _budget(5e-8, 1e-6),
     "greedy": _budget(2e-6, 5e-5),
+    "images": _budget(2e-6, 5e-5),
 }
-"""Against the float64 definition. In "greedy" the prompt comes through prefill, so its budget holds."""
+"""Against the float64 definition. In "greedy" the prompt comes through prefill, so its budget holds; and in
+"images" all of it."""
 
 DEVICE_BUDGETS: Mapping[str, Budget] = {**REFERENCE_BUDGETS, "decode": _budget(1e-8, 1e-6)}
 """Between two devices: in decode they share the integer sums, and only the float order may differ."""
@@ -85,11 +89,13 @@ class TextPosition(NamedTuple):
 class ParityReport:
     """What was measured between sides `a` and `b`, and whether it is within the budgets.
 
-    phases: "prefill", "decode" and "greedy" (the logits along the greedy texts), as far as they were run.
-    worst: the place that is furthest off in each of them.
+    phases: "prefill", "decode", "greedy" (the logits along the greedy texts) and "images" (those of prompts with
+        images), as far as they were run.
+    worst: the place that is furthest off in each of the first three.
     routing: of a mixture of experts, how often the free choice of experts differs in each phase.
     rounding: what rounding its operations' inputs once did to side a, of the phases that were over their budget; the
         `budgets` of those are widened by it.
+    images: of a model with a projector, the differences of the encoders.
     failures: one phrase for each thing outside its budget; empty means parity holds.
     """
 
@@ -104,6 +110,7 @@ class ParityReport:
     generated: int
     routing: dict[str, RoutingMetrics] = field(default_factory=dict)
     rounding: dict[str, PhaseMetrics] = field(default_factory=dict)
+    images: ImageMetrics | None = None
 
     @property
     def failures(self) -> list[str]:
@@ -112,6 +119,7 @@ class ParityReport:
             for name, metrics in self.phases.items()
             for excess in metrics.excesses(self.budgets[name])
         ]
+        found += [] if self.images is None else self.images.failures
         found += [f"{name}: {wide}" for name, metrics in self.routing.items() for wide in metrics.failures]
         wide = sum(not divergence.near_tie for divergence in self.divergences)
         if wide:
@@ -147,10 +155,15 @@ def compare_sides(
         # The first of a generated text's rows are the logits after its prompt's last token.
         texts = zip(workload.prompts, greedy, strict=True)
         worst["greedy"] = _place(rows.worst(), [([*ids, *text.tokens], len(ids)) for ids, text in texts], -1)
+    images = compare_images(a, b, progress)
+    prompts = [] if images is None else images.prompts
+    if prompts:
+        pairs["images"] = Pair(a, b)
+        phases["images"] = _with_images(pairs["images"], prompts, progress)
     found = [divergence for result in greedy for divergence in result.divergences]
     budgets = {name: budgets_for(a.device, b.device, cache_type)[name] for name in phases}
     rounding = {
-        name: _rounding(a, name, workload, greedy, progress)
+        name: _rounding(a, name, workload, greedy, prompts, progress)
         for name, metrics in phases.items()
         if a.watchable and metrics.excesses(budgets[name])
     }
@@ -171,11 +184,26 @@ def compare_sides(
             if a.has_experts
         },
         rounding=rounding,
+        images=None if images is None else images.metrics,
     )
 
 
+def _with_images(pair: Pair, prompts: list[ImagePrompt], progress: Progress) -> PhaseMetrics:
+    """The logits of prompts with images, in which both sides have the features of side a."""
+    comparison = Comparison()
+    for prompt in prompts:
+        with shown((pair.a, pair.b), prompt):
+            comparison.include(_teacher_forced(pair, [prompt.ids], "prefill", progress))
+    return comparison.metrics()
+
+
 def _rounding(
-    a: LLMSide, name: str, workload: Workload, greedy: list[GreedyComparison], progress: Progress
+    a: LLMSide,
+    name: str,
+    workload: Workload,
+    greedy: list[GreedyComparison],
+    prompts: list[ImagePrompt],
+    progress: Progress,
 ) -> PhaseMetrics:
     """The effect of rounding once on side a, over the same rows as the phase of that name."""
 
@@ -185,6 +213,8 @@ def _rounding(
     # The prompt of a greedy text comes through prefill, so it is rounded as that.
     phase: Phase = "decode" if name == "decode" else "prefill"
     pair = Pair(a, RoundedSide(a, phase))
+    if name == "images":
+        return _with_images(pair, prompts, told)
     if name != "greedy":
         return _teacher_forced(pair, workload.windows, phase, told).metrics()
     comparison = Comparison()

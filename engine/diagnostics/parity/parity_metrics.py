@@ -119,6 +119,11 @@ class Comparison:
         """Take keys, or values, [T, heads, head_dim] that the two sides cached for the same positions of a layer."""
         self.cached.append(nmse_rows(a, b, a))
 
+    def include(self, other: "Comparison") -> None:
+        """Take the positions of another comparison."""
+        self.rows += other.rows
+        self.cached += other.cached
+
     def worst(self) -> int:
         """The number of the position that is furthest off; one that is not finite comes before all.
 

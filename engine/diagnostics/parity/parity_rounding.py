@@ -63,6 +63,7 @@ class RoundedSide(LLMSide):
 
     def __init__(self, side: LLMSide, phase: Phase) -> None:
         super().__init__(f"{side.name}, rounded", side.llm, side.device)
+        self.images = side.images
         self._bits = SIGNIFICANT_BITS[phase]
         self._first = 0
         self._rows: list[Tensor] = []

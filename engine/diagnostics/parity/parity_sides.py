@@ -18,8 +18,9 @@ from quengine.llm import LLM
 from quengine.parallel.cached_rows import read_cached, write_cached
 from quengine.parallel.wire import ChooseExperts
 from quengine.platform.device import choose_device
+from quengine.request.prompt_images import PromptImages
 from quengine.request.sampling_params import SamplingParams
-from quengine.step_plan import SequenceRows
+from quengine.step_plan import SequenceRows, given_rows
 
 REFERENCE = "reference"
 _SHARED = re.compile(r"(\w+):(tp|layer)(\d+)")
@@ -39,7 +40,7 @@ class SideSpec:
 
 class LLMSide:
     """A loaded model as one of the two sides: `name` for the report, `device` as in `SideSpec`; `has_experts`: it is a
-    mixture of experts.
+    mixture of experts; `images`: those whose rows its prefill steps have.
 
     The reference is one definition, not an implementation of phases: it runs in chunks, which is quick, but where a
     state goes from one side to the other.
@@ -51,6 +52,7 @@ class LLMSide:
         self.llm = llm
         self.decoder = llm.runner.decoder
         self.has_experts = llm.model_config.experts is not None
+        self.images: PromptImages | None = None
 
     @property
     def watchable(self) -> bool:
@@ -70,12 +72,14 @@ class LLMSide:
 
     def forward(self, ids: list[int], start: int) -> Tensor:
         """Logits [T, vocab] of `ids` at positions start .. start + T - 1, over what is cached before them."""
-        return self.llm.runner.logits(ids, start, _phase(ids))
+        return self.llm.runner.logits(ids, start, _phase(ids), self.images)
 
     def eager(self, ids: list[int], start: int) -> Tensor:
         """As `forward`, one operation of the backend after the other: no captured step."""
-        rows = [SequenceRows(ids, start, self.llm.runner.cache.whole_tables)]
-        return self.llm.runner.forward(_phase(ids), rows, all_logits=True, eager=True).cpu()
+        angles = None if self.images is None else self.images.angles(start, start + len(ids))
+        rows = [SequenceRows(ids, start, self.llm.runner.cache.whole_tables, angles)]
+        given = given_rows(self.images, ids, start)
+        return self.llm.runner.forward(_phase(ids), rows, all_logits=True, eager=True, given=given).cpu()
 
     def choose_experts(self, experts: Mapping[int, Tensor]) -> None:
         """Send the other ranks, if any, the experts [T, k] of the rows of the next step, by layer."""

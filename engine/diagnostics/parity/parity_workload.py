@@ -74,11 +74,11 @@ def plan_workload(
     ):
         if not low <= value <= high:
             raise EngineError(f"{name} {value}: must be in {low}..{high}")
-    tokenizer, context = _tokenizer(model)
+    tokenizer, context = model_tokenizer(model)
     encoded = [tokenizer.encode(text, bos=tokenizer.add_bos) for text in texts]
     prompt_ids = [tokenizer.encode(text, bos=tokenizer.add_bos) for text in PROMPTS[:prompts]]
     if other is not None:
-        second, least = _tokenizer(other)
+        second, least = model_tokenizer(other)
         context = min(context, least)
         for text, ids in zip([*texts, *PROMPTS[:prompts]], [*encoded, *prompt_ids], strict=True):
             if second.encode(text, bos=second.add_bos) != ids:
@@ -98,7 +98,7 @@ def plan_workload(
     return Workload(windows, prompt_ids, tokens, len(texts), min(longest + 1, context))
 
 
-def _tokenizer(model: str | Path) -> tuple[Tokenizer, int]:
+def model_tokenizer(model: str | Path) -> tuple[Tokenizer, int]:
     """The model's tokenizer, and its context in tokens."""
     checkpoint = open_checkpoint(resolve_model(str(model)))
     try:
