@@ -221,6 +221,14 @@ COMMANDS = {
             "engine perplexity -m smollm2-135m --hellaswag hellaswag_val.txt --tasks 400 --json",
         ),
     ),
+    "compare": CommandEntry(
+        "compare",
+        MEASURE,
+        (
+            "engine compare model-f16.gguf model-q4_k_m.gguf -f text.txt",
+            "engine compare logits.kld model-q4_k_m.gguf --json   # a file of llama-perplexity",
+        ),
+    ),
     "tokenize": CommandEntry("tokenize", MEASURE, ('engine tokenize -m smollm2-135m "Hello, world!"',)),
     "kernels": CommandEntry(
         "group",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from quengine.errors import CannotRunError, EngineError
+    from quengine.evaluation.compare import compare
     from quengine.evaluation.perplexity import perplexity
     from quengine.llm import LLM
     from quengine.models.convert.convert_folder import convert
@@ -27,6 +28,7 @@ __all__ = [
     "EngineError",
     "SamplingParams",
     "__version__",
+    "compare",
     "convert",
     "perplexity",
     "quantize",
@@ -39,6 +41,7 @@ _HOME = {
     "EngineError": "quengine.errors",
     "CannotRunError": "quengine.errors",
     "convert": "quengine.models.convert.convert_folder",
+    "compare": "quengine.evaluation.compare",
     "perplexity": "quengine.evaluation.perplexity",
     "quantize": "quengine.models.quantize.quantize_file",
 }

@@ -78,7 +78,7 @@ def test_winogrande_has_llama_perplexitys_scores(smollm2: LLM) -> None:
 
 
 def test_tasks_are_drawn_as_llama_perplexity_draws_them() -> None:
-    """3 of 5, whose recorded scores tell which they are; for HellaSwag the test above does, by which answer is wrong."""
+    """3 of 5, whose recorded scores tell which they are. HellaSwag: the test above, by which answer is wrong."""
     every, drawn = THEIRS["--winogrande"], THEIRS["--winogrande --winogrande-tasks 3"]
     places = [task.place - 1 for task in read_tasks("winogrande", task_files.winogrande(), 3)]
     assert [every[place] for place in places] == drawn
@@ -189,3 +189,12 @@ def test_tasks_that_cannot_be_answered_are_named(tiny: LLM) -> None:
         list(answer(tiny, "winogrande", read_tasks("winogrande", long)))
     with pytest.raises(EngineError, match="has no choices that differ"):
         list(answer(tiny, "winogrande", read_tasks("winogrande", b"0,a _ b,c,c,1\n")))
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_llama_perplexitys_values(license_text: str) -> None:
+    model = str(resolve_model("smollm2-135m"))
+    found = perplexity(model, license_text, 64, chunks=2, device="cuda")
+    assert found.running == pytest.approx(THEIRS["-c 64 -b 64 --chunks 2"], rel=2e-3)
+    found = perplexity(model, license_text, 192, stride=128, chunks=1, device="cuda")
+    assert found.running == pytest.approx(THEIRS["-c 192 -b 192 --ppl-stride 128 --chunks 1"], rel=2e-3)

@@ -1,0 +1,108 @@
+"""`engine compare`: how far a model's predictions are from another's, on the same tokens.
+
+The result goes to standard output, progress to standard error.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quengine.cli.commands.perplexity import RUN_OPTIONS, TEXT, joined_texts, last_shown, time_left
+from quengine.cli.flags import takes_options
+from quengine.config import EngineConfig
+from quengine.options import OUTPUT, Flag, Range, check_ranges
+
+if TYPE_CHECKING:
+    from quengine.evaluation.divergence import Divergence
+    from quengine.evaluation.perplexity import Estimate
+    from quengine.llm import LLM
+
+
+@dataclass(frozen=True)
+class CompareFlags:
+    """On which text, and how it is reported."""
+
+    files: Annotated[
+        tuple[Path, ...],
+        Flag("-f --file", "A text; several are joined, with an empty line between them.", TEXT),
+    ] = ()
+    ctx: Annotated[
+        int, Range(4), Flag("-c --ctx --ctx-size", "Tokens of a chunk, whose second half is scored.", TEXT)
+    ] = 512
+    chunks: Annotated[
+        int | None, Range(1), Flag("--chunks", "Chunks to compute, at most. (default: all)", TEXT, "N")
+    ] = None
+    as_json: Annotated[bool, Flag("--json", "Print one JSON object.", OUTPUT)] = False
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "--{name} {value}")
+
+
+@takes_options
+def compare(
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="The base: a model, or a file of llama-perplexity's --kl-divergence-base."
+        ),
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="The model that is compared with it.")],
+    flags: CompareFlags,
+    config: Annotated[EngineConfig, RUN_OPTIONS],
+) -> None:
+    """How far model B's predictions are from A's: perplexities, divergence, most likely tokens."""
+    text = joined_texts(flags.files) if flags.files else None
+    from quengine.cli.loading import load_llm
+    from quengine.cli.terminal import json_line, write_line
+    from quengine.evaluation.compare import Comparison
+
+    def load(model: str, ctx: int) -> "LLM":
+        return load_llm(model, replace(config, ctx_size=ctx, reuse_prefix=True))
+
+    with Comparison(a, b, text, flags.ctx, load) as comparison:
+        found = last_shown(comparison.measure(flags.chunks), _running)
+    if flags.as_json:
+        print(json_line(found.as_dict()))
+        return
+    for line in _lines(found):
+        write_line(line)
+
+
+def _running(found: "Divergence") -> str:
+    kl, same = found.kl, found.same_top
+    return (
+        f"chunk {found.chunks} of {found.total_chunks}: divergence {kl.value:.6f} +/- {kl.error:.6f}, "
+        f"same top token {100 * same.value:.2f}%, {time_left(found.seconds_left)}"
+    )
+
+
+def _lines(found: "Divergence") -> list[str]:
+    points = found.kl_points
+    rows = [
+        ("perplexity of A", _pair(found.perplexity_a)),
+        ("perplexity of B", _pair(found.perplexity_b)),
+        ("ln(B / A)", _pair(found.log_ratio)),
+        ("correlation", f"{100 * found.correlation:.2f}%"),
+        ("divergence, mean", _pair(found.kl)),
+        *((f"divergence, {name}", f"{value:.6f}") for name, value in points.items()),
+        ("change of p, mean", _pair(found.p_change_mean, 100, 4, "%")),
+        ("change of p, RMS", _pair(found.p_change_rms, 100, 4, "%")),
+        ("same top token", _pair(found.same_top, 100, 3, "%")),
+    ]
+    lines = [f"A: {found.a}", f"B: {found.b}"]
+    lines += [f"{name:20} {value}" for name, value in rows]
+    lines += ["", f"{'positions':20} divergence              same top token"]
+    for span in found.by_position:
+        where = f"{span.first} to {span.last}"
+        lines.append(f"{where:20} {_pair(span.kl):22}  {100 * span.same_top:.2f}%")
+    count = len(found.tokens.kl)
+    lines.append(
+        f"{count} tokens scored in {found.chunks} chunks, context {found.ctx}, in {found.seconds:.1f} s"
+    )
+    return lines
+
+
+def _pair(estimate: "Estimate", scale: float = 1, digits: int = 6, unit: str = "") -> str:
+    return f"{scale * estimate.value:.{digits}f} +/- {scale * estimate.error:.{digits}f}{unit}"
