@@ -226,7 +226,7 @@ COMMANDS = {
         MEASURE,
         (
             "engine compare model-f16.gguf model-q4_k_m.gguf -f text.txt",
-            "engine compare logits.kld model-q4_k_m.gguf --json   # a file of llama-perplexity's",
+            "engine compare logits.kld model-q4_k_m.gguf --json   # a file of llama-perplexity",
         ),
     ),
     "tokenize": CommandEntry("tokenize", MEASURE, ('engine tokenize -m smollm2-135m "Hello, world!"',)),
