@@ -85,7 +85,7 @@ def kernels_of(checkpoint: Checkpoint) -> list[KernelName]:
         for w in matrices:
             kind = tile_kind(w)
             kind.pack_kernel()
-            kind.product(w, 1)
+            kind.product(w, 1, 1)
         _name_operations(checkpoint.config)
         for w in matrices:
             table.dequantize_kernel(w.format.name)

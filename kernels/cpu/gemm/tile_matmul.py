@@ -49,8 +49,9 @@ class TileKind:
 
     strip: weight rows per strip. block: activation rows per block. row_bytes: packed bytes of a row over DEPTH
     columns. most: most rows per launch, or None. reads_ahead: whether the kernel prefetches weights when rows are
-    few. pack_kernel: packs one block per task, or with `by_panel` one block over DEPTH columns. product(w, blocks):
-    the kernels and tasks that multiply a weight with `blocks` blocks of rows.
+    few. pack_kernel: packs one block per task, or with `by_panel` one block over DEPTH columns. product(w, blocks,
+    matrices): the kernels and tasks that multiply a weight, one of `matrices` alike that are multiplied at once, with
+    `blocks` blocks of rows.
     """
 
     strip: int
@@ -60,7 +61,7 @@ class TileKind:
     reads_ahead: bool
     pack_kernel: Callable[[], int]
     by_panel: bool
-    product: Callable[[QuantTensor, int], _Product]
+    product: Callable[[QuantTensor, int, int], _Product]
 
 
 def tile_kind(w: QuantTensor) -> TileKind:
@@ -110,7 +111,7 @@ def _packed_and_multiplied(
     launches = [Launch(kind.pack_kernel(), pack, tasks, keep=(x, packed))]
     stride = 4 * addend.stride(0) if addend.shape[0] > 1 else 0
     for number, (column, w) in enumerate(placed):
-        kernel, panel, task_strips, tasks = kind.product(w, blocks)
+        kernel, panel, task_strips, tasks = kind.product(w, blocks, 1)
         arguments = MatmulArguments(
             *(w.data.data_ptr(), w.data.shape[1], w.rows, w.cols, packed.data_ptr(), rows),
             *(addend.data_ptr() + 4 * column, stride, y.data_ptr() + 4 * column, 4 * y.stride(0)),
@@ -123,40 +124,45 @@ def _packed_and_multiplied(
     return launches
 
 
-def _product(w: QuantTensor, blocks: int) -> _Product:
-    """The fp32 product; `blocks` is not used."""
-    del blocks
+def _product(w: QuantTensor, blocks: int, matrices: int) -> _Product:
+    """The fp32 product; a task is a strip."""
+    del blocks, matrices
     return tile_matmul_kernel(), panel_kernel(w.format.name), 1, -(-w.rows // host_tile().columns)
 
 
-def _amx_product(w: QuantTensor, blocks: int) -> _Product:
+def _amx_product(w: QuantTensor, blocks: int, matrices: int) -> _Product:
     """The AMX product. Strips of one task share activations in the cache."""
     strips = -(-w.rows // BLOCK)
-    of_task = max(1, min(MOST_BLOCKS // blocks, strips // (_TASKS * get_threads())))
+    of_task = max(1, min(MOST_BLOCKS // blocks, strips * matrices // (_TASKS * get_threads())))
     return amx_matmul_kernel(), amx_panel_kernel(w.format.name), of_task, -(-strips // of_task)
 
 
-def _amx_bytes_product(w: QuantTensor, blocks: int) -> _Product:
+def _amx_bytes_product(w: QuantTensor, blocks: int, matrices: int) -> _Product:
     """The product of bytes on AMX."""
     strips = -(-w.rows // amx_bytes.COLUMNS)
     most = min(amx_bytes.MOST_STRIPS, amx_bytes.MOST_SUMS // (blocks * amx_bytes.ROWS * amx_bytes.COLUMNS))
-    of_task = _strips_of_task(strips, most, get_threads())
+    of_task = _strips_of_task(strips, most, get_threads(), matrices)
     panel = amx_bytes_panel_kernel(w.format.name)
     return amx_bytes_matmul_kernel(w.format.name), panel, of_task, -(-strips // of_task)
 
 
-def _vnni_product(w: QuantTensor, blocks: int) -> _Product:
+def _vnni_product(w: QuantTensor, blocks: int, matrices: int) -> _Product:
     """The int16 VNNI product."""
     tile = vnni.TILE
     strips = -(-w.rows // tile.columns)
     most = min(vnni.MOST_STRIPS, vnni.MOST_SUMS // (blocks * tile.rows * tile.columns))
-    of_task = _strips_of_task(strips, most, get_threads())
+    of_task = _strips_of_task(strips, most, get_threads(), matrices)
     panel = vnni_panel_kernel(w.format.name)
     return vnni_matmul_kernel(w.format.name), panel, of_task, -(-strips // of_task)
 
 
-def _strips_of_task(strips: int, most: int, threads: int) -> int:
-    """The most strips per task, up to `most`, that keep the slowest thread within 3% of an even share."""
+def _strips_of_task(strips: int, most: int, threads: int, matrices: int = 1) -> int:
+    """The most strips per task, up to `most`, that keep the slowest thread within 3% of an even share.
+
+    Of several matrices, whose rows differ in number: that leave _TASKS tasks per thread.
+    """
+    if matrices > 1:
+        return max(1, min(most, strips, strips * matrices // (_TASKS * threads)))
     for size in range(most, 1, -1):
         rounds, alone = divmod(-(-strips // size), threads)
         longest = rounds * size + (strips % size or size) * (alone == 1) + size * (alone > 1)

@@ -78,7 +78,7 @@ def _grouped_launches(
     for number, (column, part) in enumerate(placed):
         w = part.first
         bias = torch.zeros(1, w.rows) if part.bias is None else part.bias
-        kernel, panel, task_strips, _ = kind.product(w, -(-most // kind.block))
+        kernel, panel, task_strips, _ = kind.product(w, -(-most // kind.block), min(count, groups.slots))
         task_strips = min(task_strips, max(1, _TASK_BYTES // (kind.strip * w.data.shape[1])))
         tasks = -(-w.rows // (task_strips * kind.strip))
         matmul = MatmulArguments(

@@ -29,7 +29,7 @@ from quengine.kernels.cpu.runtime.threads import (
 _YIELD_AFTER = 1_000
 # Turns after which a thread that waits for a task sleeps: the task's owner was descheduled, maybe in favour of the
 # waiting thread. A scheduler may ignore sched_yield; without the sleep a token took 3 times as long on a busy machine.
-_NAP_AFTER, _NAP_MICROSECONDS = _YIELD_AFTER + 50, 50
+_NAP_AFTER, _NAP_MICROSECONDS = _YIELD_AFTER + 50, 5
 # Turns of the watch loop before a thread sleeps: some 2 ms, mostly yielding. Between two tokens Python takes 0.4 ms.
 _WATCH = 10_000
 
