@@ -13,7 +13,6 @@ from quengine.errors import EngineError
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.request.sampling_params import SamplingParams
-from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder, Results
 from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, SamplingKind, padded_rows
@@ -68,8 +67,6 @@ class FakeSequence:
     @property
     def next_is_newest(self) -> bool:
         return self.num_cached_tokens + 1 == len(self.token_ids)
-
-    result = Sequence.result
 
     def sample_next(self, logits: torch.Tensor) -> Sample | Exception:
         try:
