@@ -36,6 +36,7 @@ from quengine.step_plan import (
     angle_rows,
     forward_batch,
     given_rows,
+    results_after,
     samples,
     scored_rows,
 )
@@ -168,7 +169,8 @@ class ModelRunner:
             self._keep_states(list(zip(plan.sequences, plan.starts, strict=True)))
         with ProfilerRange(_NAMES[plan.phase]):
             logits = self.forward(plan.phase, plan.rows, given=given).float().cpu()
-        plan.results = partial(_sampled, plan, logits)
+        after = partial(_sampled_after, logits)
+        plan.results = partial(results_after, plan.sequences, plan.slots, plan.sampled_rows, after)
         return plan
 
     def _pooled_or_scored(self, plan: StepPlan) -> list[Result] | None:
@@ -351,24 +353,10 @@ class ModelRunner:
         return None
 
 
-def _sampled(plan: StepPlan, logits: Tensor) -> list[Result]:
-    """The results of a step, given the logits on the host: [chunks, vocab] of prompts, [rows, vocab] in decode."""
-
-    def after(sequence: Sequence, row: int) -> Result:
-        return sequence.sample_next(logits[row])
-
+def _sampled_after(logits: Tensor, sequence: Sequence, row: int) -> Result:
+    """The token after a row of a sequence, given the step's logits [rows, vocab] on the host."""
     with ProfilerRange("sample"):
-        if plan.phase == "prefill":
-            pairs = enumerate(zip(plan.sequences, plan.chunks, strict=True))
-            return [
-                after(sequence, row) if samples(sequence, chunk) else None for row, (sequence, chunk) in pairs
-            ]
-        results, row = list[Result](), 0
-        for sequence in plan.sequences:
-            row += sequence.replay
-            results.append(sequence.result(after, row))
-            row += 1 + len(sequence.draft)
-    return results
+        return sequence.sample_next(logits[row])
 
 
 def _wanted_rows(

@@ -679,7 +679,7 @@ class Scheduler:
         self.blocks.free(sequence.block_tables)
         self._free_slots.append(sequence.slot.index)
         sequence.slot.kind = None
-        sequence.block_tables, sequence.slot = (), Slot()
+        sequence.block_tables, sequence.slot, sequence.draft = (), Slot(), ()
 
     def _keep_beginning(self, sequence: Sequence) -> None:
         """Register the last block of a sequence, if it is not full, so that prompts that continue in the same way find

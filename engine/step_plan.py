@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import BlockTables, ForwardBatch, Phase, decode_batch, prefill_batch
 from quengine.request.prompt_images import PromptImages
 from quengine.request.sequence import Sequence
-from quengine.sampler import Result
+from quengine.sampler import Result, Sample, Verified
 from quengine.slot import Slot
 
 
@@ -76,7 +77,7 @@ class StepPlan:
         drafting: in a decode step that drafts on the device, the draft of each sequence; else empty.
         results: waits for the results of the sequences, in order, once the step is launched; None for a sequence
             cancelled meanwhile, NO_CHOICE where a device found no token (`ModelRunner.explain`). Valid until the next
-            step is launched, unless `may_follow`.
+            step is launched, unless `may_follow`. It does not refer to the plan, so that its logits are freed early.
         may_follow: another step may be launched before the results are taken.
     """
 
@@ -111,8 +112,25 @@ class StepPlan:
         """The rows of each sequence, where the host knows their tokens."""
         if self.phase == "prefill":
             return self.chunks
-        pairs = zip(self.sequences, self.starts, strict=True)
-        return [_decode_rows(sequence, start) for sequence, start in pairs]
+        found = list[SequenceRows]()
+        for sequence, start in zip(self.sequences, self.starts, strict=True):
+            ids = [*known_ids(sequence), *sequence.draft]
+            angles = angles_of(sequence, start, start + len(ids))
+            found.append(SequenceRows(ids, start, sequence.block_tables, angles))
+        return found
+
+    @property
+    def sampled_rows(self) -> list[int | None]:
+        """Of each sequence, the row of its newest token, from whose logits the next one is sampled; None: the step has
+        no such row. Of a prefill step the rows are those of its logits."""
+        if self.phase == "prefill":
+            pairs = enumerate(zip(self.sequences, self.chunks, strict=True))
+            return [row if samples(*pair) else None for row, pair in pairs]
+        found, first = list[int | None](), 0
+        for sequence in self.sequences:
+            found.append(first + sequence.replay if sequence.next_is_newest else None)
+            first += sequence.replay + 1 + len(sequence.draft)
+        return found
 
     @property
     def given(self) -> GivenRows:
@@ -162,9 +180,30 @@ def given_rows(images: PromptImages | None, ids: Seq[int], start: int, first: in
     return GivenRows(numbers, torch.cat(values), spans, places) if values else TOKENS_ALONE
 
 
-def _decode_rows(sequence: Sequence, start: int) -> SequenceRows:
-    ids = [*known_ids(sequence), *sequence.draft]
-    return SequenceRows(ids, start, sequence.block_tables, angles_of(sequence, start, start + len(ids)))
+def results_after(
+    sequences: Seq[Sequence],
+    slots: Seq[Slot],
+    rows: Seq[int | None],
+    after: Callable[[Sequence, int], Result],
+) -> list[Result]:
+    """The results of a step, given its `sampled_rows` and what is sampled after a row of a sequence. The rows of a
+    draft come after that of the newest token."""
+    found = list[Result]()
+    for sequence, slot, row in zip(sequences, slots, rows, strict=True):
+        result: Result = None
+        if row is not None and sequence.slot is slot:
+            result = after(sequence, row)
+            if sequence.draft and isinstance(result, Sample):
+                result = Verified(result, partial(_after_draft, after, sequence, row))
+        found.append(result)
+    return found
+
+
+def _after_draft(
+    after: Callable[[Sequence, int], Result], sequence: Sequence, newest: int, accepted: int
+) -> Result:
+    """What is sampled after `accepted` tokens of a draft, given the row of the newest token."""
+    return after(sequence, newest + accepted)
 
 
 def angles_of(sequence: Sequence, start: int, end: int) -> Seq[int] | None:

@@ -20,7 +20,7 @@ from quengine.model_runner import ModelRunner
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
 from quengine.runners.cuda_graphs import CudaGraphs
-from quengine.runners.graph_keys import GREEDY, decode_key, padded_rows
+from quengine.runners.graph_keys import GREEDY
 from quengine.sampler import Sample, Sampler
 from quengine.slot import Slot
 from quengine.step_plan import StepPlan
@@ -84,9 +84,10 @@ def measure(llm: LLM, batch: int, depth: int) -> dict[str, object]:
     for event in profile.key_averages():
         kernels[event.key] = event.self_device_time_total / STEPS / 1e3
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    rows = [sequence.slot.row for sequence in sequences]
     start.record()
     for _ in range(STEPS):  # the rows go on by themselves
-        graphs.launch(decode_key(padded_rows(batch), GREEDY))
+        graphs.launch(rows, GREEDY)
     end.record()
     end.synchronize()
     step_ms = start.elapsed_time(end) / STEPS

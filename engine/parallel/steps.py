@@ -76,7 +76,9 @@ def _run_graphs(runner: ModelRunner, message: Graphs) -> None:
     match message:
         case LaunchDecode(key, changes):
             graphs.inputs.changes.update(changes)
-            graphs.launch(key)
+            step = graphs.decode_step(key)
+            graphs.inputs.send()
+            step.graph.replay()
         case Configure(slot, kind, settings, bias, ids, total):
             made = SamplingSettings(**settings)  # type: ignore[arg-type]
             graphs.set_sampling(slot, kind, made, dict(bias), list(ids), total)

@@ -16,7 +16,7 @@ from quengine.request.prompt_images import PromptImages
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.text_stream import TextStream
-from quengine.sampler import Result, Sample, Sampler, TokenLogprobs, Verified
+from quengine.sampler import Result, Sample, Sampler, TokenLogprobs
 from quengine.slot import Slot
 
 if TYPE_CHECKING:
@@ -161,16 +161,6 @@ class Sequence:
             return self.sampler.sample(logits, self.token_ids, len(self.token_ids))
         except Exception as error:
             return error
-
-    def result(self, after: "Callable[[Sequence, int], Result]", row: int) -> Result:
-        """The result of a decode step in which its newest token is this row, and those of its draft are the rows
-        behind; `after` gives what is sampled after a row."""
-        if not self.next_is_newest:
-            return None
-        first = after(self, row)
-        if not self.draft or not isinstance(first, Sample):
-            return first
-        return Verified(first, lambda accepted: after(self, row + accepted))
 
     def advance(self, sample: Sample) -> str:
         """Take the chosen token; returns the text that it makes visible, and sets finish_reason at the end."""

@@ -39,13 +39,14 @@ from quengine.runners.graph_keys import (
     UNMOVED_ROWS,
     GraphKey,
     SamplingKind,
+    decode_key,
     decode_keys,
     expected_keys,
     padded_rows,
     prefill_key,
     rarer_keys,
 )
-from quengine.runners.static_inputs import DecodeInputs, PrefillInputs, PromptEnds
+from quengine.runners.static_inputs import DecodeInputs, PrefillInputs, PromptEnds, Row
 from quengine.sampler import NO_CHOICE, Result, Sample, Sampler
 from quengine.step_plan import SequenceRows, angle_rows, forward_batch
 
@@ -234,20 +235,30 @@ class CudaGraphs:
         return StepTokens(self._ends.chosen.tokens[number], self._prompt_events[number], logits)
 
     @torch.no_grad()
-    def launch(self, key: GraphKey) -> StepTokens:
-        """Starts a decode step on the rows set in `inputs`, sampled as set by `configure`; returns without waiting."""
+    def launch(self, rows: list[Row], kind: SamplingKind) -> StepTokens:
+        """Starts a decode step of these rows, in the smallest captured step that holds them; returns without waiting.
+
+        Their slots' block tables have been set in `inputs`, and their sampling for `kind` by `configure`.
+        """
+        self.inputs.set_rows(rows)
+        key = decode_key(padded_rows(len(rows)), kind)
         with self.together(LaunchDecode(key, self.inputs.changes)):
-            key = self._or_larger(key)
-            step = self._steps.get(key)
-            if step is None or key.rows > UNMOVED_ROWS:
-                step = self.capture(key)
-            self.kernels_per_step = step.nodes.kernels
+            step = self.decode_step(key)
             self.inputs.send()
             step.graph.replay()
         number = self._launched % len(self._events)
         self._launched += 1
         self._events[number].record()
         return StepTokens(self._chosen.tokens[number], self._events[number], step.logits)
+
+    def decode_step(self, key: GraphKey) -> CapturedStep:
+        """The captured step that computes a decode step of this key, captured now if missing."""
+        key = self._or_larger(key)
+        step = self._steps.get(key)
+        if step is None or key.rows > UNMOVED_ROWS:
+            step = self.capture(key)
+        self.kernels_per_step = step.nodes.kernels
+        return step
 
     def configure(
         self,

@@ -23,7 +23,7 @@ from quengine.runners.graph_keys import SamplingKind
 from quengine.runners.static_inputs import Row
 from quengine.sampler import NO_CHOICE, Result, Sample, Verified
 from quengine.slot import Slot
-from quengine.step_plan import StepPlan, known_ids, samples
+from quengine.step_plan import StepPlan, known_ids, results_after
 
 Results = Callable[[], list[Result]]
 """Waits for a step's results, one for each sequence; NO_CHOICE where the device found no token to sample."""
@@ -41,7 +41,7 @@ class DeviceDecoder:
         self.drafting: DraftGraphs | None = None
         self.most_rows = graphs.rows
         self._drafts = graphs.shares_sequences
-        self._rows = DeviceRows(graphs)
+        self._graphs, self._rows = graphs, DeviceRows(graphs)
         self._decoding = list[Slot]()
 
     def launch(self, plan: StepPlan) -> Results | None:
@@ -65,8 +65,7 @@ class DeviceDecoder:
         changed = self._update(plan)
         rows = [slot.row for slot in plan.slots]
         if not changed:
-            step = self._rows.launch(rows)
-            return lambda: step.samples(len(rows))
+            return partial(self._graphs.launch(rows, self._rows.kind).samples, len(rows))
         return self._launch_changed(plan, changed, rows)
 
     def _launch_drafting(self, plan: StepPlan) -> Results:
@@ -94,25 +93,23 @@ class DeviceDecoder:
 
     def _launch_prompts(self, plan: StepPlan) -> Results:
         """Launches a step of prompts; the device samples after those that end with their newest token, where it can."""
-        kinds = dict[int, SamplingKind | None]()
-        for number, (sequence, slot, chunk) in enumerate(
-            zip(plan.sequences, plan.slots, plan.chunks, strict=True)
-        ):
-            if samples(sequence, chunk):
-                self._send_tables(sequence, slot)
-                kinds[number] = self._kind_of(sequence, slot)
-        taking: list[Slot | None] = [None] * len(plan.slots)
+        kinds, rows = dict[int, SamplingKind | None](), plan.sampled_rows
+        for number in (row for row in rows if row is not None):
+            sequence, slot = plan.sequences[number], plan.slots[number]
+            self._send_tables(sequence, slot)
+            kinds[number] = self._kind_of(sequence, slot)
+        taking = [self._graphs.inputs.slots] * len(plan.slots)  # none
         if any(kind is not None for kind in kinds.values()):
             self._rows.choose_kind(self._decoding, kinds.values())
         for number in (number for number, kind in kinds.items() if kind is not None):
             sequence, slot = plan.sequences[number], plan.slots[number]
             self._rows.configure(slot, sequence.params, sequence.sampler, sequence.token_ids)
-            taking[number] = slot
-        step = self._rows.launch_prompts(plan.chunks, taking)
+            taking[number] = slot.index
+        step = self._graphs.prefill(plan.chunks, taking, self._rows.kind)
         for number, kind in kinds.items():
             plan.slots[number].has_token = kind is not None
         step.keep_logits([number for number, kind in kinds.items() if kind is None])
-        return partial(_first_tokens, plan, step, list(kinds))
+        return partial(_first_tokens, plan.sequences, plan.slots, rows, step)
 
     def _update(self, plan: StepPlan) -> dict[int, SamplingKind | None]:
         """Sends the device what it lacks of the sequences. Returns the numbers of those whose next input it does not
@@ -134,7 +131,7 @@ class DeviceDecoder:
     def _send_tables(self, sequence: Sequence, slot: Slot) -> None:
         if not slot.written:
             slot.wanted = SamplingKind.of(sequence.params)
-            self._rows.set_lag(slot, sequence.images)
+            self._graphs.inputs.set_lag(slot.index, 0 if sequence.images is None else sequence.images.lag)
         self._rows.send_tables(slot, sequence.block_tables)
 
     def _set_sampling(self, plan: StepPlan, unset: list[int], given: dict[int, SamplingKind | None]) -> None:
@@ -160,28 +157,24 @@ class DeviceDecoder:
         self, plan: StepPlan, given: dict[int, SamplingKind | None], continued: list[Row]
     ) -> Results:
         """Launches a step in which the host gives the inputs of some sequences."""
-        rows, first, on_host, has_drafts = list[Row](), list[int](), list[int](), False
+        rows, sampled, on_host = list[Row](), list[int | None](), list[int]()
         for number, (sequence, slot) in enumerate(zip(plan.sequences, plan.slots, strict=True)):
-            first.append(len(rows) + sequence.replay)
             if number not in given:
+                sampled.append(len(rows))
                 rows.append(continued[number])
                 continue
+            sampled.append(len(rows) + sequence.replay if sequence.next_is_newest else None)
             ids, draft = known_ids(sequence), sequence.draft
-            if isinstance(draft, Drafted):
-                draft, has_drafts = draft.inputs, True
-            ids += draft
+            ids += draft.inputs if isinstance(draft, Drafted) else draft
             rows += self._rows.given(slot, ids, plan.starts[number])
             if given[number] is None:
                 on_host += range(len(rows) - len(ids), len(rows)) if sequence.next_is_newest else ()
             slot.waits = given[number] is None or len(ids) > 1
             slot.has_token = given[number] is not None and not sequence.draft
             slot.undrafted = 0
-        step = self._rows.launch(rows, has_drafts)
+        step = self._graphs.launch(rows, self._rows.kind)
         step.keep_logits(on_host)
-        return lambda: [
-            sequence.result(step.after, row) if sequence.slot is slot else None
-            for sequence, slot, row in zip(plan.sequences, plan.slots, first, strict=True)
-        ]
+        return partial(results_after, plan.sequences, plan.slots, sampled, step.after)
 
 
 def _verified(sampled: list[int], draft: list[int]) -> Result:
@@ -191,13 +184,10 @@ def _verified(sampled: list[int], draft: list[int]) -> Result:
     return Verified(first, found.__getitem__, draft) if draft and isinstance(first, Sample) else first
 
 
-def _first_tokens(plan: StepPlan, step: StepTokens, ends: Seq[int]) -> list[Result]:
-    """The results of a step of prompts, of which those in `ends` end with it. Waits for the step, where none does too:
-    the host must not come to be many steps ahead."""
+def _first_tokens(
+    sequences: Seq[Sequence], slots: Seq[Slot], rows: Seq[int | None], step: StepTokens
+) -> list[Result]:
+    """The results of a step of prompts, given its sampled rows. Waits for the step where it has none too: the host must
+    not come to be many steps ahead."""
     step.wait()
-    results: list[Result] = [None] * len(plan.sequences)
-    for row in ends:
-        sequence = plan.sequences[row]
-        if sequence.slot is plan.slots[row]:
-            results[row] = step.after(sequence, row)
-    return results
+    return results_after(sequences, slots, rows, step.after)

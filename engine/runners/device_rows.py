@@ -1,4 +1,4 @@
-"""Steps over the slots of a device: sends the device what it lacks of their sequences, and launches.
+"""The slots of a device: what it lacks of their sequences is sent, and the rows of steps name them.
 
 The device advances a slot by itself, with the token that it sampled. Only changes are sent: a new sequence, an appended
 block, rows that are not those of the step before, an input that is not the last sampled token.
@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import overload
 
-from quengine.request.prompt_images import PromptImages
 from quengine.request.sampling_params import SamplingParams
-from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
-from quengine.runners.graph_keys import GREEDY, SamplingKind, decode_key, padded_rows
+from quengine.runners.cuda_graphs import CudaGraphs
+from quengine.runners.graph_keys import GREEDY, SamplingKind
 from quengine.runners.static_inputs import Row
 from quengine.sampler import Sampler
 from quengine.slot import Slot
-from quengine.step_plan import SequenceRows
 
 
 class Drafted(Seq[int]):
@@ -71,31 +69,12 @@ class DeviceRows:
                 written[group] = end
         slot.written = written
 
-    def set_lag(self, slot: Slot, images: PromptImages | None) -> None:
-        """Sets by how much less than its position a slot's generated tokens are rotated, after these images."""
-        self._inputs.set_lag(slot.index, 0 if images is None else images.lag)
-
     def configure(
         self, slot: Slot, params: SamplingParams, sampler: Sampler, history: list[int], in_flight: int = 0
     ) -> None:
         """Sends a slot's sampling settings for steps of the current kind; see `CudaGraphs.configure`."""
         self._graphs.configure(slot.index, self.kind, params, sampler, history, in_flight)
         slot.kind = self.kind
-
-    def launch(self, rows: list[Row], has_drafts: bool = False) -> StepTokens:
-        """Launches a step of these rows, in the smallest captured step that holds them. `has_drafts`: some are of a
-        draft that lies on the device."""
-        self._inputs.set_rows(rows)
-        step = self._graphs.launch(decode_key(padded_rows(len(rows)), self.kind))
-        if has_drafts:
-            self._inputs.reset_drafts()
-        return step
-
-    def launch_prompts(self, chunks: Seq[SequenceRows], slots: Seq[Slot | None]) -> StepTokens:
-        """Launches a step of these chunks; each slot takes the token sampled after its chunk (None: none is)."""
-        nowhere = self._inputs.slots
-        targets = [nowhere if slot is None else slot.index for slot in slots]
-        return self._graphs.prefill(chunks, targets, self.kind)
 
     def given(self, slot: Slot, tokens: Seq[int], start: int) -> list[Row]:
         """Rows of a slot whose inputs are these tokens, at positions `start`, ...: the last one moves the slot on."""

@@ -92,18 +92,16 @@ class DecodeInputs:
             torch.sub(self.placed.positions[:rows], lags, out=self._angles[:rows])
 
     def set_rows(self, rows: list[Row]) -> None:
-        """Makes these the rows of the next step; all others are padding."""
+        """Makes these the rows of the next step; all others are padding. Rows whose tokens the device puts in place of
+        what is sent, those of drafts, are sent again for the step after it."""
         if rows == self._sent:
             return
-        padding = (self.slots, self.slots, 0, 0)
+        padding, has_drafts = (self.slots, self.slots, 0, 0), False
         for number, (new, old) in enumerate(zip_longest(rows, self._sent, fillvalue=padding)):
             if new != old:
                 self.changes.update((part * self.rows + number, value) for part, value in enumerate(new))
-        self._sent = rows
-
-    def reset_drafts(self) -> None:
-        """Rows whose tokens the device has put in place of what was sent are sent again in the next step."""
-        self._sent = [row if row[2] >= -1 else _UNKNOWN for row in self._sent]
+                has_drafts |= new[2] < -1
+        self._sent = [row if row[2] >= -1 else _UNKNOWN for row in rows] if has_drafts else rows
 
     def send(self) -> None:
         """Sends the changes since the last call, in stream order, without waiting for the device."""

@@ -26,7 +26,7 @@ class DeviceDraftSteps:
     """
 
     def __init__(self, graphs: CudaGraphs, target: CudaGraphs | None = None) -> None:
-        self._rows = DeviceRows(graphs)
+        self._graphs, self._rows = graphs, DeviceRows(graphs)
         self._stays = target is not None
         if target is not None:
             target.drafted = graphs.history
@@ -47,10 +47,10 @@ class DeviceDraftSteps:
                 self._rows.configure(slot, params, job.sampler, [])
             rows += self._rows.given(slot, job.tokens, job.start)
             newest.append(len(rows) - 1)
-        steps = [(self._rows.launch(rows), dict(enumerate(newest)))]
+        steps = [(self._graphs.launch(rows, self._rows.kind), dict(enumerate(newest)))]
         for made in range(1, max(job.count for job in jobs)):
             going_on = [number for number, job in enumerate(jobs) if job.count > made]
-            step = self._rows.launch([slots[number].row for number in going_on])
+            step = self._graphs.launch([slots[number].row for number in going_on], self._rows.kind)
             steps.append((step, {number: row for row, number in enumerate(going_on)}))
         self._unread = [step for step, _ in steps]
         reads = [partial(_read, steps, number) for number in range(len(jobs))]

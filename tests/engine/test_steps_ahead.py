@@ -21,8 +21,8 @@ from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder
-from quengine.runners.graph_keys import GraphKey, padded_rows
-from quengine.runners.static_inputs import DecodeInputs
+from quengine.runners.graph_keys import padded_rows
+from quengine.runners.static_inputs import DecodeInputs, Row
 from quengine.sampler import Result, Sample, Sampler
 from quengine.speculative.draft_length import draft_rows
 from quengine.speculative.speculation import Speculation
@@ -77,13 +77,15 @@ class Device:
         self._samplers[slot] = sampler
 
     @torch.no_grad()
-    def launch(self, key: GraphKey) -> StepTokens:
+    def launch(self, rows: list[Row], _kind: Any) -> StepTokens:
+        self.inputs.set_rows(rows)
         self.inputs.send()
         self.inputs.of_slots.tokens.clamp_(min=0)
-        live = self._place(key.rows)
-        batch = self.inputs.batch(key.rows, self.shares_sequences)
+        size = padded_rows(len(rows))
+        live = self._place(size)
+        batch = self.inputs.batch(size, self.shares_sequences)
         logits = self._decoder.forward(batch, self._cache.layers).float()
-        tokens = [self._choose(row, logits[row]) if row < live else 0 for row in range(key.rows)]
+        tokens = [self._choose(row, logits[row]) if row < live else 0 for row in range(size)]
         for row in range(live):
             target = int(self.inputs.step.targets[row])
             self.inputs.of_slots.tokens[target] = tokens[row]

@@ -13,10 +13,9 @@ from quengine.errors import EngineError
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.request.sampling_params import SamplingParams
-from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder, Results
-from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, GraphKey, SamplingKind, padded_rows
+from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, SamplingKind, padded_rows
 from quengine.runners.static_inputs import DecodeInputs, Row
 from quengine.sampler import NO_CHOICE, Result, Sample
 from quengine.slot import Slot
@@ -68,8 +67,6 @@ class FakeSequence:
     @property
     def next_is_newest(self) -> bool:
         return self.num_cached_tokens + 1 == len(self.token_ids)
-
-    result = Sequence.result
 
     def sample_next(self, logits: torch.Tensor) -> Sample | Exception:
         try:
@@ -145,14 +142,6 @@ class FakeDevice:
         held.table.update(enumerate(blocks, first))
         self.sent.append("blocks")
 
-    def reset_drafts(self) -> None:
-        self.step = []
-
-    def set_rows(self, rows: list[Row]) -> None:
-        if rows != self.step:
-            self.step = rows
-            self.sent.append("rows")
-
     def configure(
         self,
         slot: int,
@@ -184,20 +173,19 @@ class FakeDevice:
         self.log.append("prompts")
         return fake_step(self.log, 0, tokens)
 
-    def launch(self, key: GraphKey) -> StepTokens:
-        assert len(self.step) <= key.rows
-        self.sizes.append(key.rows)
-        self.counts.append(len(self.step))
-        self.kinds.append(key.sampling)
+    def launch(self, rows: list[Row], kind: SamplingKind) -> StepTokens:
+        if rows != self.step:
+            self.sent.append("rows")
+        self.step = rows
+        self.sizes.append(padded_rows(len(rows)))
+        self.counts.append(len(rows))
+        self.kinds.append(kind)
         placed = []
-        if self.drafted is not None:
-            self.step = [
-                (*each[:2], max(0, self.drafted[-2 - each[2]].history[each[3]]), each[3])
-                if each[2] < -1
-                else each
-                for each in self.step
-            ]
-        for slot, target, token, position in self.step:
+        for slot, target, token, position in rows:
+            if token < -1:
+                assert self.drafted is not None
+                token = max(0, self.drafted[-2 - token].history[position])
+                self.step = []  # is sent again
             held = self.of_slots[slot]
             at = position if token >= 0 else held.position
             placed.append((held, target, at))

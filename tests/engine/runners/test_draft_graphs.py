@@ -29,7 +29,7 @@ from quengine.runners import cuda_graphs, draft_graphs
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.draft_graphs import DraftedSequence, DraftGraphs
 from quengine.runners.graph_capture import CapturedStep, GraphNodes, capture_step
-from quengine.runners.graph_keys import GREEDY, SamplingKind, decode_key
+from quengine.runners.graph_keys import GREEDY, SamplingKind
 from quengine.sampler import Sampler
 from quengine.slot import Slot
 from tests.engine.runners.test_cuda_graphs import DEVICE, ON_GPU, Again
@@ -160,8 +160,7 @@ def test_tokens_are_those_of_plain_steps(
 
     step([DraftedSequence(0, MOST, 64, 0, STARTS[:1])])
     step([DraftedSequence(1, 1, 64, 0, STARTS[1:]), DraftedSequence(0, MOST, 64)])
-    rig.target.inputs.set_rows([(0, 0, -1, 0)])
-    texts[0].append(rig.target.launch(decode_key(1, kind)).wait()[0])
+    texts[0].append(rig.target.launch([(0, 0, -1, 0)], kind).wait()[0])
     step([DraftedSequence(0, MOST, 64), DraftedSequence(1, MOST, len(texts[1]) + 1)])
     for ids, expected in zip(texts, wanted, strict=True):
         assert ids == expected[: len(ids)]

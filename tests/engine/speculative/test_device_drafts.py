@@ -10,7 +10,8 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.device_rows import Drafted
-from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, GraphKey, SamplingKind
+from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, SamplingKind
+from quengine.runners.static_inputs import Row
 from quengine.sampler import NO_CHOICE, Result, Sample, Sampler, Verified
 from quengine.slot import Slot
 from quengine.speculative.device_drafts import DeviceDraftSteps
@@ -49,14 +50,14 @@ class Device(FakeDevice):
         assert not params.penalizes
         super().configure(slot, kind, params, sampler, ids, in_flight)
 
-    def launch(self, key: GraphKey) -> StepTokens:
+    def launch(self, rows: list[Row], kind: SamplingKind) -> StepTokens:
         written = set()
-        for slot, _, token, position in self.step:
+        for slot, _, token, position in rows:
             held = self.of_slots[slot]
             at = held.position if token == -1 else position
             written.add((held.table[at // BLOCK_SIZE], at % BLOCK_SIZE))
-        assert len(written) == len(self.step), "two rows write one place"
-        return super().launch(key)
+        assert len(written) == len(rows), "two rows write one place"
+        return super().launch(rows, kind)
 
 
 class Engine:
