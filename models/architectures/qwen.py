@@ -2,8 +2,7 @@
 
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType
 from quengine.models.architectures.windows import from_max_window_layers
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks import AttentionForm, BlockForm
 
 _DEFAULTS = {
     "max_position_embeddings": 32768,
