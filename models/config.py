@@ -12,7 +12,7 @@ from math import inf, isfinite
 from typing import Literal, NamedTuple
 
 from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED
-from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks import BlockForm
 from quengine.models.blocks.experts import ExpertConfig
 from quengine.models.rotation import RopeScaling, Rotation
 

@@ -15,9 +15,9 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.layer_norm import LayerNorm, Norm
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
+from quengine.models.blocks import Norms
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.feed_forward import FeedForward, FeedForwardForm
-from quengine.models.blocks.norms import Norms
 from quengine.models.layer_tables import LayerTables
 
 

@@ -12,8 +12,7 @@ from gguf.quants import quantize
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks import AttentionForm, BlockForm
 from quengine.models.config import ModelConfig
 from quengine.models.rotation import RopeScaling
 from tests.gguf_builder import STREAMS, TAPS, GGUFBuilder, ModelSizes, bpe_vocabulary

@@ -4,9 +4,7 @@ Source: `ArceeModel` in the `transformers` library.
 """
 
 from quengine.models.architectures.architecture import Architecture, ModelType
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks import AttentionForm, BlockForm, FeedForwardForm
 
 ARCEE = Architecture(
     name="arcee",

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from quengine.kernels.moe.router_kind import RouterKind
+from quengine.models.blocks import BlockForm
 from quengine.models.blocks.block import Block, TensorSpec
-from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.uniform import uniform_layers
 from quengine.models.config import ModelConfig
 

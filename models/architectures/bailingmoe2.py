@@ -7,9 +7,7 @@ file's end that only draft tokens are passed over. Folders are not read: their m
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture
 from quengine.models.architectures.file_traits import DRAFTS, without_drafts
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.blocks import AttentionForm, BlockForm, ExpertsForm
 
 BAILINGMOE2 = Architecture(
     name="bailingmoe2",

@@ -11,12 +11,9 @@ from dataclasses import replace
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import tensor_kinds
-from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks import AttentionForm, BlockForm, FeedForwardForm, Norms
 from quengine.models.blocks.block import BIAS, Block, Draw, TensorSpec
-from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.encoder import EncoderAttention, EncoderFeedForward, layer_norm_specs
-from quengine.models.blocks.feed_forward import FeedForwardForm
-from quengine.models.blocks.norms import Norms
 from quengine.models.config import EncoderSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
 from quengine.models.architectures.windows import PATTERN, full_layers, gguf_fields
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.norms import Norms
+from quengine.models.blocks import AttentionForm, BlockForm, Norms
 from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number

@@ -15,10 +15,8 @@ from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import DRAFTS, tensor_kinds, without_drafts
 from quengine.models.architectures.mixtures import DEEPSEEK, SHARED_EXPERTS
-from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks import AttentionForm, BlockForm, ExpertsForm
 from quengine.models.blocks.block import Block
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.experts import ExpertsForm
 from quengine.models.blocks.latent_attention import LatentAttention
 from quengine.models.blocks.uniform import channel_mixer
 from quengine.models.config import LIMITS, LatentSizes, ModelConfig

@@ -11,9 +11,7 @@ from quengine.models.architectures.architecture import Architecture, Fields, Key
 from quengine.models.architectures.file_traits import tensor_kinds, with_biases
 from quengine.models.architectures.mixtures import DEEPSEEK, SHARED_EXPERTS
 from quengine.models.architectures.windows import from_max_window_layers
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.blocks import AttentionForm, BlockForm, ExpertsForm
 from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import flag, integer

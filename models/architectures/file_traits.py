@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from quengine.models.architectures.architecture import Fields
-from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks import BlockForm
 from quengine.models.config import Mamba2Sizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 

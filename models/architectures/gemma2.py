@@ -11,9 +11,7 @@ import numpy as np
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
 from quengine.models.architectures.windows import PATTERN, full_layers, gguf_fields
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.feed_forward import FeedForwardForm
-from quengine.models.blocks.norms import Norms
+from quengine.models.blocks import BlockForm, FeedForwardForm, Norms
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, number

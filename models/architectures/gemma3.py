@@ -19,10 +19,7 @@ from quengine.models.architectures.windows import (
     gguf_fields,
     rope_of_kinds,
 )
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.feed_forward import FeedForwardForm
-from quengine.models.blocks.norms import Norms
+from quengine.models.blocks import AttentionForm, BlockForm, FeedForwardForm, Norms
 from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number

@@ -18,11 +18,7 @@ import numpy as np
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
 from quengine.models.architectures.windows import LOCAL_BASE, PATTERN, full_layers, gguf_fields, rope_of_kinds
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.experts import ExpertsForm
-from quengine.models.blocks.feed_forward import FeedForwardForm
-from quengine.models.blocks.norms import Norms
+from quengine.models.blocks import AttentionForm, BlockForm, ExpertsForm, FeedForwardForm, Norms
 from quengine.models.config import LIMITS, LayerInputSizes, LayerSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer, number

@@ -10,10 +10,7 @@ from dataclasses import replace
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import DRAFTS, tensor_kinds, with_biases, without_drafts
 from quengine.models.architectures.rope_axes import SECTIONS, consecutive_axes, gguf_axes, sections_of
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.feed_forward import FeedForwardForm
-from quengine.models.blocks.norms import Norms
+from quengine.models.blocks import AttentionForm, BlockForm, FeedForwardForm, Norms
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import flag

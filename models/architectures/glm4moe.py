@@ -19,10 +19,7 @@ from quengine.models.architectures.file_traits import (
 )
 from quengine.models.architectures.mixtures import DEEPSEEK, SHARED_EXPERTS
 from quengine.models.architectures.rope_axes import SECTIONS, consecutive_axes, gguf_axes, sections_of
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.experts import ExpertsForm
-from quengine.models.blocks.norms import Norms
+from quengine.models.blocks import AttentionForm, BlockForm, ExpertsForm, Norms
 from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import flag, integer

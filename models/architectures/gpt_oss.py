@@ -21,11 +21,7 @@ from quengine.models.architectures.architecture import (
     ModelType,
 )
 from quengine.models.architectures.mixtures import MIXTRAL
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.experts import ExpertsForm
-from quengine.models.blocks.feed_forward import FeedForwardForm
-from quengine.models.blocks.norms import Norms
+from quengine.models.blocks import AttentionForm, BlockForm, ExpertsForm, FeedForwardForm, Norms
 from quengine.models.config import ModelConfig
 from quengine.models.hf.hf_keys import config_error, number
 

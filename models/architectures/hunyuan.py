@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.file_traits import tensor_kinds, with_biases
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks import AttentionForm, BlockForm
 from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer, number

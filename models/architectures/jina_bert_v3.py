@@ -18,10 +18,7 @@ from quengine.models.architectures.bert import (
     layer_norm_keys,
     sizes_of,
 )
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.feed_forward import FeedForwardForm
-from quengine.models.blocks.norms import Norms
+from quengine.models.blocks import AttentionForm, BlockForm, FeedForwardForm, Norms
 from quengine.models.config import EncoderSizes, ModelConfig, Pooling
 from quengine.models.gguf import GGUFFile
 

@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.mixtures import QWEN
-from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks import AttentionForm, BlockForm, ExpertsForm
 from quengine.models.blocks.block import Block
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.experts import ExpertsForm
 from quengine.models.blocks.short_conv import ShortConv
 from quengine.models.blocks.uniform import attention_of, channel_mixer
 from quengine.models.config import LIMITS, ModelConfig

@@ -13,8 +13,7 @@ from quengine.models.architectures.architecture import (
     sliding_attention,
 )
 from quengine.models.architectures.mixtures import MIXTRAL
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks import AttentionForm, BlockForm
 from quengine.models.config import ModelConfig
 from quengine.models.hf.hf_keys import config_error, number
 

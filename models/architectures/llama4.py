@@ -14,9 +14,8 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, HFPart, Keys, ModelType
 from quengine.models.architectures.mixtures import MIXTRAL
-from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks import AttentionForm, BlockForm
 from quengine.models.blocks.block import Block
-from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.uniform import attention_of, channel_mixer
 from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile

@@ -7,9 +7,7 @@ head are rotated by `rotary_dim`. Source: `MiniMaxM2Model` in the `transformers`
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType
 from quengine.models.architectures.mixtures import MIXTRAL
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.blocks import AttentionForm, BlockForm, ExpertsForm
 from quengine.models.config import LIMITS
 from quengine.models.hf.hf_keys import integer
 

@@ -15,12 +15,9 @@ import numpy as np
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
 from quengine.models.architectures.bert import CAUSAL, both_sides, classes_of, encoder_sizes
 from quengine.models.architectures.windows import LOCAL_BASE, PATTERN, rope_of_kinds
-from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks import AttentionForm, BlockForm, FeedForwardForm, Norms
 from quengine.models.blocks.block import BIAS, NORM, Block, Draw, TensorSpec
-from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.encoder import bidirectional_layers
-from quengine.models.blocks.feed_forward import FeedForwardForm
-from quengine.models.blocks.norms import Norms
 from quengine.models.config import LIMITS, EncoderSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number

@@ -24,11 +24,9 @@ from quengine.models.architectures.file_traits import (
     mamba2_sizes,
     without_drafts,
 )
+from quengine.models.blocks import BlockForm, FeedForwardForm, Norms
 from quengine.models.blocks.block import Block
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.feed_forward import FeedForwardForm
 from quengine.models.blocks.mamba2 import Mamba2
-from quengine.models.blocks.norms import Norms
 from quengine.models.blocks.uniform import attention_of, channel_mixer
 from quengine.models.config import LIMITS, Mamba2Sizes, ModelConfig
 from quengine.models.gguf import GGUFFile

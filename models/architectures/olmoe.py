@@ -6,8 +6,7 @@ Its experts have the length of the feed-forward. `clip_qkv`, which no released m
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType
 from quengine.models.architectures.mixtures import QWEN
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks import AttentionForm, BlockForm
 from quengine.models.hf.hf_keys import config_error
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quengine.models.architectures.architecture import Architecture, Fields, HFPart, Keys, ModelType
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks import AttentionForm, BlockForm
 from quengine.models.config import LIMITS, LayerSizes, ModelConfig
 from quengine.models.hf.hf_keys import config_error, flag, integer, number
 

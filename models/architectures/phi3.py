@@ -10,9 +10,7 @@ passes it over.
 from collections.abc import Mapping
 
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType, sliding_attention
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks import AttentionForm, BlockForm, FeedForwardForm
 
 
 def _common_keys(keys: Keys) -> Keys:

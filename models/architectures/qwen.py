@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
 from quengine.models.architectures.bert import classes_of
 from quengine.models.architectures.windows import from_max_window_layers
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks import AttentionForm, BlockForm
 from quengine.models.config import ModelConfig, Ranker
 
 if TYPE_CHECKING:

@@ -31,11 +31,9 @@ from quengine.models.architectures.rope_axes import (
     interleaved_axes,
     sections_of,
 )
-from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks import AttentionForm, BlockForm, Norms
 from quengine.models.blocks.block import Block
-from quengine.models.blocks.block_form import BlockForm
 from quengine.models.blocks.gated_delta import GatedDelta
-from quengine.models.blocks.norms import Norms
 from quengine.models.blocks.uniform import attention_of, channel_mixer
 from quengine.models.config import LIMITS, GatedDeltaSizes, ModelConfig
 from quengine.models.gguf import GGUFFile

@@ -18,9 +18,7 @@ from quengine.models.architectures.architecture import (
     sliding_attention,
 )
 from quengine.models.architectures.mixtures import QWEN
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
-from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.blocks import AttentionForm, BlockForm, ExpertsForm
 from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer, number

@@ -21,8 +21,7 @@ from quengine.models.architectures.rope_axes import (
     sections_of,
 )
 from quengine.models.architectures.windows import from_max_window_layers
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks import AttentionForm, BlockForm
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile
 

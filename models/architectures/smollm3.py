@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from itertools import compress
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks import AttentionForm, BlockForm
 from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.hf.hf_keys import config_error, integer
 

@@ -1,1 +1,9 @@
-"""What a layer is made of: a mixer and a feed-forward, with their tensors, split over ranks, state."""
+"""The layers of models, declared: mixers, feed-forwards and what stands around them; here the forms of their parts."""
+
+from quengine.models.blocks.attention import AttentionForm
+from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks.experts import ExpertsForm
+from quengine.models.blocks.feed_forward import FeedForwardForm
+from quengine.models.blocks.norms import Norms
+
+__all__ = ["AttentionForm", "BlockForm", "ExpertsForm", "FeedForwardForm", "Norms"]

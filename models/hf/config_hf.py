@@ -10,7 +10,7 @@ from typing import Any
 
 from quengine.models.architectures import BIDIRECTIONAL_TYPES, MODEL_TYPES, unsupported_architecture
 from quengine.models.architectures.architecture import Architecture, ModelType
-from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks import BlockForm
 from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.hf.experts_hf import COUNTS, expert_keys, read_experts
 from quengine.models.hf.hf_keys import config_error, integer, number

@@ -8,8 +8,7 @@ import pytest
 
 from quengine.errors import EngineError
 from quengine.memory import kv_cache_bytes
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks import AttentionForm, BlockForm
 from quengine.models.config import CacheGroup, ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config

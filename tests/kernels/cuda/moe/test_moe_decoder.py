@@ -15,10 +15,8 @@ from quengine.kernels.moe.router_kind import RouterKind
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
-from quengine.models.blocks.attention import AttentionForm
-from quengine.models.blocks.block_form import BlockForm
+from quengine.models.blocks import AttentionForm, BlockForm, FeedForwardForm
 from quengine.models.blocks.experts import ExpertConfig, ExpertsForm
-from quengine.models.blocks.feed_forward import FeedForwardForm
 from quengine.models.config import ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.models.experts import MixtureOfExperts
