@@ -61,6 +61,11 @@ class DeviceRows:
         if kind != self.kind:  # else it stays the object that slots have
             self.kind = kind
 
+    def leave_penalties(self) -> None:
+        """Has the next step take a kind without penalties, which no slot of it wants."""
+        if self.kind.penalties:
+            self.kind = GREEDY
+
     def send_tables(self, slot: Slot, tables: Seq[Seq[int]]) -> None:
         """Sends the blocks that were appended to a slot's tables; all of them if it is new."""
         written = slot.written or [0] * len(tables)
@@ -82,11 +87,11 @@ class DeviceRows:
         self._graphs.configure(slot.index, self.kind, params, sampler, history, in_flight)
         slot.kind = self.kind
 
-    def launch(self, rows: list[Row], has_drafts: bool = False) -> StepTokens:
+    def launch(self, rows: list[Row], has_drafts: bool = False, shares: bool = False) -> StepTokens:
         """Launches a step of these rows, in the smallest captured step that holds them. `has_drafts`: some are of a
-        draft that lies on the device."""
+        draft that lies on the device; `shares`: some sequence has several."""
         self._inputs.set_rows(rows)
-        step = self._graphs.launch(decode_key(padded_rows(len(rows)), self.kind))
+        step = self._graphs.launch(decode_key(padded_rows(len(rows)), self.kind, shares))
         if has_drafts:
             self._inputs.reset_drafts()
         return step

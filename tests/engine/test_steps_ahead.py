@@ -81,7 +81,7 @@ class Device:
         self.inputs.send()
         self.inputs.of_slots.tokens.clamp_(min=0)
         live = self._place(key.rows)
-        batch = self.inputs.batch(key.rows, self.shares_sequences)
+        batch = self.inputs.batch(key.rows, key.shares)
         logits = self._decoder.forward(batch, self._cache.layers).float()
         tokens = [self._choose(row, logits[row]) if row < live else 0 for row in range(key.rows)]
         for row in range(live):
