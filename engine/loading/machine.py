@@ -184,7 +184,8 @@ class Machine:
         note += f"weights {gib(layer.nbytes)}, "
         note += f"cache {gib(held)} with the hidden rows that it reads"
         on_device = self._drafts_on_device(runner, target)
-        return MtpDrafts(runner, self.draft_steps(runner, target), config.draft_mtp, on_device), [note]
+        most = draft_tokens(config, self.device.type)
+        return MtpDrafts(runner, self.draft_steps(runner, target), most, on_device), [note]
 
     def _drafts_on_device(self, layer: ModelRunner, target: ModelRunner) -> "DraftGraphs | None":
         """Steps in which the layer drafts on the device; None where a model has a state that cannot wait for them,
@@ -194,14 +195,14 @@ class Machine:
         shape = target.decoder.config
         # Text after images is rotated by less than its position.
         turned = self.takes_images and bool(shape.rope_axes)
-        if turned or not may_draft_on_device(self.config) or not _states_can_wait(shape):
+        if turned or not may_draft_on_device(self.config) or not states_can_wait(shape):
             return None
         from quengine.runners.cuda_graphs import CudaGraphs
         from quengine.runners.draft_graphs import DraftGraphs
 
         assert isinstance(layer.graphs, CudaGraphs) and isinstance(target.graphs, CudaGraphs)
         config = self.config
-        made = DraftGraphs(target.graphs, layer.graphs, config.draft_mtp, draft_rows(config, "cuda"))
+        made = DraftGraphs(target.graphs, layer.graphs, config.draft_mtp or 0, draft_rows(config, "cuda"))
         target.device_decoder.drafting = made
         return made
 
@@ -257,7 +258,7 @@ class Machine:
             config.cache_type,
             _graph_rows(config, drafts),
             config.chunk_size or DEFAULT_CHUNK["cuda"],
-            config.speculates,
+            config.drafts_on_host,
             config.deterministic,
             self._layer_plan(checkpoint.config),
         )
@@ -273,8 +274,8 @@ class Machine:
             fusion = stored_tensors(self.layer.fusion.tensors)
             reduced = self.layer.drafted is not None
             return LayerPlan(self.layer.config, tensors, slots, fusion=fusion, is_reduced=reduced)
-        waits = _states_can_wait(target) and may_draft_on_device(self.config)
-        most = self.config.draft_mtp if waits else 0
+        waits = states_can_wait(target) and may_draft_on_device(self.config)
+        most = self.config.draft_mtp or 0 if waits else 0
         return LayerPlan(self.layer.config, tensors, slots, most, draft_rows(self.config, "cuda"))
 
     def draft_steps(self, runner: ModelRunner, target: ModelRunner) -> DraftSteps:
@@ -298,7 +299,7 @@ def may_draft_on_device(config: EngineConfig) -> bool:
     return not config.deterministic
 
 
-def _states_can_wait(config: ModelConfig) -> bool:
+def states_can_wait(config: ModelConfig) -> bool:
     """Whether all states of a model's layers can wait for what is accepted of drafts (`ForwardBatch.pending`)."""
     kept = (block for block in layers_of(config) if isinstance(block.state, SlotState))
     return all(isinstance(block.mixer, GatedDelta) for block in kept)
@@ -398,6 +399,8 @@ def _graph_rows(config: EngineConfig, drafts: bool) -> int:
     from quengine.runners.graph_keys import DECODE_ROWS
 
     rows = draft_rows(config, "cuda")
+    if drafts and config.draft_on_device:
+        return 1  # of its steps alone those of prompts run, and those within the model's
     # As many jobs as a step has rows to check drafts, or sequences; at first with the tokens they make up for.
     rows = MOST_ROWS * min(config.parallel, rows) if drafts else max(config.parallel, rows)
     return min(DECODE_ROWS[-1], rows)
@@ -418,7 +421,7 @@ def _cuda_runner(
         cache,
         rows if decoder.config.stage is None else min(rows, UNMOVED_ROWS),
         config.chunk_size or DEFAULT_CHUNK["cuda"],
-        shares_sequences=config.speculates,
+        shares_sequences=config.drafts_on_host,
         pending=draft_tokens(config, "cuda") if drafts else PENDING,
         slots=rows if drafts else config.parallel,
         takes_embeds=takes_images,
