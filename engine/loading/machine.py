@@ -183,11 +183,11 @@ class Machine:
         note = f"drafts of up to {config.draft_mtp} tokens{among} by the model's own layer: "
         note += f"weights {gib(layer.nbytes)}, "
         note += f"cache {gib(held)} with the hidden rows that it reads"
-        on_device = self._drafts_on_device(runner, target)
-        most = draft_tokens(config, self.device.type)
+        most = config.draft_mtp or 0
+        on_device = self._drafts_on_device(runner, target, most)
         return MtpDrafts(runner, self.draft_steps(runner, target), most, on_device), [note]
 
-    def _drafts_on_device(self, layer: ModelRunner, target: ModelRunner) -> "DraftGraphs | None":
+    def _drafts_on_device(self, layer: ModelRunner, target: ModelRunner, most: int) -> "DraftGraphs | None":
         """Steps in which the layer drafts on the device; None where a model has a state that cannot wait for them,
         image rows with three positions, or steps whose bits are to be those of any other (`deterministic`)."""
         if layer.graphs is None or target.device_decoder is None:
@@ -201,8 +201,7 @@ class Machine:
         from quengine.runners.draft_graphs import DraftGraphs
 
         assert isinstance(layer.graphs, CudaGraphs) and isinstance(target.graphs, CudaGraphs)
-        config = self.config
-        made = DraftGraphs(target.graphs, layer.graphs, config.draft_mtp or 0, draft_rows(config, "cuda"))
+        made = DraftGraphs(target.graphs, layer.graphs, most, draft_rows(self.config, "cuda"))
         target.device_decoder.drafting = made
         return made
 
@@ -232,7 +231,8 @@ class Machine:
         note = f"{_draft_note(eagle, cache, target.cache.ctx_size)}; EAGLE-3, of the inputs of layers {layers}, whose "
         note += f"rows take {gib(target.cache.hidden.nbytes)}; {eagle.config.eagle.drafted} tokens"
         most = draft_tokens(config, self.device.type)
-        return EagleDrafts(runner, self.draft_steps(runner, target), most), [note]
+        on_device = self._drafts_on_device(runner, target, most)
+        return EagleDrafts(runner, self.draft_steps(runner, target), most, on_device), [note]
 
     def _draft_runner(self, decoder: Decoder, cache: KVCache) -> ModelRunner:
         """Of a layer that drafts."""
@@ -270,13 +270,15 @@ class Machine:
         if self.layer is None or not self.layer.config.is_draft_layer:
             return None
         tensors, slots = stored_tensors(self.layer.tensors), _graph_rows(self.config, True)
+        waits = states_can_wait(target) and may_draft_on_device(self.config)
+        rows = draft_rows(self.config, "cuda")
         if isinstance(self.layer, EagleCheckpoint):
+            most = draft_tokens(self.config, "cuda") if waits else 0
             fusion = stored_tensors(self.layer.fusion.tensors)
             reduced = self.layer.drafted is not None
-            return LayerPlan(self.layer.config, tensors, slots, fusion=fusion, is_reduced=reduced)
-        waits = states_can_wait(target) and may_draft_on_device(self.config)
+            return LayerPlan(self.layer.config, tensors, slots, most, rows, fusion, reduced)
         most = self.config.draft_mtp or 0 if waits else 0
-        return LayerPlan(self.layer.config, tensors, slots, most, draft_rows(self.config, "cuda"))
+        return LayerPlan(self.layer.config, tensors, slots, most, rows)
 
     def draft_steps(self, runner: ModelRunner, target: ModelRunner) -> DraftSteps:
         """Runs the decode steps of a model that drafts for `target`."""

@@ -155,7 +155,7 @@ def _memory_needs(
     if draft is not None:
         workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
         weights += draft.nbytes
-        if device.type == "cuda" and draft.config.is_draft_layer and draft.config.eagle is None:
+        if device.type == "cuda" and draft.config.is_draft_layer:
             context = config.ctx_size or shape.context_length
             workspace += draft_step_bytes(shape, draft.config, config.parallel, rows, context)
     shares = config.reuse_prefix or config.parallel > 1

@@ -170,6 +170,10 @@ class DraftModel:
         wait for; 0: it does not."""
         return 0
 
+    def fits_device(self, _sequence: Sequence) -> bool:
+        """Whether the device can draft after a sequence of this length."""
+        return True
+
     def goes_on(self, _sequence: Sequence) -> bool:
         """Whether the device drafts in the next step of a sequence without anything of the host."""
         return False

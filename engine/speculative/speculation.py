@@ -229,7 +229,7 @@ class Speculation:
         if self._model is None or self._longest or not self._model.most_on_device(1):
             return False
         kind = SamplingKind.of(sequence.params)
-        return kind is not None and not kind.penalties
+        return kind is not None and not kind.penalties and self._model.fits_device(sequence)
 
     def _timed_length(self, sequences: int) -> TimedLength:
         size = padded_rows(min(sequences, DECODE_ROWS[-1]))
