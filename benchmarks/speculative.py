@@ -1,14 +1,14 @@
 """Accept rate, accept length and speed of drafts against none, in turns, on texts that copy and texts that do not.
 
     python benchmarks/speculative.py [-m MODEL] [--draft-model MODEL] [--ngram 5] [--draft-tokens 4 7] [--draft-mtp 3]
-        [--draft-eagle 4] [--accept 0.8] [-n 128] [-r 3] [-b 1] [--temp 0] [--device DEVICE] [-t THREADS] [-c CTX]
-        [--deterministic]
+        [--draft-eagle 4] [--default] [--accept 0.8 0] [-n 128] [-r 3] [-b 1 8] [--temp 0] [--device DEVICE]
+        [-t THREADS] [-c CTX] [--deterministic]
 
 Each way (no drafts, look-up, the draft model, the model's own layer, an EAGLE-3 draft model of random weights and the
-usual shape) is a loaded model of its own. In every round each completes every prompt, `-b` requests at once with seeds
-of their own; the decode rate counts from the first token. It also says whether a way's texts are those without drafts,
-to the token. `tok/s` is the median of the rounds, `speed` the median of each round's ratio to no drafts, `best` the
-ratio of the best rounds; one JSON line at the end.
+usual shape; with --default, what a model does without such options) is a loaded model of its own. In every round each
+completes every prompt, `-b` requests at once with seeds of their own; the decode rate counts from the first token. It
+also says whether a way's texts are those without drafts, to the token. `tok/s` is the median of the rounds, `speed` the
+median of each round's ratio to no drafts, `best` the ratio of the best rounds; one JSON line at the end.
 
 `--accept SHARE`: of random weights nothing is accepted. Then drafts are made as ever, at their cost, but each drafted
 token is right with this probability, so that the speed is that of a model whose drafts are right so often. A bias makes
@@ -62,13 +62,14 @@ FORCED = 100
 
 
 class Oracle:
-    """Takes the place of what a model drafts; `share`: how often a token is right."""
+    """Takes the place of what a model drafts."""
 
-    def __init__(self, llm: LLM, share: float) -> None:
+    def __init__(self, llm: LLM) -> None:
         assert llm.loaded.draft is not None
         graphs = llm.loaded.draft._runner.graphs
         self._history = graphs.history if isinstance(graphs, CudaGraphs) else None
-        self._draft, self._share, self._random = llm.loaded.draft.draft, share, random.Random(1)
+        self._draft, self._share, self._random = llm.loaded.draft.draft, 0.0, random.Random(1)
+        self._on_device: tuple[torch.Tensor, torch.Tensor] | None = None
         llm.loaded.draft.draft = self.draft  # type: ignore[method-assign]
         decoder = llm.runner.device_decoder
         if decoder is not None and decoder.drafting is not None:
@@ -78,13 +79,21 @@ class Oracle:
         """Within the steps that draft on the device: whether a token is right is up to its position."""
         history, draft = drafting._drafted.history, drafting._draft
         chances = torch.rand(history.shape, generator=torch.Generator().manual_seed(1))
-        tokens = (FORCED + (chances >= self._share)).to(history)
+        tokens = torch.zeros_like(history)
+        self._on_device = chances, tokens
 
         def drafted(*args: Any) -> None:
             draft(*args)
             history.copy_(tokens)
 
         drafting._draft = drafted  # type: ignore[method-assign]
+
+    def set(self, share: float) -> None:
+        """How often a token is right."""
+        self._share = share
+        if self._on_device is not None:
+            chances, tokens = self._on_device
+            tokens.copy_(FORCED + (chances >= share))
 
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
         return {each: self._replaced(each, draft) for each, draft in self._draft(counts).items()}
@@ -102,10 +111,11 @@ class Oracle:
 
 @dataclass
 class Way:
-    """One way to generate, and what it came to, by prompt."""
+    """One way to generate, and what it came to, by prompt. oracle: of its drafts; None: they are its own."""
 
     name: str
     llm: LLM
+    oracle: Oracle | None = None
     rates: dict[str, list[float]] = field(default_factory=dict)
     completions: dict[str, list[Completion]] = field(default_factory=dict)
 
@@ -133,27 +143,27 @@ def prompt_ids(llm: LLM, text: str) -> list[int]:
 
 
 def ways(args: argparse.Namespace) -> list[Way]:
-    def load(name: str, share: float | None = None, **drafts: object) -> Way:
+    def load(name: str, told: bool = False, **drafts: object) -> Way:
         print(f"loading {name}", file=sys.stderr)
         shared = {"device": args.device, "threads": args.threads, "ctx_size": args.ctx_size}
-        fixed = {"parallel": args.batch, "deterministic": args.deterministic}
+        fixed = {"parallel": max(args.batch), "deterministic": args.deterministic}
         llm = LLM(args.model, **shared, **fixed, **drafts)  # type: ignore[arg-type]
-        if share is not None:
-            Oracle(llm, share)
-        return Way(name, llm)
+        llm.warm_up()
+        return Way(name, llm, Oracle(llm) if told and args.accept and llm.loaded.draft is not None else None)
 
-    found = [load("none")]
-    found += [load(f"mtp {tokens}", args.accept, draft_mtp=tokens) for tokens in args.draft_mtp]
+    found = [load("none", draft_mtp=0)]
+    found += [load("default", True)] if args.default else []
+    found += [load(f"mtp {tokens}", True, draft_mtp=tokens) for tokens in args.draft_mtp]
     if args.draft_eagle:
         eagle = write_synthetic_eagle(args.folder / "eagle.gguf", found[0].llm.model_config)
         for tokens in args.draft_eagle:
-            found.append(load(f"eagle {tokens}", args.accept, draft_model=eagle, draft_tokens=tokens))
+            found.append(load(f"eagle {tokens}", True, draft_model=eagle, draft_tokens=tokens))
     for tokens in args.draft_tokens:
         if args.ngram:
             found.append(load(f"ngram {args.ngram}, {tokens}", draft_ngram=args.ngram, draft_tokens=tokens))
         if args.draft_model:
             drafts = {"draft_model": args.draft_model, "draft_tokens": tokens}
-            found.append(load(f"model, {tokens}", args.accept, **drafts))
+            found.append(load(f"model, {tokens}", True, **drafts))
     return found
 
 
@@ -199,15 +209,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("-m", "--model", default="smollm2-135m")
     parser.add_argument("--draft-model")
     parser.add_argument("--draft-mtp", type=int, nargs="+", default=[])
+    parser.add_argument("--default", action="store_true", help="also what a model does without such options")
     parser.add_argument(
         "--draft-eagle", type=int, nargs="+", default=[], help="tokens a draft of such a model"
     )
-    parser.add_argument("--accept", type=float, help="share of drafted tokens that are right, by the oracle")
+    parser.add_argument(
+        "--accept", type=float, nargs="+", help="shares of drafted tokens that are right, by the oracle"
+    )
     parser.add_argument("--ngram", type=int, default=5)
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[4])
     parser.add_argument("-n", "--max-tokens", type=int, default=128)
     parser.add_argument("-r", "--rounds", type=int, default=3)
-    parser.add_argument("-b", "--batch", type=int, default=1)
+    parser.add_argument("-b", "--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--prompts", nargs="+", default=list(PROMPTS), choices=list(PROMPTS))
     parser.add_argument("--device", default="auto")
@@ -231,29 +244,47 @@ def main() -> int:
     args.folder = Path(folder.name)
     try:
         all_ways = ways(args)
-        for number in range(-1, args.rounds):  # the first is not counted
-            for prompt in args.prompts:
-                for way in all_ways if number % 2 else all_ways[::-1]:
-                    way.run(prompt, params, args.batch)
-                    if number < 0:
-                        way.rates.clear()
+        rows = [
+            entry
+            for share in args.accept or [None]
+            for batch in args.batch
+            for entry in measured(all_ways, args, params, batch, share)
+        ]
     except EngineError as error:
         print(f"speculative: {error}", file=sys.stderr)
         return error.exit_code
-    rows = [row(way, all_ways[0], prompt) for prompt in args.prompts for way in all_ways]
-    print(
-        "| prompt | drafts       | tokens |    tok/s | speed |  best | drafted | accepted | rate | length | same text |"
-    )
-    print("|---" * 11 + "|")
-    for entry in rows:
-        print(shown(entry))
     about = {
         "model": args.model,
         "draft_model": args.draft_model,
         "device": str(all_ways[0].llm.loaded.device),
     }
-    print(json.dumps({**about, "threads": all_ways[0].llm.loaded.threads, "batch": args.batch, "rows": rows}))
+    print(json.dumps({**about, "threads": all_ways[0].llm.loaded.threads, "rows": rows}))
     return 0
+
+
+def measured(
+    all_ways: list[Way], args: argparse.Namespace, params: SamplingParams, batch: int, share: float | None
+) -> list[dict[str, object]]:
+    """The rows of so many requests at once, of whose drafted tokens this share is right, printed."""
+    for way in all_ways:
+        way.rates.clear()
+        if way.oracle is not None and share is not None:
+            way.oracle.set(share)
+    for number in range(-1, args.rounds):  # the first is not counted
+        for prompt in args.prompts:
+            for way in all_ways if number % 2 else all_ways[::-1]:
+                way.run(prompt, params, batch)
+                if number < 0:
+                    way.rates.clear()
+    rows = [row(way, all_ways[0], prompt) for prompt in args.prompts for way in all_ways]
+    print(f"{batch} at once" + ("" if share is None else f", {share:.0%} accepted"))
+    print(
+        "| prompt | drafts       | tokens |    tok/s | speed |  best | drafted | accepted | rate | length | same text |"
+    )
+    print("|---" * 11 + "|")
+    for entry in rows:
+        print(shown(entry), flush=True)
+    return [{"batch": batch, "accept": share, **entry} for entry in rows]
 
 
 if __name__ == "__main__":

@@ -69,11 +69,15 @@ class EngineConfig:
             Shorter ones, down to half that length, are looked up too; 0: no look-up. Look-up comes before the draft
             model if there are both.
         draft_mtp: maximum number of tokens drafted by the layer that the model's own files have for it (multi-token
-            prediction); 0: none. Look-up comes before it.
+            prediction); 0: none. Look-up comes before it. None: 3 where steps of a CUDA device can make, verify and
+            accept the drafts by themselves and memory has room for them, else none; see `draft_on_device`.
         draft_vocab: number of tokens that this layer drafts from, the first ones of the vocabulary, which are the most
             frequent where it was made by merges; 0: all; None: 65,536. The text is the same; fewer rows of the output
             matrix are read, and fewer drafts are right in languages whose tokens come late.
         draft_tokens: maximum number of drafted tokens; None: what suits the device.
+        draft_on_device: tokens are drafted only in steps that the device makes by itself: where the host samples a
+            sequence (a grammar, log-probabilities) or there are penalties, steps are plain, and no copies of states are
+            kept for drafts. So it is where `draft_mtp` is None.
         mmap: on the CPU, compute from the pages of the mapped file; otherwise from a copy of the weights in huge pages,
             which is a few percent faster but takes time at the start.
         cpu_moe, n_cpu_moe: on a CUDA device, the experts of all layers, or of the first N, stay in host memory and are
@@ -159,15 +163,15 @@ class EngineConfig:
         ),
     ] = 0
     draft_mtp: Annotated[
-        int,
+        int | None,
         Range(0, MOST_DRAFT_TOKENS, text=f"0 (off) to {MOST_DRAFT_TOKENS} tokens"),
         Flag(
             "--draft-mtp",
-            "Draft up to N tokens by the model's own layer for it (MTP), where it has one; 0: off.",
+            "Draft up to N tokens by the model's own layer for it (MTP); 0: off. (default: CUDA: 3, where it pays)",
             DRAFT_PANEL,
             "N",
         ),
-    ] = 0
+    ] = None
     draft_vocab: Annotated[
         int | None,
         Range(0),
@@ -188,6 +192,7 @@ class EngineConfig:
             "K",
         ),
     ] = None
+    draft_on_device: bool = False
     mmap: Annotated[
         bool,
         Flag(
@@ -304,7 +309,7 @@ class EngineConfig:
                 f"draft_tokens {self.draft_tokens}: nothing drafts; ask for a draft model (--draft-model), look-up "
                 f"(--draft-ngram) or the model's own layer for it (--draft-mtp)"
             )
-        if self.draft_vocab is not None and not self.draft_mtp:
+        if self.draft_vocab is not None and self.draft_mtp == 0:
             raise EngineError(
                 f"draft_vocab {self.draft_vocab}: the model's own layer drafts from these; ask for it (--draft-mtp)"
             )
@@ -372,7 +377,12 @@ class EngineConfig:
     @property
     def speculates(self) -> bool:
         """Whether drafts are made: by a draft model, by the model's own layer for it, or by look-up."""
-        return self.draft_model is not None or self.draft_ngram > 0 or self.draft_mtp > 0
+        return self.draft_model is not None or self.draft_ngram > 0 or bool(self.draft_mtp)
+
+    @property
+    def drafts_on_host(self) -> bool:
+        """Whether the host has drafts made where a step does not make its own."""
+        return self.speculates and not self.draft_on_device
 
     @property
     def places_experts(self) -> bool:

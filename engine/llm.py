@@ -83,7 +83,8 @@ class LLM:
                 raise problem from error
             raise
         ranks = self.loaded.ranks
-        self.config = replace(config, tensor_parallel=1 if ranks is None else ranks.count)
+        config = replace(self.loaded.config, tensor_parallel=1 if ranks is None else ranks.count)
+        self.config = config
         self.tokenizer = self.loaded.tokenizer
         self.constraints = ConstraintCompiler(self.tokenizer, self.loaded.checkpoint.config.vocab_size)
         self.chat_template = self.loaded.checkpoint.chat_template(config.chat_template)
@@ -467,7 +468,8 @@ class LLM:
         The cache keeps its content. Requests of other threads are first computed to their end.
         """
         with self._alone():
-            return self.runner.capture_next()
+            drafts = self.loaded.draft
+            return (drafts is not None and drafts.capture_next()) or self.runner.capture_next()
 
     def completion(self, sequence: Sequence) -> Completion:
         """The completion of a finished or interrupted sequence."""

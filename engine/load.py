@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -16,10 +16,10 @@ from quengine.config import EngineConfig
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.ranks.communicator import Communicator
 from quengine.kv_cache import KVCache
+from quengine.loading.automatic_drafts import fit_drafts, settle_drafts
 from quengine.loading.load_vision import open_vision, projector_path
 from quengine.loading.machine import Machine
 from quengine.loading.placement import (
-    choose_cache,
     fit_stages,
     free_memory,
     of_rank,
@@ -58,6 +58,7 @@ class LoadedModel:
     experts: the experts in host memory, on a CUDA device.
     ranks: the processes that share the model; None: it is not shared.
     vision: makes images rows of prompts, from the file or folder `projector`; None: the model reads text.
+    config: the options, with what was chosen for drafts.
     """
 
     path: Path
@@ -74,6 +75,7 @@ class LoadedModel:
     ranks: "RankGroup | None" = None
     vision: Vision | None = None
     projector: Path | None = None
+    config: EngineConfig = field(default_factory=EngineConfig)
 
     @property
     def decoder(self) -> Decoder:
@@ -128,11 +130,13 @@ def load_model(
     threads = max(1, threads // config.ranks) if device.type == "cpu" else threads
     torch.set_num_threads(threads)
     vision, sees = open_vision(config, path, checkpoint.config, device)
+    config, own = settle_drafts(config, checkpoint, device, vision is not None)
+    draft = draft if own is None else own
     free = free_memory(device, config.ranks)
     logger.info("device %s: %s; %s of memory free", device, device_name(device), gib(free))
     experts = ExpertPlacement.choose(config, part, device.type)
     experts.check_host_memory(available_memory())
-    ctx_size, pools = choose_cache(config, part, draft, device, free, experts)
+    config, draft, ctx_size, pools, short = fit_drafts(config, part, draft, device, free, experts)
     if stages:
         ctx_size, pools = fit_stages(config, checkpoint, draft, device, stages, ctx_size)
     layer = draft if draft is not None and draft.config.hidden_width else None
@@ -141,7 +145,8 @@ def load_model(
         shared = part is not checkpoint
         runner = made.ranks(path, part, ctx_size, pools) if shared else made.runner(part, ctx_size, pools)
         drafts, said = made.drafts_beside(runner, draft, pools)
-    notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts), *said, *sees]
+    notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts)]
+    notes += [*short, *said, *sees]
     load_s = time.perf_counter() - began
     in_vain = experts.note() if config.places_experts and not experts.layers else None
     for note in notes:
@@ -153,6 +158,7 @@ def load_model(
     return LoadedModel(
         *(path, checkpoint, tokenizer.result(), runner, device, threads, load_s, notes, experts),
         *(drafts, draft, runner.ranks, vision, None if vision is None else projector_path(config, path)),
+        config,
     )
 
 

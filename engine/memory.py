@@ -31,6 +31,9 @@ LOGIT_BYTES = 104
 sampling. Measured with all of them captured: see tests/engine/test_memory.py.
 """
 
+_DRAFT_LOGIT_BYTES = 48
+"""Bytes per logit of a layer that drafts: LOGIT_BYTES without penalties."""
+
 DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """WORKSPACE of a draft model beside its target."""
 
@@ -56,6 +59,10 @@ most."""
 
 _SLAB = 512 * 2**20
 """Bytes that are pinned at once, at most, unless a single state takes more: some 0.1 seconds."""
+
+USABLE_CONTEXT = 8192
+"""Tokens of context for which another device is used, or drafts are given up that are not asked for, where the model
+was made for a context of at least this length."""
 
 CONTEXT_STEP = 256
 """A context cut to fit is a multiple of this number of tokens."""
@@ -390,6 +397,24 @@ def workspace_bytes(
     # A prompt's row in a Mamba2 layer takes, beside its product, fp32 channels and two gates of each head.
     activations += 0 if mamba is None else 4 * chunk * (mamba.channels + 2 * mamba.heads)
     return fixed + packed + dequantized + activations + logits + grouped_row_bytes(config, chunk)
+
+
+def draft_step_bytes(config: ModelConfig, layer: ModelConfig, parallel: int, rows: int, context: int) -> int:
+    """Bytes of steps that draft by the model's own layer on a CUDA device, beside those of other steps.
+
+    Args:
+        config, layer: the shapes of the model, and of its layer.
+        parallel: most sequences at once.
+        rows: most rows of such a step.
+        context: positions of a sequence.
+    """
+    logits = 4 * rows * config.vocab_size + _DRAFT_LOGIT_BYTES * (parallel + 1) * layer.vocab_size
+    tokens = 4 * (parallel + 1) * context
+    net, waiting = config.gated_delta, 0
+    if net is not None:  # what states advance over once it is accepted, of all layers
+        each = 4 * (2 * net.channels + 2 * net.value_heads)
+        waiting = len(config.recurrent_layers) * rows * each
+    return logits + tokens + waiting
 
 
 def _altup_row_bytes(config: ModelConfig, sizes: AltUpSizes) -> int:

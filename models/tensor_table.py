@@ -144,7 +144,7 @@ def draft_note(config: ModelConfig, names: Sized) -> list[str]:
         return []
     if DECLARED[config.architecture].draft_names is None:
         return [f"the model's own draft layer is ignored: {len(names)} tensors"]
-    return [f"the model has a layer that drafts tokens (MTP), used with --draft-mtp N: {len(names)} tensors"]
+    return [f"the model has a layer that drafts tokens (MTP), which --draft-mtp uses: {len(names)} tensors"]
 
 
 class TensorFile(Protocol):

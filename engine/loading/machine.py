@@ -183,10 +183,11 @@ class Machine:
         note = f"drafts of up to {config.draft_mtp} tokens{among} by the model's own layer: "
         note += f"weights {gib(layer.nbytes)}, "
         note += f"cache {gib(held)} with the hidden rows that it reads"
-        on_device = self._drafts_on_device(runner, target)
-        return MtpDrafts(runner, self.draft_steps(runner, target), config.draft_mtp, on_device), [note]
+        most = config.draft_mtp or 0
+        on_device = self._drafts_on_device(runner, target, most)
+        return MtpDrafts(runner, self.draft_steps(runner, target), most, on_device), [note]
 
-    def _drafts_on_device(self, layer: ModelRunner, target: ModelRunner) -> "DraftGraphs | None":
+    def _drafts_on_device(self, layer: ModelRunner, target: ModelRunner, most: int) -> "DraftGraphs | None":
         """Steps in which the layer drafts on the device; None where a model has a state that cannot wait for them,
         image rows with three positions, or steps whose bits are to be those of any other (`deterministic`)."""
         if layer.graphs is None or target.device_decoder is None:
@@ -194,14 +195,13 @@ class Machine:
         shape = target.decoder.config
         # Text after images is rotated by less than its position.
         turned = self.takes_images and bool(shape.rope_axes)
-        if turned or not may_draft_on_device(self.config) or not _states_can_wait(shape):
+        if turned or not may_draft_on_device(self.config) or not states_can_wait(shape):
             return None
         from quengine.runners.cuda_graphs import CudaGraphs
         from quengine.runners.draft_graphs import DraftGraphs
 
         assert isinstance(layer.graphs, CudaGraphs) and isinstance(target.graphs, CudaGraphs)
-        config = self.config
-        made = DraftGraphs(target.graphs, layer.graphs, config.draft_mtp, draft_rows(config, "cuda"))
+        made = DraftGraphs(target.graphs, layer.graphs, most, draft_rows(self.config, "cuda"))
         target.device_decoder.drafting = made
         return made
 
@@ -231,7 +231,8 @@ class Machine:
         note = f"{_draft_note(eagle, cache, target.cache.ctx_size)}; EAGLE-3, of the inputs of layers {layers}, whose "
         note += f"rows take {gib(target.cache.hidden.nbytes)}; {eagle.config.eagle.drafted} tokens"
         most = draft_tokens(config, self.device.type)
-        return EagleDrafts(runner, self.draft_steps(runner, target), most), [note]
+        on_device = self._drafts_on_device(runner, target, most)
+        return EagleDrafts(runner, self.draft_steps(runner, target), most, on_device), [note]
 
     def _draft_runner(self, decoder: Decoder, cache: KVCache) -> ModelRunner:
         """Of a layer that drafts."""
@@ -257,7 +258,7 @@ class Machine:
             config.cache_type,
             _graph_rows(config, drafts),
             config.chunk_size or DEFAULT_CHUNK["cuda"],
-            config.speculates,
+            config.drafts_on_host,
             config.deterministic,
             self._layer_plan(checkpoint.config),
         )
@@ -269,13 +270,15 @@ class Machine:
         if self.layer is None or not self.layer.config.is_draft_layer:
             return None
         tensors, slots = stored_tensors(self.layer.tensors), _graph_rows(self.config, True)
+        waits = states_can_wait(target) and may_draft_on_device(self.config)
+        rows = draft_rows(self.config, "cuda")
         if isinstance(self.layer, EagleCheckpoint):
+            most = draft_tokens(self.config, "cuda") if waits else 0
             fusion = stored_tensors(self.layer.fusion.tensors)
             reduced = self.layer.drafted is not None
-            return LayerPlan(self.layer.config, tensors, slots, fusion=fusion, is_reduced=reduced)
-        waits = _states_can_wait(target) and may_draft_on_device(self.config)
-        most = self.config.draft_mtp if waits else 0
-        return LayerPlan(self.layer.config, tensors, slots, most, draft_rows(self.config, "cuda"))
+            return LayerPlan(self.layer.config, tensors, slots, most, rows, fusion, reduced)
+        most = self.config.draft_mtp or 0 if waits else 0
+        return LayerPlan(self.layer.config, tensors, slots, most, rows)
 
     def draft_steps(self, runner: ModelRunner, target: ModelRunner) -> DraftSteps:
         """Runs the decode steps of a model that drafts for `target`."""
@@ -298,7 +301,7 @@ def may_draft_on_device(config: EngineConfig) -> bool:
     return not config.deterministic
 
 
-def _states_can_wait(config: ModelConfig) -> bool:
+def states_can_wait(config: ModelConfig) -> bool:
     """Whether all states of a model's layers can wait for what is accepted of drafts (`ForwardBatch.pending`)."""
     kept = (block for block in layers_of(config) if isinstance(block.state, SlotState))
     return all(isinstance(block.mixer, GatedDelta) for block in kept)
@@ -398,6 +401,8 @@ def _graph_rows(config: EngineConfig, drafts: bool) -> int:
     from quengine.runners.graph_keys import DECODE_ROWS
 
     rows = draft_rows(config, "cuda")
+    if drafts and config.draft_on_device:
+        return 1  # of its steps alone those of prompts run, and those within the model's
     # As many jobs as a step has rows to check drafts, or sequences; at first with the tokens they make up for.
     rows = MOST_ROWS * min(config.parallel, rows) if drafts else max(config.parallel, rows)
     return min(DECODE_ROWS[-1], rows)
@@ -418,7 +423,7 @@ def _cuda_runner(
         cache,
         rows if decoder.config.stage is None else min(rows, UNMOVED_ROWS),
         config.chunk_size or DEFAULT_CHUNK["cuda"],
-        shares_sequences=config.speculates,
+        shares_sequences=config.drafts_on_host,
         pending=draft_tokens(config, "cuda") if drafts else PENDING,
         slots=rows if drafts else config.parallel,
         takes_embeds=takes_images,

@@ -11,11 +11,13 @@ from quengine.errors import EngineError
 from quengine.memory import (
     CONTEXT_STEP,
     RANKS_WORKSPACE,
+    USABLE_CONTEXT,
     CacheNeeds,
     DeviceMemory,
     choose_context,
     choose_pools,
     cold_checkpoints,
+    draft_step_bytes,
     wanted_bytes,
     workspace_bytes,
 )
@@ -111,7 +113,7 @@ def rank_count(
     )
     if told or device.type != "cuda" or config.places_experts or torch.cuda.device_count() <= 1:
         return config.ranks
-    from quengine.parallel.device_count import USABLE_CONTEXT, fewest_devices
+    from quengine.parallel.device_count import fewest_devices
 
     def needed(count: int, usable: bool) -> int | None:
         layers = config.split == "layer"
@@ -153,13 +155,16 @@ def _memory_needs(
     if draft is not None:
         workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
         weights += draft.nbytes
+        if device.type == "cuda" and draft.config.is_draft_layer:
+            context = config.ctx_size or shape.context_length
+            workspace += draft_step_bytes(shape, draft.config, config.parallel, rows, context)
     shares = config.reuse_prefix or config.parallel > 1
     needs = CacheNeeds(
         shape,
         chunk,
         None if draft is None else draft.config,
         config.parallel,
-        config.speculates,
+        config.drafts_on_host,
         config.state_checkpoints if shares else 0,
     )
     padding = 2 * sum(needs.block_bytes(cache_type))

@@ -5,10 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from quengine.errors import CannotRunError
 from quengine.memory import gib
 
-USABLE_CONTEXT = 8192
-"""Tokens of context for which another device is used, where the model was made for a context of at least this
-length."""
-
 
 def fewest_devices(free: Sequence[int], needed: Callable[[int, bool], int | None]) -> int:
     """The smallest number of devices that hold a model, each its part. `free`: bytes free on each device.

@@ -39,12 +39,14 @@ from quengine.runners.graph_keys import (
     UNMOVED_ROWS,
     GraphKey,
     SamplingKind,
+    biased_keys,
     decode_key,
     decode_keys,
     expected_keys,
     padded_rows,
     prefill_key,
     rarer_keys,
+    sharing_keys,
 )
 from quengine.runners.static_inputs import DecodeInputs, PrefillInputs, PromptEnds, Row
 from quengine.sampler import NO_CHOICE, Result, Sample, Sampler
@@ -104,7 +106,7 @@ class CudaGraphs:
     Args:
         rows: most rows of a decode step.
         prefill_tokens: most prompt tokens in a step.
-        shares_sequences: whether a sequence may have several rows in a decode step.
+        shares_sequences: whether there are decode steps in which a sequence may have several rows.
         pending: most steps of a phase in flight, whose tokens have not been read yet.
         capture: `graph_capture.capture_step`.
         slots: most sequences that run at once; None: one for each row.
@@ -183,8 +185,16 @@ class CudaGraphs:
     def keys(self) -> list[GraphKey]:
         """The keys of the steps of ordinary requests, largest first."""
         mixed = (MIXED_CHUNK["cuda"],) if self.rows == 1 else (MIXED_CHUNK["cuda"], BACKLOG_CHUNK["cuda"])
-        keys = expected_keys(self.rows, self.decoder.chunk_size, *mixed)
+        keys = expected_keys(self._plain_rows, self.decoder.chunk_size, *mixed)
+        if self.shares_sequences:
+            keys += sharing_keys(expected_keys(self.rows, 0))
         return [key for key in keys if self._captures(key)]
+
+    @property
+    def _plain_rows(self) -> int:
+        """Rows of the largest decode step in which each sequence has one."""
+        slots = self.inputs.slots
+        return self.rows if slots >= self.rows else padded_rows(slots)
 
     @property
     def captured(self) -> list[GraphKey]:
@@ -235,13 +245,14 @@ class CudaGraphs:
         return StepTokens(self._ends.chosen.tokens[number], self._prompt_events[number], logits)
 
     @torch.no_grad()
-    def launch(self, rows: list[Row], kind: SamplingKind) -> StepTokens:
+    def launch(self, rows: list[Row], kind: SamplingKind, shares: bool = False) -> StepTokens:
         """Starts a decode step of these rows, in the smallest captured step that holds them; returns without waiting.
 
-        Their slots' block tables have been set in `inputs`, and their sampling for `kind` by `configure`.
+        Their slots' block tables have been set in `inputs`, and their sampling for `kind` by `configure`. shares: some
+        sequence has several of the rows.
         """
         self.inputs.set_rows(rows)
-        key = decode_key(padded_rows(len(rows)), kind)
+        key = decode_key(padded_rows(len(rows)), kind, shares)
         with self.together(LaunchDecode(key, self.inputs.changes)):
             step = self.decode_step(key)
             self.inputs.send()
@@ -315,7 +326,9 @@ class CudaGraphs:
         these settings.
         """
         if params is not None:
-            keys = decode_keys(min(_ONE_SEQUENCE, self.rows) if self.shares_sequences else 1, params)
+            keys = decode_keys(1, params)
+            if self.shares_sequences:
+                keys += sharing_keys(decode_keys(min(_ONE_SEQUENCE, self.rows), params))
         else:
             keys = self.keys
             finish_compiling()  # the processors are then free for what is timed next
@@ -332,7 +345,9 @@ class CudaGraphs:
 
     def capture_next(self) -> bool:
         """Captures one more step of rarer requests; False if none is left."""
-        keys = rarer_keys(self.rows, self.prefill_tokens) if self.rows > 1 else ()
+        keys = rarer_keys(self._plain_rows, self.prefill_tokens) if self.rows > 1 else []
+        if self.shares_sequences:
+            keys += sharing_keys(biased_keys(self.rows))
         key = next((each for each in keys if each not in self._steps and self._captures(each)), None)
         if key is not None:
             with self.together(Capture(key)):
@@ -405,9 +420,9 @@ class CudaGraphs:
     ) -> Tensor:
         """Logits fp32 [rows, vocab] of the first rows; the tokens are stored in `chosen`."""
         rows, step, slots = key.rows, inputs.step, inputs.of_slots
-        batch = inputs.batch(rows, self.shares_sequences and rows > 1)
+        batch = inputs.batch(rows, key.shares)
         pdl = has_dependent_launch(batch.device)
-        if self.drafted is not None:
+        if self.drafted is not None and key.shares:
             take_drafts(step, self.drafted, rows, pdl)
         place_rows(step, slots, inputs.placed, chosen, rows, pdl)
         inputs.turn(rows)

@@ -76,6 +76,7 @@ class DeviceDecoder:
         self._decoding = plan.slots
         for sequence, slot in zip(plan.sequences, plan.slots, strict=True):
             self._send_tables(sequence, slot)
+        self._rows.leave_penalties()
         self._rows.choose_kind(plan.slots, [slot.wanted for slot in plan.slots])
         parts, kind, window = list[DraftedSequence](), self._rows.kind, self.drafting.window
         for sequence, slot, room in zip(plan.sequences, plan.slots, plan.drafting, strict=True):
@@ -172,7 +173,7 @@ class DeviceDecoder:
             slot.waits = given[number] is None or len(ids) > 1
             slot.has_token = given[number] is not None and not sequence.draft
             slot.undrafted = 0
-        step = self._graphs.launch(rows, self._rows.kind)
+        step = self._graphs.launch(rows, self._rows.kind, len(rows) > len(plan.sequences))
         step.keep_logits(on_host)
         return partial(results_after, plan.sequences, plan.slots, sampled, step.after)
 

@@ -59,6 +59,11 @@ class DeviceRows:
         if kind != self.kind:  # else it stays the object that slots have
             self.kind = kind
 
+    def leave_penalties(self) -> None:
+        """Has the next step take a kind without penalties, which no slot of it wants."""
+        if self.kind.penalties:
+            self.kind = GREEDY
+
     def send_tables(self, slot: Slot, tables: Seq[Seq[int]]) -> None:
         """Sends the blocks that were appended to a slot's tables; all of them if it is new."""
         written = slot.written or [0] * len(tables)

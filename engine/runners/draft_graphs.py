@@ -191,18 +191,32 @@ class DraftGraphs:
         """Captures the steps of one sequence with these settings."""
         for kind in dict.fromkeys(SamplingKind.of(params) or GREEDY for params in settings):
             if not kind.penalties:
-                self.capture(DraftKey(1, self.most_drafted(1), kind))
+                for count in range(self.most_drafted(1), 0, -1):
+                    self.capture(DraftKey(1, count, kind))
+
+    def capture_next(self) -> bool:
+        """Captures one more step of ordinary requests; False if none is left."""
+        key = next((each for each in self.ordinary if each not in self._steps), None)
+        if key is not None:
+            self.capture(key)
+        return key is not None
 
     def run_ordinary(self) -> None:
         """Runs steps of padding of ordinary requests, uncaptured, of all sizes: compiles their kernels."""
-        sizes = [size for size in DECODE_ROWS if self.most_drafted(size)]
-        kinds = [
-            SamplingKind.of(params) or GREEDY for params in (SamplingParams(temperature=0), SamplingParams())
+        for key in self.ordinary:
+            self.run(key)
+
+    @property
+    def ordinary(self) -> list[DraftKey]:
+        """The keys of the steps of ordinary requests: greedy and with default settings."""
+        settings = SamplingParams(temperature=0), SamplingParams()
+        return [
+            DraftKey(size, count, SamplingKind.of(params) or GREEDY)
+            for params in settings
+            for size in DECODE_ROWS
+            for count in range(self.most_drafted(size), 0, -1)
+            if size <= padded_rows(min(self._unused, DECODE_ROWS[-1]))
         ]
-        for kind in kinds:
-            for size in sizes:
-                for count in range(self.most_drafted(size), 0, -1):
-                    self.run(DraftKey(size, count, kind))
 
     @torch.no_grad()
     def run(self, key: DraftKey) -> Tensor:

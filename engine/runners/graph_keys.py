@@ -1,5 +1,6 @@
 """The sizes of captured steps, in one table, and the key that identifies a captured step."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from quengine.kernels.forward_batch import Phase
@@ -72,22 +73,26 @@ class GraphKey(NamedTuple):
     """The key of a captured step: padded numbers of rows and sequences, and the sampling in it (None: it returns
     logits).
 
-    In decode every row counts as a sequence.
+    In decode every row counts as a sequence. shares: a sequence may have several rows of a decode step, as with drafts
+    (`ForwardBatch.shares_sequences`): its kernels are slower than those of a step without.
     """
 
     phase: Phase
     rows: int
     sequences: int
     sampling: SamplingKind | None = None
+    shares: bool = False
 
     def holds(self, other: "GraphKey") -> bool:
         """Whether a step of this key can run a step of the other."""
-        same = (self.phase, self.sampling) == (other.phase, other.sampling)
+        ours, theirs = ((key.phase, key.sampling, key.shares) for key in (self, other))
+        same = ours == theirs
         return same and self.rows >= other.rows and self.sequences >= other.sequences
 
 
-def decode_key(rows: int, sampling: SamplingKind | None = None) -> GraphKey:
-    return GraphKey("decode", rows, rows, sampling)
+def decode_key(rows: int, sampling: SamplingKind | None = None, shares: bool = False) -> GraphKey:
+    """The key of a decode step. A single row shares its sequence with no other."""
+    return GraphKey("decode", rows, rows, sampling, shares and rows > 1)
 
 
 def padded_rows(rows: int) -> int:
@@ -148,3 +153,8 @@ def decode_keys(most_rows: int, *settings: SamplingParams) -> list[GraphKey]:
     kinds = dict.fromkeys(SamplingKind.of(params) or GREEDY for params in settings)
     sizes = DECODE_ROWS[: DECODE_ROWS.index(padded_rows(most_rows)) + 1]
     return [decode_key(rows, kind) for kind in kinds for rows in reversed(sizes)]
+
+
+def sharing_keys(keys: Iterable[GraphKey]) -> list[GraphKey]:
+    """The keys of decode steps of the sizes of these in which a sequence may have several rows."""
+    return [key._replace(shares=True) for key in keys if key.phase == "decode" and key.rows > 1]

@@ -47,7 +47,7 @@ class DeviceDraftSteps:
                 self._rows.configure(slot, params, job.sampler, [])
             rows += self._rows.given(slot, job.tokens, job.start)
             newest.append(len(rows) - 1)
-        steps = [(self._graphs.launch(rows, self._rows.kind), dict(enumerate(newest)))]
+        steps = [(self._graphs.launch(rows, self._rows.kind, len(rows) > len(jobs)), dict(enumerate(newest)))]
         for made in range(1, max(job.count for job in jobs)):
             going_on = [number for number, job in enumerate(jobs) if job.count > made]
             step = self._graphs.launch([slots[number].row for number in going_on], self._rows.kind)

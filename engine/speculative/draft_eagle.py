@@ -4,12 +4,21 @@ No row precedes the first token's, so that the second is the first that is compu
 """
 
 from quengine.request.sequence import Sequence
+from quengine.scheduler import PENDING
 from quengine.speculative.draft_model import Progress
 from quengine.speculative.draft_mtp import MtpDrafts
 
 
 class EagleDrafts(MtpDrafts):
     """`MtpDrafts` whose runner has an `EagleDecoder`."""
+
+    def fits_device(self, sequence: Sequence) -> bool:
+        """Where the rows up to the newest token do not begin with the first one, which has none, and the draft model's
+        context does not end within steps that are launched ahead."""
+        if self._on_device is None:
+            return False
+        window, tokens = self._on_device.window, len(sequence.token_ids)
+        return window < tokens < self._runner.cache.ctx_size - PENDING * window
 
     def room(self, sequence: Sequence) -> int:
         return super().room(sequence) if len(sequence.token_ids) > 1 else 0

@@ -19,6 +19,27 @@ DRAFT_ROWS = {"cpu": 8, "cuda": 32}
 LONGEST_PAUSE = 16
 """Longest pause in steps while all drafts are rejected: one wasted row in this many steps costs little on average."""
 
+FIRST_PLAIN, LONGEST_PLAIN = 32, 256
+"""Plain steps after drafts of the device that did not pay, before it drafts again: at first, and at most."""
+
+_TRIAL, _FIRST_PLAIN = 4, 4
+"""Steps with drafts of one token after such a pause; and plain ones at first, at most."""
+
+FIRST_RATE, RATE_MEMORY, SHARED_MEMORY = 0.7, 12, 48
+"""The accept rate of a first sequence, and drafted tokens over which rates are averaged: of a sequence, and of all."""
+
+_TIME_MEMORY = 8
+"""Steps over which a time is averaged."""
+
+_TOKEN_SHARE = 0.08
+"""Of a step without drafts, what a drafted token takes: a layer and a quarter of an output matrix, and its row."""
+
+
+AUTOMATIC_MTP = 3
+"""Default maximum length of a draft of a model's own layer where it drafts without being asked to."""
+
+DEVICE_ROWS = 64
+"""DRAFT_ROWS of steps that draft on a device alone: drafts are as long as they are measured to pay."""
 
 DRAFT_VOCAB = 1 << 16
 """Default number of tokens that a model's own layer drafts from. The rows of the output matrix are most of what its
@@ -32,13 +53,18 @@ def draft_vocab(config: EngineConfig) -> int:
 
 def draft_tokens(config: EngineConfig, kind: str) -> int:
     """Maximum length of a draft. By a layer of the model alone, it is the one that the options say."""
-    by_layer = 0 if config.draft_ngram else config.draft_mtp
+    by_layer = 0 if config.draft_ngram else config.draft_mtp or 0
     return config.draft_tokens or by_layer or DRAFT_TOKENS[kind]
 
 
 def draft_rows(config: EngineConfig, kind: str) -> int:
     """Maximum number of rows of a step with drafts: one per sequence and one per drafted token; 0: no drafts."""
-    return max(DRAFT_ROWS[kind], 1 + draft_tokens(config, kind)) if config.speculates else 0
+    if not config.speculates:
+        return 0
+    own = 1 + draft_tokens(config, kind)
+    if config.draft_on_device:
+        return max(own, min(DEVICE_ROWS, config.parallel * own))
+    return max(DRAFT_ROWS[kind], own)
 
 
 class DraftLength:
@@ -79,53 +105,90 @@ class DraftLength:
 
 
 class AcceptRate:
-    """How likely a drafted token of a sequence is accepted where those before it were."""
+    """How likely a drafted token of a sequence is accepted where those before it were.
 
-    def __init__(self) -> None:
-        self.value = _FIRST_RATE
+    value: the rate at first, that of other sequences. memory: drafted tokens over which it is averaged.
+    """
+
+    def __init__(self, value: float = FIRST_RATE, memory: int = RATE_MEMORY) -> None:
+        self.value, self._memory = value, memory
 
     def update(self, drafted: int, accepted: int) -> None:
         """Notes how many tokens of a draft were accepted; those after the first that was not say nothing."""
         for number in range(min(drafted, accepted + 1)):
-            self.value += ((number < accepted) - self.value) / _RATE_MEMORY
+            self.value += ((number < accepted) - self.value) / self._memory
 
 
 class TimedLength:
-    """The length of drafts of a step that give most tokens a second, of up to `most` tokens.
+    """The length of drafts of a step that give most tokens a second, of up to `most` tokens; 0: plain steps.
 
-    Steps of each length are timed; one that was not is taken to differ from those that were by a share of a step for
-    each drafted token. Where drafts do not pay, there is one of a single token after each pause, and pauses are twice
-    as long each time.
+    Steps of each length are timed. One that was not is taken to differ from those that were by a share of a step for
+    each drafted token, and what makes steps of one length slower, as a longer context does, to make all of them so. The
+    first steps are plain, as what a draft costs is measured against them.
+
+    Where drafts do not pay, steps are plain for a pause, after which a few have drafts of one token, so that a change
+    of the text is noticed. Pauses are twice as long each time, up to LONGEST_PLAIN steps: what drafts begin with, and
+    what they cost, then takes less than a hundredth of the time.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._seconds: dict[int, float] = {}
-        self._pause = self._left = 0
+        self._pause = self._left = self._trial = 0
+        self._untimed = _FIRST_PLAIN
 
     @property
     def due(self) -> bool:
-        """Whether the next step is to have drafts."""
-        return not self._left
+        """Whether the next step may have drafts."""
+        return not self._left and not self._is_first
+
+    @property
+    def pays(self) -> bool:
+        """Whether drafts paid when a length was last chosen, or none was yet."""
+        return not self._pause
+
+    @property
+    def _is_first(self) -> bool:
+        return self._untimed > 0 and 0 not in self._seconds
+
+    def skip(self) -> None:
+        """Counts a plain step that is not due to have drafts."""
+        if self._is_first:
+            self._untimed -= 1
+        elif self._left:
+            self._left -= 1
+
+    def retry(self) -> None:
+        """Shortens a pause, as the text is another one."""
+        self._left = min(self._left, FIRST_PLAIN)
 
     def next(self, rates: Sequence[float], most: int) -> int:
         """Number of tokens to draft in this step, up to `most` for each sequence, given their accept rates."""
-        if self._left:
-            self._left -= 1
+        if not self.due:
+            self.skip()
             return 0
         lengths = range(min(self._most, most) + 1)
         best = max(lengths, key=lambda length: _tokens(rates, length) / self._time_of(length))
         if best:
-            self._pause = 0
+            self._pause = self._trial = 0
             return best
-        self._pause = self._left = min(LONGEST_PAUSE, 2 * self._pause or 1)
-        return 1
+        if self._trial:
+            self._trial -= 1
+            return 1
+        self._pause = min(LONGEST_PLAIN, 2 * self._pause or FIRST_PLAIN)
+        self._left, self._trial = self._pause - 1, _TRIAL
+        return 0
 
     def note(self, length: int, seconds: float) -> None:
         """Notes what a step with drafts of this length took; longer ones than usual have other reasons."""
-        if seconds > 0:
-            before = self._seconds.get(length, seconds)
-            self._seconds[length] = before + (min(seconds, 2 * before) - before) / _TIME_MEMORY
+        if seconds <= 0:
+            return
+        if length not in self._seconds:
+            self._seconds[length] = min(seconds, 2 * self._time_of(length)) if self._seconds else seconds
+            return
+        before = self._seconds[length]
+        change = 1 + (min(seconds / before, 2) - 1) / _TIME_MEMORY
+        self._seconds = {each: known * change for each, known in self._seconds.items()}
 
     def _time_of(self, length: int) -> float:
         """Seconds, or shares of a step while none was timed."""
@@ -133,14 +196,6 @@ class TimedLength:
         if nearest is None:
             return _share(length)
         return self._seconds[nearest] * _share(length) / _share(nearest)
-
-
-_FIRST_RATE = 0.7
-_RATE_MEMORY, _TIME_MEMORY = 12, 8
-"""Drafted tokens, and steps, over which a rate and a time are averaged."""
-
-_TOKEN_SHARE = 0.08
-"""Of a step without drafts, what a drafted token takes: a layer and a quarter of an output matrix, and its row."""
 
 
 def _share(length: int) -> float:

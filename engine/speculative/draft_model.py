@@ -119,6 +119,10 @@ class DraftModel:
         """See `ModelRunner.warm_up`."""
         self._runner.warm_up(params)
 
+    def capture_next(self) -> bool:
+        """Captures one more step that drafts on the device; False if none is left."""
+        return False
+
     @property
     def bytes_per_token(self) -> int:
         """Weight bytes that one drafted token reads."""
@@ -134,28 +138,48 @@ class DraftModel:
 
     def follow(self, sequence: Sequence, end: int) -> None:
         """Computes a sequence's first `end` tokens, as far as they are not cached and fit this model's context."""
-        progress = self._progress(sequence)
-        end = min(end, self._runner.cache.ctx_size)
-        size = self._runner.decoder.chunk_size
+        self.follow_all({sequence: end})
+
+    def follow_all(self, ends: Mapping[Sequence, int]) -> None:
+        """`follow` for several sequences, whose chunks are computed together where they are short."""
+        most = self._runner.cache.ctx_size
+        left = {sequence: min(end, most) for sequence, end in ends.items()}
         with ProfilerRange("draft chunk"):
-            while progress.cached < end:
-                ids = sequence.token_ids[progress.cached : min(end, progress.cached + size)]
-                tables = [progress.block_table] * len(self._runner.cache.pools)
-                self._runner.forward("prefill", [SequenceRows(ids, progress.cached, tables)])
-                self._wrote(progress, progress.cached, len(ids))
-                self._confirm(progress, sequence, len(ids))
+            while left := {each: end for each, end in left.items() if self._progress(each).cached < end}:
+                self._follow_step(left)
+
+    def _follow_step(self, ends: Mapping[Sequence, int]) -> None:
+        """A step of chunks of these sequences, of as many tokens together as one may have."""
+        room, chunks = self._runner.decoder.chunk_size, dict[Sequence, SequenceRows]()
+        for sequence, end in ends.items():
+            progress = self._progresses[sequence]
+            ids = sequence.token_ids[progress.cached : min(end, progress.cached + room)]
+            if not ids:
+                break
+            room -= len(ids)
+            tables = [progress.block_table] * len(self._runner.cache.pools)
+            chunks[sequence] = SequenceRows(ids, progress.cached, tables)
+        self._runner.forward("prefill", list(chunks.values()))
+        for sequence, chunk in chunks.items():
+            progress = self._progresses[sequence]
+            self._wrote(progress, chunk.start, len(chunk.ids))
+            self._confirm(progress, sequence, len(chunk.ids))
 
     def most_on_device(self, _sequences: int) -> int:
         """Most tokens of each of `sequences` sequences that the device drafts and verifies in a step that the host does
         not wait for; 0: it does not."""
         return 0
 
+    def fits_device(self, _sequence: Sequence) -> bool:
+        """Whether the device can draft after a sequence of this length."""
+        return True
+
     def goes_on(self, _sequence: Sequence) -> bool:
         """Whether the device drafts in the next step of a sequence without anything of the host."""
         return False
 
-    def begin_on_device(self, sequence: Sequence, end: int) -> None:
-        """Prepares for a step in which the device drafts after a sequence, up to position `end`."""
+    def begin_on_device(self, ends: Mapping[Sequence, int]) -> None:
+        """Prepares for a step in which the device drafts after these sequences, up to position `ends[sequence]`."""
         raise NotImplementedError
 
     def computed(self, sequence: Sequence, count: int) -> None:

@@ -29,6 +29,8 @@ class StepsOnDevice(Protocol):
 
     def warm_up(self, *settings: SamplingParams) -> None: ...
 
+    def capture_next(self) -> bool: ...
+
 
 class MtpDrafts(DraftModel):
     """A `DraftModel` whose runner has a `DraftDecoder`. most: maximum number of tokens of a draft. on_device: steps
@@ -47,21 +49,25 @@ class MtpDrafts(DraftModel):
             given = (SamplingParams(temperature=0), SamplingParams()) if params is None else (params,)
             self._on_device.warm_up(*given)
 
+    def capture_next(self) -> bool:
+        return self._on_device is not None and self._on_device.capture_next()
+
     def most_on_device(self, sequences: int) -> int:
         return 0 if self._on_device is None else self._on_device.most_drafted(sequences)
 
     def goes_on(self, sequence: Sequence) -> bool:
         return self._on_device is not None and 0 < sequence.slot.undrafted <= self._on_device.window
 
-    def begin_on_device(self, sequence: Sequence, end: int) -> None:
-        """As DraftModel; what the layer lacks of a sequence whose last step had no draft is computed ahead of it."""
+    def begin_on_device(self, ends: Mapping[Sequence, int]) -> None:
+        """As DraftModel; what the layer lacks of sequences whose last step had no draft is computed ahead of it."""
         assert self._on_device is not None
-        progress, slot = self._progress(sequence), sequence.slot
-        if not self.goes_on(sequence):
-            self.follow(sequence, len(sequence.token_ids) - self._on_device.window)
-        most = min(end, sequence.num_cached_tokens + slot.launched + slot.drafted)
-        if most > progress.cached:
-            self._wrote(progress, progress.cached, most - progress.cached)
+        window = self._on_device.window
+        self.follow_all({each: len(each.token_ids) - window for each in ends if not self.goes_on(each)})
+        for sequence, end in ends.items():
+            progress, slot = self._progress(sequence), sequence.slot
+            most = min(end, sequence.num_cached_tokens + slot.launched + slot.drafted)
+            if most > progress.cached:
+                self._wrote(progress, progress.cached, most - progress.cached)
 
     def computed(self, sequence: Sequence, count: int) -> None:
         progress = self._progress(sequence)
@@ -70,9 +76,9 @@ class MtpDrafts(DraftModel):
     def room(self, sequence: Sequence) -> int:
         return min(self._most, super().room(sequence))
 
-    def follow(self, sequence: Sequence, end: int) -> None:
+    def follow_all(self, ends: Mapping[Sequence, int]) -> None:
         """As DraftModel, as far as the target has computed the positions before."""
-        super().follow(sequence, min(end, sequence.num_cached_tokens + 1))
+        super().follow_all({each: min(end, each.num_cached_tokens + 1) for each, end in ends.items()})
 
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
         drafts = super().draft(counts)

@@ -56,7 +56,7 @@ def check_shared(config: EngineConfig, draft: Checkpoint | None) -> None:
             f"the draft model {draft.path.name} ({draft.config.architecture}): not implemented for a model that "
             f"{config.ranks} devices share; leave out --draft-model, or use one device (--tensor-parallel 1)"
         )
-    if config.draft_mtp and config.ranks > 1:
+    if config.draft_mtp is not None and config.draft_mtp > 0 and config.ranks > 1:
         raise EngineError(
             f"draft_mtp {config.draft_mtp}: not implemented for a model that {config.ranks} devices share; leave out "
             "--draft-mtp, or use one device (--tensor-parallel 1)"

@@ -14,7 +14,7 @@ their step, have their drafts from the host.
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from quengine.config import EngineConfig
@@ -24,6 +24,7 @@ from quengine.sampler import Sample, Verified
 from quengine.scheduler import Scheduler
 from quengine.slot import Slot
 from quengine.speculative.draft_length import (
+    SHARED_MEMORY,
     AcceptRate,
     DraftLength,
     TimedLength,
@@ -44,7 +45,7 @@ class _Drafting:
     lookup: DraftLength
     model: DraftLength
     shifts: int
-    rate: AcceptRate = field(default_factory=AcceptRate)
+    rate: AcceptRate
 
     def wait(self) -> None:
         """Counts a step without a draft in the pauses."""
@@ -71,10 +72,17 @@ class Speculation:
         model: the draft model, for sequences without a look-up; None: there is none.
         most: maximum length of a draft.
         rows: maximum number of rows of a step with drafts, one per sequence and one per drafted token.
+        on_host: the host has drafts made where a step does not make its own; else such a step is a plain one.
     """
 
     def __init__(
-        self, scheduler: Scheduler, longest: int, model: DraftModel | None, most: int, rows: int
+        self,
+        scheduler: Scheduler,
+        longest: int,
+        model: DraftModel | None,
+        most: int,
+        rows: int,
+        on_host: bool = True,
     ) -> None:
         self._scheduler = scheduler
         scheduler.holds_back = self.may_draft
@@ -82,12 +90,15 @@ class Speculation:
         self._model = model
         self._most = most
         self._rows = rows
+        self._on_host = on_host
         self._draftings: WeakKeyDictionary[Sequence, _Drafting] = WeakKeyDictionary()
         # of the drafts in flight
         self._lengths: WeakKeyDictionary[Sequence, DraftLength] = WeakKeyDictionary()
         # by number of sequences; of steps that draft on the device
         self._timed_lengths: dict[int, TimedLength] = {}
-        self._sequences = 1
+        self._rate = AcceptRate(memory=SHARED_MEMORY)
+        # whether the device could draft for all sequences that decoded in the last due step
+        self._may_join = True
         self._timed: tuple[tuple[int, int] | None, float] = None, 0.0
         self.clock: Callable[[], float] = time.perf_counter
 
@@ -98,16 +109,20 @@ class Speculation:
         """The speculation that the options ask for, on a device of this kind; None if they ask for no drafts."""
         if not config.speculates:
             return None
-        return cls(scheduler, config.draft_ngram, model, draft_tokens(config, kind), draft_rows(config, kind))
+        most, rows = draft_tokens(config, kind), draft_rows(config, kind)
+        return cls(scheduler, config.draft_ngram, model, most, rows, config.drafts_on_host)
 
     def propose(self, plan: StepPlan) -> None:
-        """Sets the drafts of a decode step's sequences; in prefill, the draft model computes the chunks too."""
+        """Sets the drafts of a decode step's sequences; in prefill, the draft model computes the chunks too, unless
+        none may be drafted soon."""
         if plan.phase == "decode":
-            if not self._draft_on_device(plan):
+            if not self._draft_on_device(plan) and self._on_host:
                 self._draft(plan.sequences)
             return
+        if self._model is None or not (self._on_host or self._will_draft()):
+            return
         for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
-            if self._model is not None and sequence.pool is None:
+            if sequence.pool is None and (self._on_host or self._leaves_to_device(sequence)):
                 self._model.follow(sequence, chunk.end)
 
     def may_draft(self, sequence: Sequence) -> bool:
@@ -119,9 +134,11 @@ class Speculation:
             return bool(drafting.index.draft(sequence.token_ids, 1))
         if self._model is None or self._model.room(sequence) <= 0:
             return False
-        if self._leaves_to_device(sequence):
-            return self._timed_length(self._sequences).due and not self._model.goes_on(sequence)
-        return drafting.model.due
+        if self._may_join and self._leaves_to_device(sequence):
+            sequences = len(self._scheduler.decoding)
+            can = self._model.most_on_device(sequences) and self._timed_length(sequences).due
+            return bool(can) and not self._model.goes_on(sequence)
+        return self._on_host and drafting.model.due
 
     def committed(self, plan: StepPlan) -> None:
         """Times the steps of one kind that follow each other: each takes the time from the end of the one before it."""
@@ -151,7 +168,8 @@ class Speculation:
         text, accepted, is_whole = self._accept(sequence, verified, draft)
         if not is_whole:  # the device has gone on from no token
             sequence.slot = Slot(sequence.slot.index, sequence.slot.end)
-        self._drafting(sequence).rate.update(len(draft), accepted)
+        for rate in (self._drafting(sequence).rate, self._rate):
+            rate.update(len(draft), accepted)
         sequence.draft_bytes += len(draft) * self._model.bytes_per_token
         return text
 
@@ -179,29 +197,39 @@ class Speculation:
         """Leaves the drafts of a step to the device, if it can make those of all of its sequences; returns whether it
         can. While drafts pause the step is a plain one."""
         model, sequences = self._model, plan.sequences
-        if model is None or not all(map(self._drafts_on_device, sequences)):
+        most = 0 if model is None else min(self._most, model.most_on_device(len(sequences)))
+        if model is None or not most:
             return False
-        most = min(self._most, model.most_on_device(len(sequences)))
-        if not most:
+        timed = self._timed_length(len(sequences))
+        if not timed.due and not self._on_host:
+            timed.skip()
             return False
-        self._sequences = len(sequences)
-        count = self._timed_length(len(sequences)).next(
-            [self._drafting(each).rate.value for each in sequences], most
-        )
+        self._may_join = all(map(self._leaves_to_device, sequences))
+        if not all(map(self._drafts_on_device if timed.due else self._leaves_to_device, sequences)):
+            return False
+        count = timed.next([self._drafting(each).rate.value for each in sequences], most)
         for sequence in sequences:
             sequence.draft = ()
-            if count:
-                room = self._scheduler.device_draft(sequence, count)
-                model.begin_on_device(sequence, room.end)
-                plan.drafting.append(room)
+        if count:
+            plan.drafting.extend(self._scheduler.device_draft(sequence, count) for sequence in sequences)
+            model.begin_on_device(
+                {each: room.end for each, room in zip(sequences, plan.drafting, strict=True)}
+            )
         return True
+
+    def _will_draft(self) -> bool:
+        """Whether steps of the sequences that are there are likely to have drafts, made by the device."""
+        scheduler = self._scheduler
+        sequences = min(scheduler.parallel, len(scheduler.sequences))
+        most = 0 if self._model is None else self._model.most_on_device(sequences)
+        return bool(most) and self._timed_length(sequences).pays
 
     def _leaves_to_device(self, sequence: Sequence) -> bool:
         """Whether the device samples a sequence's tokens, and drafts them."""
         if self._model is None or self._longest or not self._model.most_on_device(1):
             return False
         kind = SamplingKind.of(sequence.params)
-        return kind is not None and not kind.penalties
+        return kind is not None and not kind.penalties and self._model.fits_device(sequence)
 
     def _timed_length(self, sequences: int) -> TimedLength:
         size = padded_rows(min(sequences, DECODE_ROWS[-1]))
@@ -261,5 +289,8 @@ class Speculation:
         if drafting is None or drafting.shifts != sequence.shifts:
             index = NgramIndex(self._longest) if self._longest else None
             lookup, model = DraftLength(self._most), DraftLength(self._most)
-            drafting = self._draftings[sequence] = _Drafting(index, lookup, model, sequence.shifts)
+            rate = AcceptRate(self._rate.value)
+            drafting = self._draftings[sequence] = _Drafting(index, lookup, model, sequence.shifts, rate)
+            if len(self._scheduler.decoding) <= 1:
+                self._timed_length(1).retry()
         return drafting

@@ -269,6 +269,17 @@ QWEN35 = Architecture(
             "value_heads": 16,
             "tied_output": True,
         },
+        "qwen3.5-4b": {
+            **_SYNTHETIC,
+            "embedding_length": 2560,
+            "block_count": 32,
+            "feed_forward_length": 9216,
+            "head_count": 16,
+            "head_count_kv": 4,
+            "value_heads": 32,
+            "tied_output": True,
+            "draft_layers": 1,
+        },
         "qwen3.6-27b": {
             **_SYNTHETIC,
             "embedding_length": 5120,

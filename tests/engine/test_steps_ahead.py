@@ -67,23 +67,27 @@ class Device:
     def __init__(self, llm: LLM) -> None:
         self._decoder, self._cache = llm.loaded.decoder, llm.loaded.cache
         self.rows = padded_rows(max(llm.config.parallel, draft_rows(llm.config, "cpu")))
-        self.shares_sequences = llm.config.speculates
+        self.shares_sequences = llm.config.drafts_on_host
         pools, parallel = len(self._cache.pools), llm.config.parallel
         self.inputs = DecodeInputs(self.rows, parallel, blocks_for(llm.ctx_size), pools, torch.device("cpu"))
         self._samplers: dict[int, Sampler] = {}
+        self._histories: dict[int, dict[int, int]] = {}  # tokens by slot and position
         self.log: list[str] = []
 
-    def configure(self, slot: int, _kind: Any, _params: Any, sampler: Sampler, *_history: Any) -> None:
+    def configure(
+        self, slot: int, _kind: Any, _params: Any, sampler: Sampler, ids: list[int], _in_flight: int = 0
+    ) -> None:
         self._samplers[slot] = sampler
+        self._histories.setdefault(slot, {}).update(enumerate(ids))
 
     @torch.no_grad()
-    def launch(self, rows: list[Row], _kind: Any) -> StepTokens:
+    def launch(self, rows: list[Row], _kind: Any, shares: bool = False) -> StepTokens:
         self.inputs.set_rows(rows)
         self.inputs.send()
         self.inputs.of_slots.tokens.clamp_(min=0)
         size = padded_rows(len(rows))
         live = self._place(size)
-        batch = self.inputs.batch(size, self.shares_sequences)
+        batch = self.inputs.batch(size, shares and size > 1)
         logits = self._decoder.forward(batch, self._cache.layers).float()
         tokens = [self._choose(row, logits[row]) if row < live else 0 for row in range(size)]
         for row in range(live):
@@ -123,10 +127,13 @@ class Device:
         return self._sampled(slot, logits, position) if slot in self._samplers else 0
 
     def _sampled(self, slot: int, logits: Tensor, position: int) -> int:
+        sampler, history = self._samplers[slot], self._histories[slot]
+        counted = [history.get(at, 0) for at in range(position)] if sampler.params.penalizes else ()
         try:
-            return int(self._samplers[slot].sample(logits, (), position).token)
+            history[position] = int(sampler.sample(logits, counted, position).token)
         except EngineError:
             return NO_TOKEN
+        return history[position]
 
 
 def load(model: Path, parallel: int = 4, **options: object) -> LLM:

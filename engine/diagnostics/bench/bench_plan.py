@@ -1,7 +1,7 @@
 """What a benchmark times: the tests, and the options of the run."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -142,6 +142,8 @@ class BenchPlan:
         ):
             if least is not None and least < 1:
                 raise EngineError(f"{flag} {least}: must be at least 1")
+        if self.config.draft_mtp is None:  # the figures are of the model alone, unless drafts are asked for
+            object.__setattr__(self, "config", replace(self.config, draft_mtp=0))
         if self.config.speculates and self.profiled:
             raise EngineError("--profile and --trace time steps without drafts; leave out the --draft flags")
         if max(self.batches) > 1 and self.profiled and any(test.prompt for test in self.tests):

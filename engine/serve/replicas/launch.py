@@ -95,6 +95,8 @@ def _config(spec: ModelSpec, first: ProcessEngine | None) -> EngineConfig:
     """The options of an engine. first: the one that was made first, whose kind of device and context all have."""
     config = spec.config
     config = replace(config, threads=max(1, thread_count(config.threads) // spec.settings.engines))
+    if spec.settings.prefill_replicas:  # hidden rows are not handed over
+        config = replace(config, draft_mtp=0)
     if first is None:
         return config
     kind = str(first.model.facts["device"]).partition(":")[0]

@@ -371,7 +371,7 @@ def test_captured_decode_steps_choose_the_tokens_of_eager_ones(
         rig.decoder, rig.cache, 4, shares_sequences=drafts, capture=capture_step if ON_GPU else rig.again
     )
     for rows in captured:
-        rig.graphs.capture(decode_key(rows, GREEDY))
+        rig.graphs.capture(decode_key(rows, GREEDY, drafts))
     runner = ModelRunner(rig.decoder, rig.cache, rig.graphs, DeviceDecoder(rig.graphs))
     eager = ModelRunner(rig.decoder, rig.other)
     for cache in (rig.cache, rig.other):
@@ -411,7 +411,7 @@ def test_captured_decode_steps_choose_the_tokens_of_eager_ones(
         texts.append((first.token_ids, second.token_ids))
     for ours, expected in zip(*reversed(texts), strict=True):
         assert ours[: len(expected)] == expected
-    assert set(rig.graphs.captured) == {decode_key(rows, GREEDY) for rows in sizes}
+    assert set(rig.graphs.captured) == {decode_key(rows, GREEDY, drafts) for rows in sizes}
 
 
 FIRST = [

@@ -48,6 +48,9 @@ class DraftDevice:
 
     def warm_up(self, *settings: SamplingParams) -> None: ...
 
+    def capture_next(self) -> bool:
+        return False
+
     @torch.no_grad()
     def launch(self, _kind: Any, sequences: Seq[DraftedSequence], count: int) -> DraftedTokens:
         """Sequences of a padded step, in which others of no consequence stand."""

@@ -9,6 +9,7 @@ from quengine import LLM, SamplingParams
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.models.synthetic.synthetic_eagle import write_synthetic_eagle
+from quengine.runners.draft_graphs import DraftGraphs
 from quengine.speculative.draft_eagle import EagleDrafts
 from tests.engine.speculative.test_cuda_speculation import (
     CTX,
@@ -45,6 +46,9 @@ def test_texts_stay_as_they_are_but_for_near_ties(files: tuple[Path, Path], para
     for parallel in (1, 4):
         with LLM(path, "cuda", CTX, parallel=parallel, draft_model=draft, draft_tokens=3) as llm:
             got = llm.generate(PROMPTS, params)
+            decoder = llm.runner.device_decoder
+            assert decoder is not None and isinstance(decoder.drafting, DraftGraphs)
+            assert (decoder.drafting._launched > 0) == (params is not PENALIZED)
         same = [ours == theirs for ours, theirs in zip(tokens(got), expected, strict=True)]
         assert sum(same) >= len(PROMPTS) - 1, same
         assert sum(c.timings.drafted_tokens for c in got) > 0
@@ -78,5 +82,6 @@ def test_captured_steps_draft_what_eager_ones_do(files: tuple[Path, Path]) -> No
     path, draft_file = files
     with LLM(path, "cuda", CTX, draft_model=draft_file, draft_tokens=4) as llm:
         drafts = llm.loaded.draft
-        assert isinstance(drafts, EagleDrafts)
+        assert isinstance(drafts, EagleDrafts) and llm.runner.device_decoder is not None
+        drafts._on_device = llm.runner.device_decoder.drafting = None  # the host asks for each draft
         check_captured_drafts(llm, drafts, cached=1)

@@ -37,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALIZED], ids=["greedy", "sampled", "penalties"])
 def test_texts_stay_as_they_are_but_for_near_ties(path: Path, params: SamplingParams) -> None:
-    with LLM(path, "cuda", CTX, parallel=4) as plain:
+    with LLM(path, "cuda", CTX, parallel=4, draft_mtp=0) as plain:
         expected = tokens(plain.generate(PROMPTS, params))
     for parallel in (1, 4):
         with LLM(path, "cuda", CTX, parallel=parallel, draft_mtp=3) as llm:
@@ -50,6 +50,32 @@ def test_texts_stay_as_they_are_but_for_near_ties(path: Path, params: SamplingPa
         # from step to step; texts that are to be equal are those of `deterministic`, below.
         assert sum(same) >= len(PROMPTS) - (1 if params.greedy else 2), same
         assert sum(c.timings.drafted_tokens for c in got) > 0
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALIZED], ids=["greedy", "sampled", "penalties"])
+def test_drafts_are_made_by_default_and_plain_steps_are_those_of_a_model_without(
+    path: Path, params: SamplingParams
+) -> None:
+    """But for the hidden rows that they keep, which takes one kernel."""
+    with LLM(path, "cuda", CTX, parallel=4, draft_mtp=0) as plain:
+        plain.warm_up()
+        expected = tokens(plain.generate(PROMPTS, params))
+        graphs = plain.runner.graphs
+        assert isinstance(graphs, CudaGraphs) and plain.loaded.draft is None
+        kernels = {key: step.nodes.kernels for key, step in graphs._steps.items() if key.phase == "decode"}
+    with LLM(path, "cuda", CTX, parallel=4) as llm:
+        llm.warm_up()
+        got = llm.generate(PROMPTS, params)
+        graphs, decoder = llm.runner.graphs, llm.runner.device_decoder
+        assert isinstance(graphs, CudaGraphs) and decoder is not None
+        ours = {key: step.nodes.kernels for key, step in graphs._steps.items() if key.phase == "decode"}
+        assert isinstance(decoder.drafting, DraftGraphs) and llm.config.draft_on_device
+        assert (decoder.drafting._launched > 0) == (params is not PENALIZED)
+        assert not any(pool.spares for pool in llm.loaded.cache.pools)
+    shared = kernels.keys() & ours.keys()
+    assert len(shared) > 4 and {ours[key] - kernels[key] for key in shared} == {1}
+    same = [ours == theirs for ours, theirs in zip(tokens(got), expected, strict=True)]
+    assert sum(same) >= len(PROMPTS) - (1 if params.greedy else 2), same
 
 
 @pytest.mark.parametrize("parallel", [1, 4])

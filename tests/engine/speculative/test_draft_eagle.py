@@ -20,6 +20,8 @@ from quengine.request.sequence import Sequence
 from quengine.speculative.draft_eagle import EagleDrafts
 from quengine.structured.constraint_spec import ConstraintSpec
 from tests.eagle_files import HEAD_DIM, HEADS, KV_HEADS, WIDTH, Definition, Eagle
+from tests.engine import test_steps_ahead as ahead
+from tests.engine.speculative.draft_device import drafts_on_device
 from tests.engine.speculative.test_draft_mtp import SIZES, Watched
 from tests.engine.speculative.test_speculation import (
     GREEDY,
@@ -168,6 +170,25 @@ def test_a_draft_model_that_is_right_is_accepted(agreeing: Path, parallel: int) 
             same(got, texts)
             drafted, accepted = counts(got)
             assert accepted > 0.7 * drafted and drafted > 100, (drafted, accepted)
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_the_device_drafts_and_accepts_as_the_host_does(folder: Path, agreeing: Path, parallel: int) -> None:
+    """By a draft model that is right, and by one that is not; sequences shorter than what the device computes of them
+    have their first drafts of the host."""
+    for pair in (folder, agreeing):
+        with ahead.load(pair / "target", 1, ctx_size=CONTEXT) as plain:
+            expected = [plain.generate(PROMPTS, params) for params in (GREEDY, SEEDED)]
+        options = {"ctx_size": CONTEXT, "draft_model": pair / "draft", "draft_tokens": 3}
+        with ahead.load(pair / "target", parallel, **options) as llm:
+            device, drafting = drafts_on_device(llm, 3)
+            got = [llm.generate(PROMPTS, params) for params in (GREEDY, SEEDED)]
+            for ours, texts in zip(got, expected, strict=True):
+                same(ours, texts)
+                drafted, accepted = counts(ours)
+                assert drafted > 0 and (pair is folder or accepted > 0.7 * drafted), (drafted, accepted)
+            assert drafting.drafted and all_free(llm)
+            assert any(entry.startswith("drafts") for entry in device.log)
 
 
 SMALL = {"vocab_size": 500, "context_length": CONTEXT, "embedding_length": 64, "quant": "F32"}

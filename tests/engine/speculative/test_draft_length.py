@@ -1,9 +1,19 @@
 """How long drafts are: after how they went, and what many sequences get of a step."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quengine.speculative.draft_length import LONGEST_PAUSE, AcceptRate, DraftLength, TimedLength, divide
+from quengine.speculative.draft_length import (
+    FIRST_PLAIN,
+    LONGEST_PAUSE,
+    LONGEST_PLAIN,
+    AcceptRate,
+    DraftLength,
+    TimedLength,
+    divide,
+)
 
 
 def lengths(length: DraftLength, steps: int, right: bool) -> list[int]:
@@ -67,31 +77,76 @@ def test_an_accept_rate_follows_what_was_accepted_where_it_could_be() -> None:
     assert one.value == three.value, "after the first one that is wrong no other could be accepted"
 
 
+def timed(plain: float, *drafting: float) -> TimedLength:
+    """After steps of each length that took so many seconds."""
+    made = TimedLength(len(drafting))
+    for length, seconds in enumerate((plain, *drafting)):
+        made.note(length, seconds)
+    return made
+
+
+def run(made: TimedLength, steps: int, rate: float, seconds: list[float]) -> list[int]:
+    """The lengths of so many steps, which take so long, one after the other."""
+    found = []
+    for _ in range(steps):
+        found.append(made.next([rate], len(seconds) - 1))
+        made.note(found[-1], seconds[found[-1]])
+    return found
+
+
 def test_drafts_are_as_long_as_they_pay() -> None:
-    timed = TimedLength(6)
-    assert timed.next([0.95], 6) == 6 and timed.next([0.95], 2) == 2
-    assert 0 < timed.next([0.5], 6) < 6
-    for length, seconds in ((0, 5.0), (1, 5.5), (3, 6.5), (6, 8.0)):
-        timed.note(length, seconds)
-    cheap = timed.next([0.8], 6)
-    for _ in range(60):
-        for length, seconds in ((0, 5.0), (1, 8.0), (3, 14.0), (6, 23.0)):
-            timed.note(length, seconds)
-    assert timed.next([0.8], 6) < cheap
+    cheap, dear = timed(5, 5.2, 5.4, 5.6, 5.8, 6, 6.2), timed(5, 8, 11, 14, 17, 20, 23)
+    assert cheap.next([0.95], 6) == 6 and cheap.next([0.95], 2) == 2
+    assert 0 < cheap.next([0.5], 6) < 6
+    assert 0 < dear.next([0.95], 6) < cheap.next([0.95], 6)
+    assert dear.next([0.9], 6) > dear.next([0.9, 0.4], 6)
+    assert dear.next([0.5], 6) == 0
+
+
+def test_first_steps_are_plain_until_one_was_timed() -> None:
+    made = TimedLength(3)
+    assert not made.due and made.pays and made.next([0.9], 3) == 0
+    made.note(0, 1.0)
+    assert made.due and made.next([0.9], 3) > 0
+    untimed = TimedLength(3)
+    never = [untimed.next([0.9], 3) for _ in range(9)]
+    assert never[0] == 0 and never[-1] > 0, "as where prompts come between steps"
 
 
 def test_drafts_that_do_not_pay_pause_longer_each_time_until_they_do() -> None:
-    timed = TimedLength(3)
-    timed.note(0, 1.0)
-    timed.note(1, 1.6)
-    lengths = [timed.next([0.2], 3) for _ in range(40)]
-    assert lengths[:16] == [1, 0, 1, 0, 0, 1, *[0] * 4, 1, *[0] * 5] and sum(lengths) == 6
-    assert max(timed.next([0.99], 3) for _ in range(LONGEST_PAUSE + 1)) == 3 and timed.due
+    seconds = [1.0, 1.4, 1.8, 2.2]
+    made = timed(*seconds)
+    found = run(made, 2000, 0.2, seconds)
+    assert set(found) == {0, 1} and not made.pays
+    drafts = [number for number, length in enumerate(found) if length]
+    pauses = [after - before for before, after in pairwise(drafts) if after > before + 1]
+    assert drafts[0] == FIRST_PLAIN and pauses[0] > FIRST_PLAIN
+    assert pauses == sorted(pauses) and pauses[-1] > LONGEST_PLAIN == 256
+    assert sum(0.4 for _ in drafts) < 0.01 * sum(seconds[length] for length in found)
+    again = run(made, 2 * LONGEST_PLAIN, 0.95, seconds)
+    assert again[-1] > 1 and again.count(0) <= LONGEST_PLAIN
+    assert run(made, 40, 0.0, seconds)[:2] == [0, 0], "what does not pay any longer ends at once"
+
+
+def test_another_text_is_tried_sooner() -> None:
+    seconds = [1.0, 1.4]
+    made = timed(*seconds)
+    run(made, 500, 0.1, seconds)
+    while made.due:
+        made.next([0.1], 1)
+    made.retry()
+    assert 1 in run(made, FIRST_PLAIN + 1, 0.1, seconds)
+
+
+def test_steps_that_become_slower_alike_change_nothing() -> None:
+    """As with a longer context: what was timed at a shorter one is compared with what is timed now."""
+    made = timed(1.0, 1.1, 1.2, 1.3)
+    assert run(made, 200, 0.6, [3.0, 3.3, 3.6, 3.9])[-1] == timed(1.0, 1.1, 1.2, 1.3).next([0.6], 3) > 0
+    assert run(made, 200, 0.6, [0.5, 0.55, 0.6, 0.65])[-1] > 0
 
 
 def test_a_step_that_took_long_once_changes_little() -> None:
-    timed = TimedLength(3)
     for length in range(4):
-        timed.note(length, 1.0 + 0.1 * length)
-    timed.note(3, 100.0)
-    assert timed.next([0.9], 3) == 3
+        made = timed(1.0, 1.1, 1.2, 1.3)
+        made.note(length, 100.0)
+        assert made.next([0.9], 3) == 3

@@ -1,5 +1,6 @@
 """Drafts that a device makes, verifies and accepts, a step ahead of the host: texts are those without drafts."""
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,6 +52,37 @@ def expected(model: Path) -> Iterator[Texts]:
         yield texts
 
 
+class Switching:
+    """Takes the place of a `TimedLength`: plain steps and ones with drafts of all lengths, a few of each in turn."""
+
+    def __init__(self, most: int, seed: int) -> None:
+        self._random, self._most, self._left, self._length = random.Random(seed), most, 0, 0
+        self.pays = True
+        self.made = list[int]()
+
+    @property
+    def due(self) -> bool:
+        return self._length > 0
+
+    def skip(self) -> None:
+        self._turn(0)
+
+    def retry(self) -> None: ...
+
+    def note(self, _length: int, _seconds: float) -> None: ...
+
+    def next(self, _rates: list[float], most: int) -> int:
+        self._turn(length := min(self._length, most))
+        return length
+
+    def _turn(self, length: int) -> None:
+        self.made.append(length)
+        self._left -= 1
+        if self._left <= 0:
+            self._length = 0 if length else self._random.randint(1, self._most)
+            self._left = self._random.choice([1, 2, 4, 9]) if length else self._random.randint(1, 4)
+
+
 @contextmanager
 def ahead(
     model: Path, parallel: int = 4, most: int = MOST, **options: object
@@ -76,6 +108,74 @@ def oracle_of(
         return None
 
     return token
+
+
+def switches(llm: LLM, seed: int = 1) -> Switching:
+    """Has all steps change between plain ones and ones with drafts."""
+    assert llm.speculation is not None
+    made = Switching(MOST, seed)
+    llm.speculation._timed_length = lambda _sequences: made  # type: ignore[method-assign, assignment, return-value]
+    return made
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_texts_are_those_of_plain_steps_where_these_and_drafts_take_turns(
+    model: Path, expected: Texts, parallel: int
+) -> None:
+    """In pauses shorter and longer than what the layer computes without the host."""
+    for seed, params in enumerate((GREEDY, SEEDED)):
+        with ahead(model, parallel, chunk_size=24, draft_on_device=True) as (llm, device, drafting):
+            drafting.oracle, turns = oracle_of(llm, expected(params)), switches(llm, seed)
+            same(llm.generate(PROMPTS, params), expected(params))
+            assert drafting.drafted and turns.made.count(0) > 5 and len(set(turns.made)) > 2
+            steps = [entry.split()[0] for entry in device.log if not entry.startswith(("read", "prompts"))]
+            assert {"decode", "drafts"} == set(steps)
+            assert not any(pool.spares for pool in llm.loaded.cache.pools), "states are not copied for drafts"
+
+
+def test_what_the_host_samples_takes_plain_steps_where_the_device_alone_drafts(
+    model: Path, expected: Texts
+) -> None:
+    """Alone, and beside others, which draft again once it has ended."""
+    grammar = replace(SEEDED, constraint=ConstraintSpec.regex("((ab|cd){3}e){20}"))
+    every = [GREEDY, PENALIZED, grammar, replace(GREEDY, logprobs=1), SEEDED]
+    wanted = [expected(params)[number] for number, params in enumerate(every)]
+    with ahead(model, 3, draft_on_device=True) as (llm, device, drafting):
+        drafting.oracle, turns = oracle_of(llm, wanted), switches(llm)
+        for number in (1, 2, 3):
+            got = llm.generate(PROMPTS[number : number + 1], every[number])
+            same(got, wanted[number : number + 1])
+            assert not got[0].timings.drafts
+        assert not drafting.drafted
+        streams = [llm.stream(prompt, params) for prompt, params in zip(PROMPTS, every, strict=True)]
+        for stream in streams:
+            stream.start()
+        same([stream.finish() for stream in streams], wanted)
+        device.log.clear()
+        same(llm.generate(PROMPTS[:1], GREEDY), wanted[:1])
+        assert drafting.drafted and turns.made
+
+
+def test_preempted_sequences_and_shared_prefixes_go_on_where_steps_take_turns(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, params = [list(range(10 * i, 10 * i + 29)) for i in range(4)], replace(GREEDY, max_tokens=24)
+    second = [[*prompt, 7, 7] for prompt in prompts]
+    with load(model, 1, ctx_size=192) as alone:
+        wanted, later = alone.generate(prompts, params), alone.generate(second, params)
+    with ahead(model, 4, draft_on_device=True, reuse_prefix=True) as (llm, _, drafting):
+        paged, *states = llm.loaded.cache.pools
+        llm.loaded.cache.pools = (replace(paged, num_blocks=5), *states)
+        schedule_anew(llm)
+        preempted, preempt = list[Sequence](), llm.scheduler._preempt
+        monkeypatch.setattr(
+            llm.scheduler, "_preempt", lambda each, **how: (preempted.append(each), preempt(each, **how))
+        )
+        drafting.oracle = oracle_of(llm, [*wanted, *later], 3, [*prompts, *second])
+        switches(llm)
+        same(llm.generate(prompts, params), wanted)
+        same(llm.generate(second, params), later)
+        assert preempted and drafting.drafted
 
 
 @pytest.mark.parametrize(
@@ -113,7 +213,7 @@ def test_a_step_is_launched_before_the_one_in_flight_is_read(model: Path, expect
         same(llm.generate(PROMPTS[:2], GREEDY), expected(GREEDY)[:2])
         launches = [n for n, entry in enumerate(device.log, 1) if entry.startswith("drafts")]
         before = [n for n, after in pairwise(launches) if f"read {n}" not in device.log[:after]]
-        assert len(launches) > 15 and len(before) > 0.7 * len(launches)
+        assert len(launches) > 12 and len(before) > 0.7 * len(launches)
 
 
 def test_what_the_host_samples_is_as_without_drafts(model: Path, expected: Texts) -> None:

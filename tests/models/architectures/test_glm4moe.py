@@ -85,7 +85,7 @@ def test_the_draft_layer_is_passed_over_and_said_to_be(root: Path, kind: str) ->
     plain, drafts = (opened(root, name, kind) for name in ("plain", "a draft layer"))
     (note,) = [note for note in drafts.notes if "draft" in note]
     count = 21 if kind == "gguf" else 42  # experts are stored one by one there
-    assert note == f"the model has a layer that drafts tokens (MTP), used with --draft-mtp N: {count} tensors"
+    assert note == f"the model has a layer that drafts tokens (MTP), which --draft-mtp uses: {count} tensors"
     assert set(drafts.tensors) == set(plain.tensors) and drafts.types == plain.types
     assert (drafts.nbytes, drafts.weights) == (plain.nbytes, plain.weights)
     shown = summarize(path_of(root, "a draft layer", kind))

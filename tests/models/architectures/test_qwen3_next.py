@@ -131,7 +131,7 @@ def test_layers_that_draft_are_passed_over_with_a_note(root: Path) -> None:
     for kind in KINDS:
         checkpoint = opened(root, "draft layer", kind)
         assert checkpoint.config.block_count == 5
-        used = "the model has a layer that drafts tokens (MTP), used with --draft-mtp N: 15 tensors"
+        used = "the model has a layer that drafts tokens (MTP), which --draft-mtp uses: 15 tensors"
         assert used in checkpoint.notes
 
 
