@@ -515,7 +515,7 @@ def _ways(
     ways += _ways_with_fewer_states(needs, memory, wanted, fitting, cache_type)
     if needs.draft is not None:
         own = needs.draft.is_draft_layer and needs.draft.eagle is None
-        ways.append("no --draft-mtp" if own else "no --draft-model")
+        ways.append("--draft-mtp 0" if own else "no --draft-model")
     missing = needs.nbytes(wanted, cache_type) - memory.room
     if (layers := layers_that_free(memory.experts, missing)) is not None:
         ways.append(f"--n-cpu-moe {layers}")

@@ -145,6 +145,47 @@ for key in (DraftKey(1, 3, GREEDY), DraftKey(4, 2, GREEDY)):
 """
 
 
+EAGLE = """
+import tempfile
+from pathlib import Path
+from quengine.block_manager import CachePool
+from quengine.kernels.cuda.aot.aot_compile import record
+from quengine.models.checkpoint import open_checkpoint
+from quengine.models.eagle_checkpoint import open_eagle
+from quengine.models.synthetic.synthetic import write_synthetic
+from quengine.models.synthetic.synthetic_eagle import write_synthetic_eagle
+from quengine.runners import cuda_graphs, draft_graphs
+from quengine.runners.compile_kernels import KernelPlan, LayerPlan, compile_stages, stored_tensors
+from quengine.runners.draft_graphs import DraftGraphs, DraftKey
+from quengine.runners.graph_keys import GREEDY
+
+for module in (cuda_graphs, draft_graphs):
+    module.has_dependent_launch = lambda _: True
+with tempfile.TemporaryDirectory() as folder:
+    target = open_checkpoint(write_synthetic(Path(folder) / "tiny.gguf", "tiny"))
+    draft = write_synthetic_eagle(Path(folder) / "draft.gguf", target.config, drafted=384)
+    eagle = open_eagle(draft, target)
+    fusion = stored_tensors(eagle.fusion.tensors)
+    layer = LayerPlan(eagle.config, stored_tensors(eagle.tensors), 8, 3, 16, fusion, True)
+    plan = KernelPlan(target.config, stored_tensors(target.tensors), 128, [CachePool(16)], 64, "f16", 16, 64, True,
+                      False, layer)
+    stages = compile_stages(plan)
+    record(stages[0])
+    kernels = {launch.key: launch.name for launch in record(stages[2])}
+    print(sorted(set(kernels.values())))
+    drafts = plan.drafts(plan.graphs())
+    for key in (DraftKey(1, 3, GREEDY), DraftKey(4, 2, GREEDY)):
+        missing = {launch.name: launch.key for launch in record(lambda: drafts.run(key)) if launch.key not in kernels}
+        assert not missing, missing
+"""
+
+
+def test_no_draft_of_an_eagle_draft_model_waits_for_the_compiler() -> None:
+    names = without_interpreter(EAGLE)
+    for kernel in ("enter_kernel", "place_kernel", "accept_kernel", "join_kernel", "before_kernel"):
+        assert kernel in names
+
+
 def test_no_draft_waits_for_the_compiler() -> None:
     names = without_interpreter(DRAFTS)
     for kernel in (
