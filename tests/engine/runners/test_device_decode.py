@@ -173,7 +173,7 @@ class FakeDevice:
         self.log.append("prompts")
         return fake_step(self.log, 0, tokens)
 
-    def launch(self, rows: list[Row], kind: SamplingKind) -> StepTokens:
+    def launch(self, rows: list[Row], kind: SamplingKind, _shares: bool = False) -> StepTokens:
         if rows != self.step:
             self.sent.append("rows")
         self.step = rows

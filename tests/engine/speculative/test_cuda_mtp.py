@@ -10,6 +10,7 @@ from quengine import LLM, SamplingParams
 from quengine.loading import machine
 from quengine.models.synthetic.presets import PRESETS
 from quengine.models.synthetic.synthetic import write_synthetic
+from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.draft_graphs import DraftGraphs
 from quengine.speculative.draft_mtp import MtpDrafts
 from tests.engine.speculative.test_cuda_speculation import (
