@@ -87,8 +87,15 @@ def table(architectures: Sequence[str]) -> bool:
         module = importlib.import_module(f"tests.models.architectures.test_{architecture}")
         with tempfile.TemporaryDirectory() as folder:
             write_cases = getattr(module, "write_cases", models.write_cases)  # not all are of `transformers`
-            root = write_cases(Path(folder), module.CASES)
-            found = [(c, name, d / models.CPU_TOLERANCE) for c, name, d in differences(root, module)]
+            try:
+                root = write_cases(Path(folder), module.CASES)
+                found = [(c, name, d / models.CPU_TOLERANCE) for c, name, d in differences(root, module)]
+            except (
+                Exception
+            ) as error:  # as where this machine's transformers is older: the others are still of use
+                print(f"{architecture:12}  {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+                passed = False
+                continue
         worst = {column: max(d for c, _, d in found if c == column) for column in COLUMNS[:-1]}
         fault = min(d for c, _, d in found if c == "fault")
         nearest = max((d, name, c) for c, name, d in found if c != "fault")
