@@ -2,6 +2,8 @@
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -20,12 +22,24 @@ def read_text(path: Path, failure: str, limit: int = MAX_INPUT_BYTES) -> str:
     Raises:
         EngineError: it is something else (a device may never end), too large, not UTF-8, or cannot be read.
     """
-    failure = f"{failure} {_shown(path)}"
+    with _opened(path, f"{failure} {_shown(path)}") as (file, failure):
+        return universal_newlines(read_stream(file, failure, limit))
+
+
+def read_bytes(path: Path, failure: str, limit: int = MAX_INPUT_BYTES) -> bytes:
+    """The bytes of such a file. Raises EngineError as `read_text`."""
+    with _opened(path, f"{failure} {_shown(path)}") as (file, failure):
+        return _bounded(file, failure, limit)
+
+
+@contextmanager
+def _opened(path: Path, failure: str) -> Iterator[tuple[IO[bytes], str]]:
+    """A file or a pipe, and how the message of an error in the block begins. Raises EngineError."""
     try:
         _check_kind(path.stat(), failure)  # before it is opened: opening a device may do something
         with path.open("rb") as file:
             _check_kind(os.fstat(file.fileno()), failure)
-            return universal_newlines(read_stream(file, failure, limit))
+            yield file, failure
     except OSError as error:
         near = nearest_file(path) if isinstance(error, FileNotFoundError) else ""
         raise EngineError(f"{failure}: {error.strerror or error}{near}") from None
@@ -45,17 +59,22 @@ def read_stream(
     Raises:
         EngineError: it is too large, not UTF-8, or cannot be read.
     """
+    data = _bounded(stream, failure, limit)
+    try:
+        return data.decode(errors="replace" if replace else "strict")
+    except UnicodeDecodeError as error:
+        at = error.start
+        raise EngineError(f"{failure}: not UTF-8, byte {data[at]:#04x} at {at}") from None
+
+
+def _bounded(stream: IO[bytes], failure: str, limit: int) -> bytes:
     try:
         data = stream.read(limit + 1)
     except OSError as error:
         raise EngineError(f"{failure}: {error.strerror or error}") from None
     if len(data) > limit:
         raise EngineError(f"{failure}: more than {limit} bytes")
-    try:
-        return data.decode(errors="replace" if replace else "strict")
-    except UnicodeDecodeError as error:
-        at = error.start
-        raise EngineError(f"{failure}: not UTF-8, byte {data[at]:#04x} at {at}") from None
+    return data
 
 
 def universal_newlines(text: str) -> str:
