@@ -23,6 +23,8 @@ MAX_BYTES = 32 << 20
 """Of all images of a request."""
 MOST_REDIRECTS = 3
 MOST_AT_ONCE = 8
+MOST_IMAGES = 64
+"""Of a request."""
 REACH = Reach()
 _CONNECT_SECONDS = 5.0
 _HEADERS = (
@@ -58,6 +60,8 @@ async def fetch_images(urls: Sequence[str]) -> dict[str, bytes]:
             return await _fetch(url, room)
 
     names = list(dict.fromkeys(urls))
+    if len(names) > MOST_IMAGES:
+        raise EngineError(f"{len(names)} images are to be fetched, over the limit of {MOST_IMAGES}")
     try:
         async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
             tasks = [group.create_task(fetch(name)) for name in names]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
+from typing import TypeGuard
 
 from PIL import Image
 
@@ -25,6 +26,8 @@ _WORKER = Path(__file__).with_name("decode_worker.py")
 _MEMORY_BYTES = max(MAX_BYTES, 3 * MAX_PIXELS)
 _KEPT_BYTES = 16 << 20
 """Of shared memory, between images."""
+_MOST_SAID = 300
+"""Characters of an error's line."""
 
 
 class LimitedDecoder:
@@ -49,12 +52,7 @@ class LimitedDecoder:
         self._memory[: len(data)] = data
         used = len(data)
         try:
-            answer = self.process.ask({"size": len(data)})
-            if "error" in answer:
-                raise ImageError(str(answer["error"]))
-            width, height = _checked(answer.get("width")), _checked(answer.get("height"))
-            if width * height > MAX_PIXELS:
-                raise ProcessStoppedError("it gives too many pixels")
+            width, height = self._size(len(data))
             used = max(used, 3 * width * height)
             with memoryview(self._memory) as memory, memory[: 3 * width * height] as pixels:
                 return Image.frombytes("RGB", (width, height), pixels)
@@ -64,6 +62,21 @@ class LimitedDecoder:
             if used > _KEPT_BYTES:
                 self._memory.madvise(mmap.MADV_REMOVE)
 
+    def _size(self, nbytes: int) -> tuple[int, int]:
+        """The sides of the image whose pixels are in the memory now. Raises ImageError and ProcessStoppedError."""
+        try:
+            answer = self.process.ask({"size": nbytes})
+        except (ValueError, RecursionError):
+            answer = {}
+        if not isinstance(answer, dict):
+            answer = {}
+        if "error" in answer:
+            raise ImageError(" ".join(str(answer["error"])[:_MOST_SAID].split()))
+        width, height = answer.get("width"), answer.get("height")
+        if not (_is_side(width) and _is_side(height) and width * height <= MAX_PIXELS):
+            raise ProcessStoppedError("it gives no size in pixels")
+        return width, height
+
     def close(self) -> None:
         """End the process and give back the memory."""
         self.process.close()
@@ -71,11 +84,9 @@ class LimitedDecoder:
         os.close(self._descriptor)
 
 
-def _checked(side: object) -> int:
-    """A side of an image as the process, which a file may have taken over, says it is."""
-    if not isinstance(side, int) or not 0 < side <= MAX_SIDE:
-        raise ProcessStoppedError("it gives no size in pixels")
-    return side
+def _is_side(side: object) -> TypeGuard[int]:
+    """Whether what the process, which a file may have taken over, says is a side of an image."""
+    return isinstance(side, int) and 0 < side <= MAX_SIDE
 
 
 class LimitedDecoders:

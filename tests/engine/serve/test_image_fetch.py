@@ -208,6 +208,8 @@ def test_what_is_too_much_or_too_slow_or_not_there(
     assert "none that is read here" in refusal(ask(seen[0], f"{at}/none"))
     assert "cannot be reached" in refusal(ask(seen[0], f"http://{HERE}:1/picture"))
     assert "must be http" in refusal(ask(seen[0], "http://"))
+    many = [f"{at}/picture?{number}" for number in range(65)]
+    assert "65 images are to be fetched, over the limit of 64" in refusal(ask(seen[0], *many))
     monkeypatch.setattr(image_fetch, "MAX_BYTES", 200_000)
     assert "more than 200000 bytes together" in refusal(ask(seen[0], f"{at}/large"))
     monkeypatch.setattr(image_fetch, "MAX_BYTES", 60)
