@@ -2,8 +2,6 @@
 
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -22,24 +20,18 @@ def read_text(path: Path, failure: str, limit: int = MAX_INPUT_BYTES) -> str:
     Raises:
         EngineError: it is something else (a device may never end), too large, not UTF-8, or cannot be read.
     """
-    with _opened(path, f"{failure} {_shown(path)}") as (file, failure):
-        return universal_newlines(read_stream(file, failure, limit))
+    data = read_bytes(path, failure, limit)
+    return universal_newlines(_decoded(data, f"{failure} {_shown(path)}"))
 
 
 def read_bytes(path: Path, failure: str, limit: int = MAX_INPUT_BYTES) -> bytes:
-    """The bytes of such a file. Raises EngineError as `read_text`."""
-    with _opened(path, f"{failure} {_shown(path)}") as (file, failure):
-        return _bounded(file, failure, limit)
-
-
-@contextmanager
-def _opened(path: Path, failure: str) -> Iterator[tuple[IO[bytes], str]]:
-    """A file or a pipe, and how the message of an error in the block begins. Raises EngineError."""
+    """The content of a file, as `read_text` reads it. Raises EngineError alike."""
+    failure = f"{failure} {_shown(path)}"
     try:
         _check_kind(path.stat(), failure)  # before it is opened: opening a device may do something
         with path.open("rb") as file:
             _check_kind(os.fstat(file.fileno()), failure)
-            yield file, failure
+            return _read(file, failure, limit)
     except OSError as error:
         near = nearest_file(path) if isinstance(error, FileNotFoundError) else ""
         raise EngineError(f"{failure}: {error.strerror or error}{near}") from None
@@ -59,15 +51,10 @@ def read_stream(
     Raises:
         EngineError: it is too large, not UTF-8, or cannot be read.
     """
-    data = _bounded(stream, failure, limit)
-    try:
-        return data.decode(errors="replace" if replace else "strict")
-    except UnicodeDecodeError as error:
-        at = error.start
-        raise EngineError(f"{failure}: not UTF-8, byte {data[at]:#04x} at {at}") from None
+    return _decoded(_read(stream, failure, limit), failure, replace)
 
 
-def _bounded(stream: IO[bytes], failure: str, limit: int) -> bytes:
+def _read(stream: IO[bytes], failure: str, limit: int) -> bytes:
     try:
         data = stream.read(limit + 1)
     except OSError as error:
@@ -75,6 +62,14 @@ def _bounded(stream: IO[bytes], failure: str, limit: int) -> bytes:
     if len(data) > limit:
         raise EngineError(f"{failure}: more than {limit} bytes")
     return data
+
+
+def _decoded(data: bytes, failure: str, replace: bool = False) -> str:
+    try:
+        return data.decode(errors="replace" if replace else "strict")
+    except UnicodeDecodeError as error:
+        at = error.start
+        raise EngineError(f"{failure}: not UTF-8, byte {data[at]:#04x} at {at}") from None
 
 
 def universal_newlines(text: str) -> str:
