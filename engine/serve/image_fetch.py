@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import urljoin
+from urllib.parse import quote, urldefrag, urljoin
 
 from quengine.errors import EngineError
 from quengine.platform.log_lines import one_line
@@ -77,7 +77,8 @@ async def _fetch(url: str, room: _Room) -> bytes:
     import httpcore2
 
     for _ in range(MOST_REDIRECTS + 1):
-        shown = shown_address(web_address(url, "the image's address"))
+        url = web_address(_as_sent(url), "the image's address")
+        shown = shown_address(url)
         try:
             found = await _request(url, room)
         except PrivateAddressError as error:
@@ -90,6 +91,11 @@ async def _fetch(url: str, room: _Room) -> bytes:
             return found
         url = found
     raise EngineError(f"{shown}: more than {MOST_REDIRECTS} redirects")
+
+
+def _as_sent(url: str) -> str:
+    """An address as it is requested: without a fragment, and percent signs for what is not ASCII."""
+    return quote(urldefrag(url).url, safe="%/:=&?~+!$,;'@()*[]")
 
 
 async def _request(url: str, room: _Room) -> bytes | str:

@@ -148,6 +148,8 @@ def test_an_image_is_that_of_its_bytes(seen: tuple[Served, LLM, FakeVision], nam
     assert found["choices"] == expected["choices"]
     assert found["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"] > 2 * len(PICTURE)
     assert Pictures.asked == ["/picture"] and names.asked == ["pictures.test"]
+    assert ask(seen[0], f"{url}?größe=a b&c=%2F#top").status_code == 200
+    assert Pictures.asked[1:] == ["/picture?gr%C3%B6%C3%9Fe=a%20b&c=%2F"]
 
 
 def test_every_api_takes_addresses(seen: tuple[Served, LLM, FakeVision], names: Names, port: int) -> None:
