@@ -5,10 +5,12 @@ They are kept for the next image, and replaced when a file ends them. Files and 
 """
 
 import fcntl
+import logging
 import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
 from typing import TypeGuard
@@ -17,6 +19,8 @@ from PIL import Image
 
 from quengine.models.images.decode import MAX_BYTES, MAX_PIXELS, MAX_SIDE, ImageError, check_bytes
 from quengine.models.template.limited_process import LimitedProcess, ProcessLimits, ProcessStoppedError
+
+logger = logging.getLogger(__name__)
 
 LIMITS = ProcessLimits(cpu_seconds=20.0, memory_bytes=3 << 30, patience_seconds=60.0)
 """For one image: the largest that may be read takes half of it (`benchmarks/checks/hostile_images.py --times`)."""
@@ -70,8 +74,10 @@ class LimitedDecoder:
             answer = {}
         if not isinstance(answer, dict):
             answer = {}
+        if "unsealed" in answer:
+            _warn_unsealed(_line(answer["unsealed"]))
         if "error" in answer:
-            raise ImageError(" ".join(str(answer["error"])[:_MOST_SAID].split()))
+            raise ImageError(_line(answer["error"]))
         width, height = answer.get("width"), answer.get("height")
         if not (_is_side(width) and _is_side(height) and width * height <= MAX_PIXELS):
             raise ProcessStoppedError("it gives no size in pixels")
@@ -82,6 +88,16 @@ class LimitedDecoder:
         self.process.close()
         self._memory.close()
         os.close(self._descriptor)
+
+
+def _line(said: object) -> str:
+    return " ".join(str(said)[:_MOST_SAID].split())
+
+
+@cache
+def _warn_unsealed(why: str) -> None:
+    """Once."""
+    logger.warning("the process that decodes image files has limits, but may open files and sockets: %s", why)
 
 
 def _is_side(side: object) -> TypeGuard[int]:

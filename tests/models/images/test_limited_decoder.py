@@ -185,6 +185,20 @@ def refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str) -> None:
     made.close()
 
 
+def test_a_system_without_a_filter_of_calls_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER.format(more="decode_worker.privileges.supported = lambda: False"))
+    monkeypatch.setattr(limited_decoder, "_WORKER", worker)
+    made = LimitedDecoder()
+    for _ in range(2):
+        assert made.decode(encoded(picture(5, 4))).size == (5, 4)
+    made.close()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "may open files and sockets: no filter of system calls is known for" in line
+
+
 def test_threads_decode_at_once_and_processes_are_kept() -> None:
     decoders = LimitedDecoders()
     images = [picture(side, 7) for side in range(1, 25)]
