@@ -19,6 +19,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
@@ -178,6 +179,13 @@ def print_times() -> None:
             data = saved(picture(side, side), kind)
             here, there = _median_ms(decode_image, data), _median_ms(decoder.decode, data)
             print(f"{kind} of {side} x {side}: {here:.2f} ms here, {there:.2f} ms in the process", flush=True)
+    data = saved(picture(1024, 1024), "JPEG")
+    for threads in (1, 4):
+        here, there = _a_second(decode_image, data, threads), _a_second(decode_limited, data, threads)
+        print(
+            f"JPEG of 1024 x 1024 in {threads} threads: {here:.0f} a second here, {there:.0f} in processes",
+            flush=True,
+        )
     image = picture(SIDE, MAX_PIXELS // SIDE)
     kinds: dict[str, dict[str, object]] = {
         "PNG": {"compress_level": 1},
@@ -206,6 +214,15 @@ def print_times() -> None:
 def _peak_mib(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmPeak"))
+
+
+def _a_second(decode: Callable[[bytes], Image.Image], data: bytes, threads: int, count: int = 60) -> float:
+    """Images a second that `threads` threads decode."""
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(decode, [data] * threads))
+        began = time.perf_counter()
+        list(pool.map(decode, [data] * count))
+        return count / (time.perf_counter() - began)
 
 
 def _median_ms(decode: Callable[[bytes], Image.Image], data: bytes) -> float:

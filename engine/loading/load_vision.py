@@ -65,10 +65,8 @@ def open_vision(
 def _opened(
     config: EngineConfig, found: Path, path: Path, model: ModelConfig, device: torch.device
 ) -> Vision:
-    from quengine.models.images.limited_decoder import start_decoder
     from quengine.models.vision import load_processor, load_vision
 
-    start_decoder()
     processor = load_processor(found)  # without weights
     if processor.settings.text_size != model.embedding_length:
         raise EngineError(

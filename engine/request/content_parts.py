@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from quengine.errors import EngineError
+from quengine.platform.input_files import read_bytes
 
 IMAGE = "\ufdd0"
 """Stands for an image in the text of a message: a code point that Unicode keeps for a program's own use."""
@@ -119,11 +120,8 @@ def images_of(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
 
 
 def read_image(path: Path) -> bytes:
-    """The bytes of an image's file. Raises EngineError where it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise EngineError(f"cannot read the image {path}: {error.strerror or error}") from None
+    """The bytes of an image's file, or of a pipe. Raises EngineError where it cannot be read, or is too large."""
+    return read_bytes(path, "cannot read the image")
 
 
 def data_url(url: str) -> bytes:

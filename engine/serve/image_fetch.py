@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from urllib.parse import urljoin
+from urllib.parse import quote, urldefrag, urljoin
 
 from quengine.errors import EngineError
 from quengine.platform.log_lines import one_line
@@ -23,6 +23,8 @@ MAX_BYTES = 32 << 20
 """Of all images of a request."""
 MOST_REDIRECTS = 3
 MOST_AT_ONCE = 8
+MOST_IMAGES = 64
+"""Of a request."""
 REACH = Reach()
 _CONNECT_SECONDS = 5.0
 _HEADERS = (
@@ -58,6 +60,8 @@ async def fetch_images(urls: Sequence[str]) -> dict[str, bytes]:
             return await _fetch(url, room)
 
     names = list(dict.fromkeys(urls))
+    if len(names) > MOST_IMAGES:
+        raise EngineError(f"{len(names)} images are to be fetched, over the limit of {MOST_IMAGES}")
     try:
         async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as group:
             tasks = [group.create_task(fetch(name)) for name in names]
@@ -73,7 +77,8 @@ async def _fetch(url: str, room: _Room) -> bytes:
     import httpcore2
 
     for _ in range(MOST_REDIRECTS + 1):
-        shown = shown_address(web_address(url, "the image's address"))
+        url = web_address(_as_sent(url), "the image's address")
+        shown = shown_address(url)
         try:
             found = await _request(url, room)
         except PrivateAddressError as error:
@@ -86,6 +91,11 @@ async def _fetch(url: str, room: _Room) -> bytes:
             return found
         url = found
     raise EngineError(f"{shown}: more than {MOST_REDIRECTS} redirects")
+
+
+def _as_sent(url: str) -> str:
+    """An address as it is requested: without a fragment, and percent signs for what is not ASCII."""
+    return quote(urldefrag(url).url, safe="%/:=&?~+!$,;'@()*[]")
 
 
 async def _request(url: str, room: _Room) -> bytes | str:

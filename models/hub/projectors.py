@@ -26,19 +26,17 @@ def choose_projector(model: str, files: Iterable[str]) -> str | None:
     """The projector of the model file `model` among files of the same root, as paths with "/", if there is one.
 
     Those of the model's own folder come before those of the folders above it; of these the one whose name has most in
-    common with the model's, then F16, BF16, Q8_0. One that `projector_name` calls after another model is that one's.
+    common with the model's, then F16, BF16, Q8_0. One that `projector_name` calls after another model, whose
+    name this one's does not go on with, is that one's.
     """
     names = list(files)
-    own = PurePosixPath(model)
+    own, stem = PurePosixPath(model), without_shard(model)
     if is_projector(model):
         return None
     for folder in own.parents:
         here = [name for name in names if PurePosixPath(name).parent == folder]
-        others = {
-            projector_name(without_shard(name)).lower()
-            for name in here
-            if name.lower().endswith(".gguf") and without_shard(name) != without_shard(model)
-        }
+        models = {without_shard(name) for name in here if name.lower().endswith(".gguf")}
+        others = {projector_name(each).lower() for each in models if not stem.startswith(each)}
         found = [
             name for name in here if is_projector(name) and PurePosixPath(name).name.lower() not in others
         ]

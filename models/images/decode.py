@@ -108,14 +108,14 @@ def _check_size(image: Image.Image) -> None:
 
 
 def _upright_rgb(image: Image.Image) -> Image.Image:
-    image = ImageOps.exif_transpose(image)
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):
         return image.convert("I").point(lambda grey: grey / 256).convert("L").convert("RGB")
     if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _found(data: bytes) -> str:

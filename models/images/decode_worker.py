@@ -1,14 +1,17 @@
 """The process that decodes image files. Run as a script by `limited_decoder`; imports little but Pillow.
 
 Its setup is {"descriptor", "size"}, of memory that both sides have mapped. A request {"size"} says how many bytes of a
-file are at its beginning; the answer is {"width", "height"}, whose RGB pixels are there now, row by row, or {"error"}.
+file are at its beginning; the answer is {"width", "height"}, whose RGB pixels are there now, row by row, or {"error"};
+with {"unsealed"} where the process could do more than compute.
 
 Once all that Pillow may import is imported, the process gives up files, sockets and other processes (`seal`).
 """
 
+import ctypes
 import io
 import json
 import mmap
+import platform
 import resource
 import signal
 from contextlib import suppress
@@ -20,18 +23,35 @@ from quengine.kernels.confine import landlock, privileges
 from quengine.models.images.decode import FORMATS, ImageError, decode_image
 from quengine.models.template.limited_worker import LimitedWorker
 
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
+"""Of mallopt (malloc.h)."""
 
-def seal() -> None:
-    """Give up all but memory, time and open descriptors, where the system has Landlock and seccomp."""
+
+def seal() -> str:
+    """Give up all but memory, time and open descriptors. Why the kernel does not refuse all other system calls; "":
+    it does."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if landlock.version() > 0:
         with suppress(OSError):
             landlock.confine((), ())
-    if privileges.supported():
-        with suppress(OSError):
-            privileges.drop_capabilities()
-        with suppress(OSError):
-            privileges.allow_computing_alone()
+    if not privileges.supported():
+        return f"no filter of system calls is known for {platform.machine()}"
+    with suppress(OSError):
+        privileges.drop_capabilities()
+    try:
+        privileges.allow_computing_alone()
+    except OSError as error:
+        return f"seccomp: {error.strerror}"
+    return ""
+
+
+def keep_memory() -> None:
+    """Have glibc's malloc keep what an image of a few megapixels needs for the next one: pages that are given back and
+    taken again are most of the time that a small image takes."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_TRIM_THRESHOLD, 64 << 20)
 
 
 def import_decoders() -> None:
@@ -55,8 +75,9 @@ def decode(memory: mmap.mmap, size: int) -> dict[str, Any]:
 def main() -> None:
     worker = LimitedWorker()
     memory = mmap.mmap(worker.setup["descriptor"], worker.setup["size"])
+    keep_memory()
     import_decoders()
-    seal()
+    unsealed = {"unsealed": why} if (why := seal()) else {}
     for request in worker.requests():
         signal.setitimer(signal.ITIMER_VIRTUAL, worker.seconds)
         try:
@@ -66,7 +87,7 @@ def main() -> None:
         except MemoryError:
             answer = {"error": f"image: takes more than {worker.memory >> 20} MiB of memory to decode"}
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        worker.answer(answer)
+        worker.answer({**answer, **unsealed} if unsealed else answer)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,22 @@ They are kept for the next image, and replaced when a file ends them. Files and 
 """
 
 import fcntl
+import logging
 import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
+from typing import TypeGuard
 
 from PIL import Image
 
 from quengine.models.images.decode import MAX_BYTES, MAX_PIXELS, MAX_SIDE, ImageError, check_bytes
 from quengine.models.template.limited_process import LimitedProcess, ProcessLimits, ProcessStoppedError
+
+logger = logging.getLogger(__name__)
 
 LIMITS = ProcessLimits(cpu_seconds=20.0, memory_bytes=3 << 30, patience_seconds=60.0)
 """For one image: the largest that may be read takes half of it (`benchmarks/checks/hostile_images.py --times`)."""
@@ -25,6 +30,8 @@ _WORKER = Path(__file__).with_name("decode_worker.py")
 _MEMORY_BYTES = max(MAX_BYTES, 3 * MAX_PIXELS)
 _KEPT_BYTES = 16 << 20
 """Of shared memory, between images."""
+_MOST_SAID = 300
+"""Characters of an error's line."""
 
 
 class LimitedDecoder:
@@ -49,12 +56,7 @@ class LimitedDecoder:
         self._memory[: len(data)] = data
         used = len(data)
         try:
-            answer = self.process.ask({"size": len(data)})
-            if "error" in answer:
-                raise ImageError(str(answer["error"]))
-            width, height = _checked(answer.get("width")), _checked(answer.get("height"))
-            if width * height > MAX_PIXELS:
-                raise ProcessStoppedError("it gives too many pixels")
+            width, height = self._size(len(data))
             used = max(used, 3 * width * height)
             with memoryview(self._memory) as memory, memory[: 3 * width * height] as pixels:
                 return Image.frombytes("RGB", (width, height), pixels)
@@ -64,6 +66,23 @@ class LimitedDecoder:
             if used > _KEPT_BYTES:
                 self._memory.madvise(mmap.MADV_REMOVE)
 
+    def _size(self, nbytes: int) -> tuple[int, int]:
+        """The sides of the image whose pixels are in the memory now. Raises ImageError and ProcessStoppedError."""
+        try:
+            answer = self.process.ask({"size": nbytes})
+        except (ValueError, RecursionError):
+            answer = {}
+        if not isinstance(answer, dict):
+            answer = {}
+        if "unsealed" in answer:
+            _warn_unsealed(_line(answer["unsealed"]))
+        if "error" in answer:
+            raise ImageError(_line(answer["error"]))
+        width, height = answer.get("width"), answer.get("height")
+        if not (_is_side(width) and _is_side(height) and width * height <= MAX_PIXELS):
+            raise ProcessStoppedError("it gives no size in pixels")
+        return width, height
+
     def close(self) -> None:
         """End the process and give back the memory."""
         self.process.close()
@@ -71,11 +90,19 @@ class LimitedDecoder:
         os.close(self._descriptor)
 
 
-def _checked(side: object) -> int:
-    """A side of an image as the process, which a file may have taken over, says it is."""
-    if not isinstance(side, int) or not 0 < side <= MAX_SIDE:
-        raise ProcessStoppedError("it gives no size in pixels")
-    return side
+def _line(said: object) -> str:
+    return " ".join(str(said)[:_MOST_SAID].split())
+
+
+@cache
+def _warn_unsealed(why: str) -> None:
+    """Once."""
+    logger.warning("the process that decodes image files has limits, but may open files and sockets: %s", why)
+
+
+def _is_side(side: object) -> TypeGuard[int]:
+    """Whether what the process, which a file may have taken over, says is a side of an image."""
+    return isinstance(side, int) and 0 < side <= MAX_SIDE
 
 
 class LimitedDecoders:

@@ -11,6 +11,7 @@ from quengine.errors import EngineError
 from quengine.models.gguf.file import GGUFFile, open_gguf
 from quengine.models.hf.json_file import read_json
 from quengine.models.hub.projectors import find_projector
+from quengine.models.images.limited_decoder import start_decoder
 from quengine.models.vision.files import FolderSource, GGUFSource, TensorSource, Weights
 from quengine.models.vision.processor import ImageProcessor
 from quengine.models.vision.projector import Projector
@@ -32,13 +33,14 @@ def find_vision(model_path: Path) -> Path | None:
 
 
 def load_processor(path: Path, max_pixels: int | None = None) -> ImageProcessor:
-    """The preprocessing of the projector in `path`, without weights.
+    """The preprocessing of the projector in `path`, without weights; the process that decodes images starts meanwhile.
 
     max_pixels: of a resized image, where the projector takes any size; None: the file's own limit.
 
     Raises:
         EngineError: no projector that is supported, or a file that is damaged.
     """
+    start_decoder()
     projector, settings, source = _opened(path, max_pixels)
     try:
         return ImageProcessor(projector, settings, source.identity())

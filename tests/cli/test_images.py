@@ -46,6 +46,8 @@ def test_generate_reads_images(
 def test_an_image_that_is_not_there_is_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", "-m", str(model), "a", "--image", "missing.png", *COMMON]) == 1
     assert "cannot read the image missing.png" in capsys.readouterr().err
+    assert run(["generate", "-m", str(model), "a", "--image", "/dev/zero", *COMMON]) == 1
+    assert "cannot read the image /dev/zero: it is a device" in capsys.readouterr().err
     assert run(["generate", "-m", str(model), "a", "--image", "m", "--no-mmproj", *COMMON]) == 1
     assert "no projector" in capsys.readouterr().err
 

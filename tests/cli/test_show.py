@@ -56,6 +56,14 @@ def test_a_whole_model(capsys, tiny):
     assert "cannot run" not in text and "blk.0." not in text
 
 
+def test_the_projector_beside_a_model(capsys, tiny):
+    assert as_json(capsys, tiny)["projector"] is None and "\nimages" not in shown(capsys, tiny)
+    projector = tiny.with_name("mmproj-F16.gguf")
+    projector.write_bytes(b"")
+    assert as_json(capsys, tiny)["projector"] == str(projector)
+    assert "images        mmproj-F16.gguf" in shown(capsys, tiny)
+
+
 @pytest.mark.parametrize(
     ("architecture", "lines"),
     [

@@ -77,8 +77,9 @@ def linked_model(
                 made.append(own)
             if (projector := find_projector(file)) is not None:
                 own = projector_name(last)
-                _link(projector, own, descriptor)
-                made.append(own)
+                with suppress(FileExistsError):  # which is this model's by its name
+                    _link(projector, own, descriptor)
+                    made.append(own)
             if options:
                 own = options_name(f"{last}.gguf")
                 _write(toml_text(options), own, descriptor)

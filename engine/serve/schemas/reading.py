@@ -67,7 +67,7 @@ def read_part(kind: Callable[..., T], value: object, name: str) -> T:
 
 def wrong_value(kind: type[Fields], key: str, value: object, rule: str | None = None) -> ApiError:
     """The error of a field's value that its type in the struct lets through; `rule`: another than that of the type."""
-    return _wrong((key,), value, rule or _rule(_at(inspect.type_info(kind), (key,))))
+    return _wrong((key,), value, rule or _rule(_at(inspect.type_info(kind), (key,), None)))
 
 
 def shown(value: Any, most: int = 60) -> str:
@@ -178,7 +178,7 @@ def _explained(error: msgspec.ValidationError, kind: Any, value: Any, at: Path) 
     steps = tuple(int(index) if index else key for key, index in _STEP.findall(place))
     if absent := _ABSENT.fullmatch(message):
         steps = (*steps, absent[1])
-    name, info = _name((*at, *steps)), _at(inspect.type_info(kind), steps)
+    name, info = _name((*at, *steps)), _at(inspect.type_info(kind), steps, value)
     if absent:
         return bad_request(f"{name} {_own_rule(info) or 'is missing'}", name, "invalid_value")
     if not _OF_TYPES.match(message):  # a struct's own
@@ -209,15 +209,23 @@ def _alternatives(info: inspect.Type) -> Iterator[inspect.Type]:
         yield info
 
 
-def _at(info: inspect.Type, steps: Path) -> inspect.Type:
-    """The type of a member of a value of type `info`."""
+def _at(info: inspect.Type, steps: Path, value: Any) -> inspect.Type:
+    """The type of a member of `value`, which is of type `info`."""
     for step in steps:
-        info = inspect.UnionType(tuple(_members(info, step)))
+        info = inspect.UnionType(tuple(_members(info, step, value)))
+        there = (
+            step in value if isinstance(value, dict) else isinstance(value, list) and isinstance(step, int)
+        )
+        value = value[step] if there else None
     return info
 
 
-def _members(info: inspect.Type, step: str | int) -> Iterator[inspect.Type]:
+def _members(info: inspect.Type, step: str | int, value: Any) -> Iterator[inspect.Type]:
+    """The types of a member; where the value's tag says which of several structs it is, those of that one."""
     structs = [each for each in _alternatives(info) if isinstance(each, inspect.StructType)]
+    if isinstance(value, dict):
+        tagged = [each for each in structs if each.tag_field and value.get(each.tag_field) == each.tag]
+        structs = tagged or structs
     if tags := [each.tag for each in structs if each.tag_field == step]:
         yield inspect.LiteralType(tuple(tags))
     for struct in structs:

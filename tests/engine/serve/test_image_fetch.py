@@ -148,6 +148,8 @@ def test_an_image_is_that_of_its_bytes(seen: tuple[Served, LLM, FakeVision], nam
     assert found["choices"] == expected["choices"]
     assert found["usage"]["prompt_tokens"] == expected["usage"]["prompt_tokens"] > 2 * len(PICTURE)
     assert Pictures.asked == ["/picture"] and names.asked == ["pictures.test"]
+    assert ask(seen[0], f"{url}?größe=a b&c=%2F#top").status_code == 200
+    assert Pictures.asked[1:] == ["/picture?gr%C3%B6%C3%9Fe=a%20b&c=%2F"]
 
 
 def test_every_api_takes_addresses(seen: tuple[Served, LLM, FakeVision], names: Names, port: int) -> None:
@@ -208,6 +210,8 @@ def test_what_is_too_much_or_too_slow_or_not_there(
     assert "none that is read here" in refusal(ask(seen[0], f"{at}/none"))
     assert "cannot be reached" in refusal(ask(seen[0], f"http://{HERE}:1/picture"))
     assert "must be http" in refusal(ask(seen[0], "http://"))
+    many = [f"{at}/picture?{number}" for number in range(65)]
+    assert "65 images are to be fetched, over the limit of 64" in refusal(ask(seen[0], *many))
     monkeypatch.setattr(image_fetch, "MAX_BYTES", 200_000)
     assert "more than 200000 bytes together" in refusal(ask(seen[0], f"{at}/large"))
     monkeypatch.setattr(image_fetch, "MAX_BYTES", 60)

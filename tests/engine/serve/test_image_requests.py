@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import ollama
 import pytest
 
 from quengine import LLM
@@ -127,8 +129,9 @@ def test_ollama_chat_and_generate(seen: tuple[Served, LLM, FakeVision]) -> None:
     )
     tokens, text = expected(llm, "@now")
     assert chat["message"]["content"] == text and chat["prompt_eval_count"] == tokens
-    body = {"model": "tiny", "prompt": "now", "images": [DATA], "stream": False, "options": options}
-    assert post(served, "/api/generate", body)["response"] == text
+    for data in (DATA, URL):
+        body = {"model": "tiny", "prompt": "now", "images": [data], "stream": False, "options": options}
+        assert post(served, "/api/generate", body)["response"] == text
 
 
 def test_llama_server_completion_with_media(seen: tuple[Served, LLM, FakeVision]) -> None:
@@ -158,6 +161,63 @@ def test_streams_count_the_rows_of_images(served: Served) -> None:
         )
         usage = [chunk.usage for chunk in chunks if chunk.usage is not None]
     assert usage[-1].prompt_tokens > len(PICTURE)
+
+
+def test_clients_of_each_api_send_an_image(seen: tuple[Served, LLM, FakeVision]) -> None:
+    served, llm, _ = seen
+    tokens, _ = expected(llm, "@now")
+    with served.openai() as client:
+        image: Any = {"type": "input_image", "image_url": URL, "detail": "auto"}
+        content = [image, {"type": "input_text", "text": "now"}]
+        response = client.responses.create(
+            model="tiny", input=[{"role": "user", "content": content}], max_output_tokens=16
+        )
+        assert response.usage is not None and response.usage.input_tokens == tokens
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as claude:
+        source: Any = {"type": "base64", "media_type": "image/png", "data": DATA}
+        blocks: Any = [{"type": "image", "source": source}, {"type": "text", "text": "now"}]
+        usage = claude.messages.create(
+            model="tiny", max_tokens=4, messages=[{"role": "user", "content": blocks}]
+        ).usage
+        assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == tokens
+    message = {"role": "user", "content": "now", "images": [PICTURE]}
+    answer = ollama.Client(served.url).chat("tiny", [message], options={"num_predict": 4})
+    assert answer.prompt_eval_count == tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "line"),
+    [
+        *(
+            (path, {field: [{"role": "user", "content": [{"type": kind, kind: {"url": URL}}]}]}, kind)
+            for path, field, kinds in (
+                ("/v1/chat/completions", "messages", ("input_audio", "audio_url", "video_url", "file")),
+                ("/v1/responses", "input", ("input_audio", "input_video", "input_file")),
+            )
+            for kind in kinds
+        ),
+        *(
+            (
+                "/v1/messages",
+                {"max_tokens": 4, "messages": [{"role": "user", "content": [{"type": kind}]}]},
+                f'= "{kind}": must be text, document, search_result, image or tool_result',
+            )
+            for kind in ("audio", "video")
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 4,
+                "messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}],
+            },
+            '= "file": must be base64 or url',
+        ),
+    ],
+)
+def test_what_is_no_image_is_refused_by_its_name(
+    served: Served, path: str, body: dict[str, Any], line: str
+) -> None:
+    assert line in post(served, path, {"model": "tiny", **body}, 400)["error"]["message"]
 
 
 def test_what_a_model_reads_is_listed(served: Served) -> None:

@@ -22,6 +22,7 @@ from quengine.models.hub.hub_name import (
     parse_hub_name,
     quant_of,
 )
+from quengine.models.hub.projectors import choose_projector
 
 OLD, NEW = "a" * 40, "b" * 40
 
@@ -347,3 +348,23 @@ def test_resolving_loads_no_heavy_module():
 def test_a_package_that_is_not_installed_ships_nothing(monkeypatch):
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda _: None)
     assert packaged_file(hub.catalogue()["smollm2-135m"]) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "files", "projector"),
+    [
+        ("M-Q4_K_M.gguf", ["mmproj-Q8_0.gguf", "mmproj-BF16.gguf", "mmproj-F16.gguf"], "mmproj-F16.gguf"),
+        ("M-Q4_K_M.gguf", ["mmproj-Q8_0.gguf", "mmproj-BF16.gguf", "mmproj-F32.gguf"], "mmproj-BF16.gguf"),
+        ("M-Q8_0.gguf", ["mmproj-M-Q8_0.gguf", "mmproj-M-F16.gguf"], "mmproj-M-F16.gguf"),
+        ("M.Q4_K_M.gguf", ["M.mmproj-Q8_0.gguf", "M.mmproj-f16.gguf", "imatrix.gguf"], "M.mmproj-f16.gguf"),
+        ("B-Q8_0.gguf", ["mmproj-A-F16.gguf", "mmproj-B-F32.gguf"], "mmproj-B-F32.gguf"),
+        ("a/M-00001-of-00002.gguf", ["mmproj-F16.gguf", "b/mmproj-F16.gguf"], "mmproj-F16.gguf"),
+        ("a/M.gguf", ["mmproj-F16.gguf", "a/mmproj-Q8_0.gguf"], "a/mmproj-Q8_0.gguf"),
+        ("M.gguf", ["a/mmproj-F16.gguf", "mmproj.txt"], None),
+        ("M.gguf", ["other.gguf", "mmproj-other.gguf"], None),
+        ("M-it-Q4_0.gguf", ["M.gguf", "mmproj-M.gguf"], "mmproj-M.gguf"),
+        ("mmproj-F16.gguf", ["mmproj-BF16.gguf"], None),
+    ],
+)
+def test_which_projector_is_a_models(model: str, files: list[str], projector: str | None) -> None:
+    assert choose_projector(model, [model, *files]) == projector

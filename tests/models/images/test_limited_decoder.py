@@ -158,15 +158,45 @@ def test_the_shared_memory_keeps_its_size(decoder: LimitedDecoder) -> None:
         os.ftruncate(decoder._descriptor, 0)
 
 
-def test_a_process_that_gives_no_size_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for answer in ({"width": 1 << 40, "height": 1}, {"width": 60_000, "height": 60_000}, {"height": 1}, {}):
-        worker = tmp_path / "worker.py"
-        worker.write_text(WORKER.format(more=f"decode_worker.decode = lambda *_: {answer}"))
-        monkeypatch.setattr(limited_decoder, "_WORKER", worker)
-        made = LimitedDecoder()
-        with pytest.raises(ImageError, match=r"cannot be decoded: it gives (no size in|too many) pixels"):
-            made.decode(encoded(picture(5, 4)))
-        made.close()
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("{'width': 1 << 40, 'height': 1}", "{'width': 60_000, 'height': 60_000}", "{'height': 1}"),
+        *("{'width': 1.5, 'height': 1}", "[]", "5", "'error'"),
+    ],
+)
+def test_what_a_process_gives_that_was_taken_over_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    refuses(tmp_path, monkeypatch, f"decode_worker.decode = lambda *_: {answer}")
+
+
+def test_an_answer_of_many_levels_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses(tmp_path, monkeypatch, "import json\njson.dumps = lambda _: '[' * 100_000")
+
+
+def refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER.format(more=more))
+    monkeypatch.setattr(limited_decoder, "_WORKER", worker)
+    made = LimitedDecoder()
+    with pytest.raises(ImageError, match="cannot be decoded: it gives no size in pixels"):
+        made.decode(encoded(picture(5, 4)))
+    made.close()
+
+
+def test_a_system_without_a_filter_of_calls_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER.format(more="decode_worker.privileges.supported = lambda: False"))
+    monkeypatch.setattr(limited_decoder, "_WORKER", worker)
+    made = LimitedDecoder()
+    for _ in range(2):
+        assert made.decode(encoded(picture(5, 4))).size == (5, 4)
+    made.close()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "may open files and sockets: no filter of system calls is known for" in line
 
 
 def test_threads_decode_at_once_and_processes_are_kept() -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quengine.errors import EngineError
+from quengine.models.images import limited_decoder
 from quengine.models.vision import ImageError, find_vision, load_processor, load_vision
 from quengine.models.vision.files import Weights
 from quengine.models.vision.load import _opened
@@ -52,6 +53,22 @@ def test_the_projector_beside_a_model(tmp_path: Path, folder: Path) -> None:
         (tmp_path / name).write_bytes(b"")
     assert find_vision(model) == tmp_path / "mmproj-gemma-3-4b-it-f16.gguf"
     assert find_vision(folder) == folder and find_vision(tmp_path) is None
+
+
+def test_images_are_decoded_in_a_limited_process(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = png(picture(40, 30))
+    processor = load_processor(folder)
+    before = processor.prepare(image)
+    worker = tmp_path / "worker.py"
+    worker.write_text("import os; os.abort()")
+    monkeypatch.setattr(limited_decoder, "_WORKER", worker)
+    monkeypatch.setattr(limited_decoder, "_decoders", limited_decoder.LimitedDecoders())
+    with pytest.raises(ImageError, match="ended with SIGABRT"):
+        processor.prepare(image)
+    monkeypatch.undo()
+    assert torch.equal(torch.as_tensor(before.pixels), torch.as_tensor(processor.prepare(image).pixels))
 
 
 def test_a_folder_without_a_vision_part(tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ def _content(text: str, images: Sequence[str] | None) -> str | list[dict[str, An
     """The content of a message, images before its text, as Ollama writes them."""
     if not images:
         return text
-    shown = [{"type": "image_url", "image_url": {"url": f"data:;base64,{image}"}} for image in images]
+    urls = [image if image.startswith("data:") else f"data:;base64,{image}" for image in images]
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [*shown, {"type": "text", "text": text}]
 
 

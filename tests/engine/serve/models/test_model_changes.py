@@ -181,6 +181,9 @@ def test_a_projector_is_linked_to_its_model_alone_and_goes_with_it(
     client.copy(f"{NAME}:Q8_0", "short")
     copied = find_projector(folder / "short-00001-of-00003.gguf")
     assert copied == folder / "mmproj-short.gguf"
+    (folder / "mmproj-own.gguf").write_bytes(b"own")
+    client.copy(f"{NAME}:Q8_0", "own")
+    assert (folder / "mmproj-own.gguf").read_bytes() == b"own"
     client.delete(f"{NAME}:Q8_0")
     assert not projector.exists() and copied.read_bytes() == BIG[:500]
     client.delete("short")
