@@ -13,6 +13,7 @@ import torch
 
 from quengine.block_manager import CachePool
 from quengine.config import EngineConfig
+from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.ranks.communicator import Communicator
 from quengine.kv_cache import KVCache
@@ -130,6 +131,11 @@ def load_model(
     threads = max(1, threads // config.ranks) if device.type == "cpu" else threads
     torch.set_num_threads(threads)
     vision, sees = open_vision(config, path, checkpoint.config, device)
+    if stages and vision is not None and vision.deepstack > len(stages[0].layers):
+        raise EngineError(
+            f"the projector's rows are added to in the first {vision.deepstack} layers, and the first device has "
+            f"{len(stages[0].layers)}: give it more with --tensor-split"
+        )
     config, own = settle_drafts(config, checkpoint, device, vision is not None)
     draft = draft if own is None else own
     free = free_memory(device, config.ranks)

@@ -195,7 +195,8 @@ class ModelRunner:
         always [T, vocab]. `eager`: use no captured step. `given`: rows of a prefill step given as embeddings.
         """
         output: Literal["last logits", "all logits"] = "all logits" if all_logits else "last logits"
-        with self.together(PlannedStep(phase, rows, output, given.numbers, given.spans, eager)):
+        step = PlannedStep(phase, rows, output, eager=eager)
+        with self.together(step.giving(given, self.decoder.config.embedding_length)):
             embeds, graphs = self._embeds(given), self.graphs
             angles = self._angles(rows, given)
             captures = not all_logits and not eager
@@ -213,11 +214,17 @@ class ModelRunner:
         if not given.numbers:
             return None
         config, device = self.decoder.config, self.decoder.backend.device
-        shape = len(given.numbers), config.embedding_length
-        values = torch.empty(shape, device=device) if given.values is None else given.values
-        embeds = embedded_rows(list(given.numbers), values, device, shape[1], given.spans)
-        if config.stage is None:
-            self.decoder.backend.communicator.broadcast(embeds.values)
+        width, values = config.embedding_length, given.values
+        if values is None:
+            values = torch.empty(len(given.numbers), (1 + given.later) * width, device=device)
+        embeds = embedded_rows(list(given.numbers), values, device, width, given.spans)
+        if (
+            config.stage is not None
+        ):  # the first one alone has the embedding layer, and all layers that add to rows
+            return embeds if config.stage.is_first else embeds._replace(later=None)
+        self.decoder.backend.communicator.broadcast(embeds.values)
+        if embeds.later is not None:
+            self.decoder.backend.communicator.broadcast(embeds.later)
         return embeds
 
     def _angles(self, rows: Seq[SequenceRows], given: GivenRows) -> list[int] | None:
@@ -230,7 +237,8 @@ class ModelRunner:
     @torch.no_grad()
     def hidden(self, rows: Seq[SequenceRows], given: GivenRows = TOKENS_ALONE) -> Tensor:
         """The hidden rows that the output matrix would read, of all tokens of these chunks: [T, embedding length]."""
-        with self.together(PlannedStep("prefill", rows, "hidden rows", given.numbers, given.spans)):
+        step = PlannedStep("prefill", rows, "hidden rows")
+        with self.together(step.giving(given, self.decoder.config.embedding_length)):
             embeds = self._embeds(given)
             angles = self._angles(rows, given)
             batch = forward_batch("prefill", rows, self.decoder.backend.device, False, embeds, angles)
@@ -241,8 +249,8 @@ class ModelRunner:
         self, rows: Seq[SequenceRows], parts: Seq[Seq[int]], given: GivenRows = TOKENS_ALONE
     ) -> Iterator[Tensor]:
         """Logits [n, vocab] of each of `parts` of these rows, computed lazily; the caller must take them all."""
-        step = PlannedStep("prefill", rows, "logits of parts", given.numbers, given.spans, parts=parts)
-        with self.together(step):
+        step = PlannedStep("prefill", rows, "logits of parts", parts=parts)
+        with self.together(step.giving(given, self.decoder.config.embedding_length)):
             device = self.decoder.backend.device
             embeds, angles = self._embeds(given), self._angles(rows, given)
             batch = forward_batch("prefill", rows, device, False, embeds, angles)

@@ -38,14 +38,16 @@ class SequenceRows(NamedTuple):
 class GivenRows(NamedTuple):
     """Rows of a prefill step that are given as embeddings.
 
-    numbers: of the rows in the step. values: [n, embedding length] on any device; None: another rank has them. spans:
-    as `EmbeddedRows` has them. places: of each, its positions in time, down and across, where it has three.
+    numbers: of the rows in the step. values: [n, (1 + layers) * embedding length] on any device, with what the first
+    layers add to the rows; None: another rank has them. spans: as `EmbeddedRows` has them. places: of each, its
+    positions in time, down and across, where it has three. later: the number of these layers, where `values` is None.
     """
 
     numbers: Seq[int] = ()
     values: Tensor | None = None
     spans: Seq[tuple[int, int, int]] = ()
     places: Seq[tuple[int, int, int]] = ()
+    later: int = 0
 
 
 TOKENS_ALONE = GivenRows()

@@ -52,8 +52,6 @@ def open_vision(
     if model.encoder is not None or (found := projector_path(config, path)) is None:
         return None, []
     try:
-        if config.ranks > 1 and model.rope_axes:
-            raise EngineError("rows with positions in three axes are not implemented on several devices")
         vision = _opened(config, found, path, model, device)
     except EngineError as error:
         if config.mmproj is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
 
@@ -50,7 +50,7 @@ class PlannedStep(_ToRank, frozen=True):
     """The data of a `StepPlan`, of which every rank computes its part.
 
     phase, rows: as in the plan. embedded: numbers of the rows given as embeddings, whose values follow by broadcast;
-    spans: as `EmbeddedRows` has them. output: logits of each sequence's last row or of all rows
+    spans, places, later: as `GivenRows` has them. output: logits of each sequence's last row or of all rows
     (`ModelRunner.forward`, with `eager`), the hidden rows (`hidden`), logits of `parts` of the rows
     (`logits_of_parts`), or tokens for `slots`, sampled as `kind` (`CudaGraphs.prefill`).
     """
@@ -64,11 +64,20 @@ class PlannedStep(_ToRank, frozen=True):
     parts: Sequence[Sequence[int]] = []
     slots: Sequence[int] = []
     kind: SamplingKind | None = None
+    places: Sequence[tuple[int, int, int]] = []
+    later: int = 0
 
     @property
     def given(self) -> GivenRows:
         """The rows given as embeddings, without their values."""
-        return GivenRows(self.embedded, None, self.spans)
+        return GivenRows(self.embedded, None, self.spans, self.places, self.later)
+
+    def giving(self, given: GivenRows, width: int) -> Self:
+        """The step with these rows, of `width` values each, given as embeddings."""
+        later = given.later if given.values is None else given.values.shape[1] // width - 1
+        return msgspec.structs.replace(
+            self, embedded=given.numbers, spans=given.spans, places=given.places, later=later
+        )
 
 
 class ReadCache(_ToRank, frozen=True):

@@ -5,10 +5,8 @@ An image is decoded in the thread of the request that needs it, and encoded besi
 """
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass
 from hashlib import sha256
 from io import BytesIO
 from typing import TYPE_CHECKING, Protocol
@@ -19,6 +17,7 @@ from torch import Tensor
 from quengine.errors import EngineError
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.content_parts import places_of
+from quengine.request.feature_cache import EncodedImage, FeatureCache, ImageCounts
 from quengine.request.image_queue import Encoder, ImageQueue
 from quengine.request.prompt_images import Features, ImagePrompt, ImageRows, PromptImages
 
@@ -41,18 +40,6 @@ class Vision(Encoder, Protocol):
     @property
     def deepstack(self) -> int: ...
     def prepare(self, data: bytes) -> "PreparedImage": ...
-
-
-@dataclass(frozen=True, eq=False)
-class EncodedImage:
-    """An image's features, fp32 [rows, embedding length] in host memory, and the part of a prompt that it takes."""
-
-    features: Features
-    layout: tuple[str | int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.features.values.nbytes
 
 
 class ImagePrompts:
@@ -86,14 +73,15 @@ class ImagePrompts:
         self._pad = self.marker_ids[len(self.marker_ids) // 2]
         self._most_rows = most_rows
         self._queue, self._on_cuda = ImageQueue(vision, device, alone), device.type == "cuda"
-        self._kept = _FeatureCache(cache_bytes)
+        self._kept, self._number_found = FeatureCache(cache_bytes), 0
         self._under_way: dict[bytes, Future[EncodedImage]] = {}
         self._lock = threading.Lock()
 
     @property
-    def encoded(self) -> int:
-        """Number of images that were encoded, and not found among those that are kept; those of a warm-up too."""
-        return self._queue.encoded
+    def counts(self) -> ImageCounts:
+        """Images so far, those of a warm-up too."""
+        queue, kept = self._queue, self._kept
+        return ImageCounts(queue.encoded, queue.batches, self._number_found, len(kept), kept.nbytes)
 
     def warm_up(self) -> None:
         """Encodes a picture of a common size as often as it takes to have its steps captured, on a CUDA device: the
@@ -153,6 +141,7 @@ class ImagePrompts:
         names = [sha256(data).digest() for data in images]
         mine, wanted = dict[bytes, Future[EncodedImage]](), dict[bytes, Future[EncodedImage]]()
         with self._lock:
+            self._number_found += len(names)
             for name in names:
                 kept = self._kept.get(name)
                 if name in wanted:
@@ -163,6 +152,7 @@ class ImagePrompts:
                 elif name in self._under_way:
                     wanted[name] = self._under_way[name]
                 else:
+                    self._number_found -= 1
                     mine[name] = wanted[name] = self._under_way[name] = Future()
         if mine:
             self._encode_new(dict(zip(names, images, strict=True)), mine)
@@ -197,24 +187,3 @@ def blank_image(side: int) -> bytes:
     file = BytesIO()
     Image.new("RGB", (side, side)).save(file, "PNG")
     return file.getvalue()
-
-
-class _FeatureCache:
-    """Images by the hash of their bytes, the least recently used of which make room. The caller holds a lock."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most, self._bytes = most_bytes, 0
-        self._images = OrderedDict[bytes, EncodedImage]()
-
-    def get(self, name: bytes) -> EncodedImage | None:
-        image = self._images.get(name)
-        if image is not None:
-            self._images.move_to_end(name)
-        return image
-
-    def add(self, name: bytes, image: EncodedImage) -> None:
-        self._images[name] = image
-        self._bytes += image.nbytes
-        while self._bytes > self._most:
-            _, oldest = self._images.popitem(last=False)
-            self._bytes -= oldest.nbytes

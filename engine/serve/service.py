@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from quengine.serve import access_log
 from quengine.serve.checkpoint_metrics import CheckpointMetrics
+from quengine.serve.image_metrics import ImageMetrics
 from quengine.serve.metrics import Metrics
 from quengine.serve.processes.server_handle import Handle, joined
 from quengine.serve.processes.server_text import TextPool
@@ -70,6 +71,7 @@ class Service:
         )
         metrics.add(ReplicaMetrics(lambda: (*self.worker.stats.replicas, *self.worker.stats.prefill)))
         metrics.add(CheckpointMetrics(lambda: self.worker.stats.checkpoints))
+        metrics.add(ImageMetrics(lambda: self.worker.stats.images))
         metrics.gauge("busy_seconds", "Time spent in steps.", lambda: self.worker.busy_seconds)
 
     @property

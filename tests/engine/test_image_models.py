@@ -141,10 +141,10 @@ def test_a_second_turn_computes_what_is_new_alone(llm: LLM) -> None:
     parts = [{"type": "image", "image": IMAGES[0]}, {"type": "text", "text": "what is that"}]
     first = [{"role": "user", "content": parts}]
     answer = llm.chat(first, params)
-    encoded = llm.images.encoded
+    encoded = llm.images.counts.encoded
     more = [*first, {"role": "assistant", "content": answer.text}, {"role": "user", "content": "and the mat"}]
     second = llm.chat(more, params)
-    assert llm.images.encoded == encoded
+    assert llm.images.counts.encoded == encoded
     # All but the words in front of an answer, which the template writes otherwise where one follows.
     assert second.timings.cached_tokens >= (answer.prompt_tokens - len("Assistant:")) // 32 * 32 > 32
     # Computed anew it is the same.

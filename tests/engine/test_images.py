@@ -147,6 +147,23 @@ def test_what_is_kept_has_a_limit(model: Path) -> None:
         for _ in range(2):
             forgetful.with_images("<image>", [PICTURE])
         assert vision.encoded == [1, 1]
+        assert forgetful.images is not None and forgetful.images.counts == (2, 2, 0, 0, 0)
+
+
+def test_what_is_kept_has_the_bits_of_what_is_encoded(model: Path) -> None:
+    """An image that made room for others is encoded anew, and its prompt's answer is the same."""
+    with seeing(model, image_cache=1) as (small, vision):
+        assert small.images is not None
+        one = 50 * vision.text_size * 4
+        first = small.with_images("<image>", [PICTURE])
+        for number in range((1 << 20) // one + 1):
+            small.with_images("<image>", [bytes([number // 200, number % 200]) + PICTURE[2:]])
+        counts = small.images.counts
+        assert counts.kept == (1 << 20) // one and counts.kept_bytes == counts.kept * one
+        again, kept = (small.with_images("<image>", [PICTURE]) for _ in range(2))
+        assert small.images.counts.encoded == counts.encoded + 1 and small.images.counts.found == 1
+        values = [each.images.images[0].values for each in (first, again, kept)]  # type: ignore[union-attr]
+        assert torch.equal(values[0], values[1]) and values[1] is values[2]
 
 
 def test_an_image_that_two_threads_ask_for_is_encoded_once(llm: LLM, vision: FakeVision) -> None:

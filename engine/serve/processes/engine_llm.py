@@ -198,7 +198,10 @@ class LLMEngine:
         )
         scheduler = self._llm.scheduler
         checkpoints = scheduler.blocks.checkpoints if scheduler.blocks.has_states else None
-        return EngineStats(slots, scheduler.cache_used, scheduler.cache_size, checkpoints=checkpoints)
+        images = None if self._llm.images is None else self._llm.images.counts
+        return EngineStats(
+            slots, scheduler.cache_used, scheduler.cache_size, checkpoints=checkpoints, images=images
+        )
 
     def kill(self) -> None:
         """Nothing: it runs in this process."""

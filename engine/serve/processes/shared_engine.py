@@ -14,6 +14,7 @@ import msgspec
 from quengine.block_manager import CheckpointCounts
 from quengine.errors import EngineError
 from quengine.platform.out_of_memory import out_of_memory
+from quengine.request.feature_cache import ImageCounts
 from quengine.request.output import Timings
 from quengine.request.pooling import Pooling
 from quengine.request.sampling_params import SamplingParams
@@ -232,7 +233,7 @@ class ReplicaStats(msgspec.Struct):
 class EngineStats(msgspec.Struct, frozen=True):
     """What the engine holds. `cache_used` and `cache_size` are positions of keys and values. `replicas`: of several
     engines behind one address each, by number; `prefill`: of those that compute prompts for them. `checkpoints`: of
-    states, None of a model that keeps none."""
+    states, None of a model that keeps none; `images`: None of a model that reads text alone."""
 
     slots: tuple[SlotStats, ...] = ()
     cache_used: int = 0
@@ -240,6 +241,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     replicas: tuple[ReplicaStats, ...] = ()
     prefill: tuple[ReplicaStats, ...] = ()
     checkpoints: CheckpointCounts | None = None
+    images: ImageCounts | None = None
 
 
 class Engine(Protocol):

@@ -210,4 +210,6 @@ class Replica:
         slots = tuple(replace(slot, replica=self.number) for slot in held.slots)
         size = {"cache_used": held.cache_used, "cache_size": held.cache_size}
         counts = replace(self.counts, up=self.answers, running=len(self.requests), **size)
-        return EngineStats(slots, held.cache_used, held.cache_size, (counts,), (), held.checkpoints)
+        return EngineStats(
+            slots, held.cache_used, held.cache_size, (counts,), (), held.checkpoints, held.images
+        )

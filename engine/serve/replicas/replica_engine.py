@@ -18,6 +18,7 @@ from queue import SimpleQueue
 
 from quengine.block_manager import CheckpointCounts
 from quengine.errors import CannotRunError
+from quengine.request.feature_cache import ImageCounts
 from quengine.serve.processes.server_engine import EngineFailedError
 from quengine.serve.processes.server_thread import MAX_RESTARTS
 from quengine.serve.processes.shared_engine import (
@@ -144,6 +145,7 @@ class ReplicaEngine:
         parts = [self._stats_of(replica) for replica in self._all]
         serving = parts[: len(self._replicas)]
         checkpoints = [part.checkpoints for part in serving if part.checkpoints is not None]
+        images = [part.images for part in serving if part.images is not None]
         return EngineStats(
             tuple(slot for part in serving for slot in part.slots),
             sum(part.cache_used for part in serving),
@@ -151,6 +153,7 @@ class ReplicaEngine:
             tuple(each for part in serving for each in part.replicas),
             tuple(each for part in parts[len(serving) :] for each in part.replicas),
             CheckpointCounts(*map(sum, zip(*checkpoints, strict=True))) if checkpoints else None,
+            ImageCounts(*map(sum, zip(*images, strict=True))) if images else None,
         )
 
     def kill(self) -> None:

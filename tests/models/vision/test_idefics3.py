@@ -10,6 +10,7 @@ import torch
 from quengine.models.vision import VisionModel, load_vision
 from tests.models.vision.vision_models import (
     VisionCase,
+    assert_same_features,
     image_processor,
     nmse,
     picture,
@@ -75,15 +76,8 @@ def test_features(folder: tuple[Path, Any], tmp_path: Path) -> None:
     """Those of a folder and of the converter's file, of images of different numbers of tiles in one call."""
     images = [png(picture(100, 70)), png(picture(20, 20)), png(picture(31, 100))]
     file = write_mmproj(folder[0], tmp_path / "mmproj-model-f32.gguf", CASE)
-    for path in (folder[0], file):
-        for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
-            model = load_vision(path, "cpu", dtype=dtype)
-            prepared = [model.prepare(image) for image in images]
-            for image, rows in zip(prepared, model.encode(prepared), strict=True):
-                expected = reference(folder[1], image.pixels)
-                assert rows.shape == (image.rows, model.text_size) == expected.shape
-                assert nmse(rows, expected) < limit
-            assert (model.projector, model.deepstack) == ("idefics3", 0)
+    assert_same_features([folder[0], file], images, lambda image: reference(folder[1], image.pixels))
+    assert load_vision(file, "cpu").deepstack == 0
 
 
 def test_positions_of_a_smaller_tile(tmp_path: Path) -> None:
