@@ -190,6 +190,14 @@ COMMANDS = {
             "engine convert folder -o model-bf16.gguf --type bf16 --split-max-size 4G",
         ),
     ),
+    "imatrix": CommandEntry(
+        "imatrix",
+        MODELS,
+        (
+            "engine imatrix -m model-f16.gguf -f text.txt -o imatrix.gguf",
+            "engine imatrix -m model-f16.gguf -f text.txt -o imatrix.gguf --save-every 50 --resume",
+        ),
+    ),
     "quantize": CommandEntry(
         "quantize",
         MODELS,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from quengine.errors import CannotRunError, EngineError
     from quengine.evaluation.compare import compare
+    from quengine.evaluation.imatrix import imatrix
     from quengine.evaluation.perplexity import perplexity
     from quengine.llm import LLM
     from quengine.models.convert.convert_folder import convert
@@ -30,6 +31,7 @@ __all__ = [
     "__version__",
     "compare",
     "convert",
+    "imatrix",
     "perplexity",
     "quantize",
 ]
@@ -42,6 +44,7 @@ _HOME = {
     "CannotRunError": "quengine.errors",
     "convert": "quengine.models.convert.convert_folder",
     "compare": "quengine.evaluation.compare",
+    "imatrix": "quengine.evaluation.imatrix",
     "perplexity": "quengine.evaluation.perplexity",
     "quantize": "quengine.models.quantize.quantize_file",
 }
