@@ -185,9 +185,8 @@ def test_sums_of_other_files_are_added(dense: LLM, models: dict[str, Path], tmp_
 @pytest.mark.parametrize("architecture", ["llama", "qwen35moe", "deepseek2", "gemma3n", "gemma4"])
 def test_matrices_have_values(architecture: str, folder: Path) -> None:
     """Every matrix that a type is chosen for, but look-ups and what no product reads row by row."""
-    sizes = ModelSizes(
-        architecture=architecture, experts=4 if architecture == "llama" else None, separate=True
-    )
+    old, merged = architecture == "llama", architecture == "qwen35moe"
+    sizes = ModelSizes(architecture=architecture, experts=4 if old else None, separate=old, gate_up=merged)
     path = write_tiny(folder / f"{architecture}.gguf", architecture, kind="F32", sizes=sizes)
     with LLM(str(path), device="cpu", ctx_size=32) as llm:
         imatrix(llm, TEXT, folder / "out.gguf", 32, chunks=1)
@@ -196,6 +195,7 @@ def test_matrices_have_values(architecture: str, folder: Path) -> None:
     for name, each in sums.items():
         assert each.squares.shape[1] == shapes[name][-1], name
         assert len(each.counts) == (shapes[name][0] if len(shapes[name]) > 2 else 1), name
+        assert each.counts.sum() <= 32 * (sizes.experts_used if len(each.counts) > 1 else 1), name
     apart = ("conv1d", "attn_k_b", "attn_v_b", "altup", "norm")
     missing = {
         name
