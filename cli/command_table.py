@@ -234,6 +234,7 @@ COMMANDS = {
         MEASURE,
         (
             "engine compare model-f16.gguf model-q4_k_m.gguf -f text.txt",
+            "engine compare model-f16.gguf model-q4_k_m.gguf -f text.txt --by-tensor --plot costs.html",
             "engine compare logits.kld model-q4_k_m.gguf --json   # a file of llama-perplexity",
         ),
     ),

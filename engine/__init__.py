@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from quengine.errors import CannotRunError, EngineError
+    from quengine.evaluation.by_tensor import compare_tensors
     from quengine.evaluation.compare import compare
     from quengine.evaluation.imatrix import imatrix
     from quengine.evaluation.perplexity import perplexity
@@ -30,6 +31,7 @@ __all__ = [
     "SamplingParams",
     "__version__",
     "compare",
+    "compare_tensors",
     "convert",
     "imatrix",
     "perplexity",
@@ -44,6 +46,7 @@ _HOME = {
     "CannotRunError": "quengine.errors",
     "convert": "quengine.models.convert.convert_folder",
     "compare": "quengine.evaluation.compare",
+    "compare_tensors": "quengine.evaluation.by_tensor",
     "imatrix": "quengine.evaluation.imatrix",
     "perplexity": "quengine.evaluation.perplexity",
     "quantize": "quengine.models.quantize.quantize_file",

@@ -3,6 +3,7 @@
 The result goes to standard output, progress to standard error.
 """
 
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,13 +12,19 @@ import typer
 
 from quengine.cli.commands.perplexity import RUN_OPTIONS, TEXT, joined_texts, last_shown, time_left
 from quengine.cli.flags import takes_options
+from quengine.cli.progress import ProgressLine
 from quengine.config import EngineConfig
+from quengine.errors import EngineError
 from quengine.options import OUTPUT, Flag, Range, check_ranges
 
 if TYPE_CHECKING:
+    from quengine.evaluation.by_tensor import TensorCosts
+    from quengine.evaluation.compare import Comparison
     from quengine.evaluation.divergence import Divergence
     from quengine.evaluation.perplexity import Estimate
     from quengine.llm import LLM
+
+TENSORS = "Tensor by tensor"
 
 
 @dataclass(frozen=True)
@@ -34,10 +41,19 @@ class CompareFlags:
     chunks: Annotated[
         int | None, Range(1), Flag("--chunks", "Chunks to compute, at most. (default: all)", TEXT, "N")
     ] = None
+    by_tensor: Annotated[
+        bool,
+        Flag("--by-tensor", "What each tensor's type costs: it alone is restored from A.", TENSORS),
+    ] = False
+    plot: Annotated[
+        Path | None, Flag("--plot", "A chart of these costs, .html or .svg.", TENSORS, "FILE")
+    ] = None
     as_json: Annotated[bool, Flag("--json", "Print one JSON object.", OUTPUT)] = False
 
     def __post_init__(self) -> None:
         check_ranges(self, "--{name} {value}")
+        if self.plot is not None and not self.by_tensor:
+            raise EngineError(f"--plot {self.plot}: a chart is of --by-tensor; add that")
 
 
 @takes_options
@@ -52,22 +68,70 @@ def compare(
     flags: CompareFlags,
     config: Annotated[EngineConfig, RUN_OPTIONS],
 ) -> None:
-    """How far model B's predictions are from A's: perplexities, divergence, most likely tokens."""
+    """How far model B's predictions are from A's: perplexities, divergence, most likely tokens.
+
+    With --by-tensor what the type of each tensor costs; a chunk (1, or --chunks) takes as many computations as B has.
+    """
     text = joined_texts(flags.files) if flags.files else None
     from quengine.cli.loading import load_llm
     from quengine.cli.terminal import json_line, write_line
     from quengine.evaluation.compare import Comparison
 
     def load(model: str, ctx: int) -> "LLM":
-        return load_llm(model, replace(config, ctx_size=ctx, reuse_prefix=True))
+        return load_llm(model, replace(config, ctx_size=ctx, reuse_prefix=not flags.by_tensor))
 
+    if flags.plot is not None:
+        from quengine.evaluation.cost_chart import check_chart
+
+        check_chart(flags.plot)
     with Comparison(a, b, text, flags.ctx, load) as comparison:
+        if flags.by_tensor:
+            _by_tensor(flags, comparison)
+            return
         found = last_shown(comparison.measure(flags.chunks), _running)
     if flags.as_json:
         print(json_line(found.as_dict()))
         return
     for line in _lines(found):
         write_line(line)
+
+
+def _by_tensor(flags: CompareFlags, comparison: "Comparison") -> None:
+    from quengine.cli.terminal import json_line, write_line
+    from quengine.evaluation.by_tensor import of_comparison
+    from quengine.evaluation.cost_chart import write_chart
+
+    progress, began = ProgressLine(), time.perf_counter()
+
+    def step(done: int, total: int) -> None:
+        left = (time.perf_counter() - began) * (total - done) / done
+        progress(f"computation {done} of {total}: {time_left(left)}")
+
+    try:
+        *_, found = of_comparison(comparison, flags.chunks or 1, step)
+    finally:
+        progress.clear()
+    if flags.plot is not None:
+        write_chart(flags.plot, found)
+    if flags.as_json:
+        print(json_line(found.as_dict()))
+        return
+    for line in _cost_lines(found):
+        write_line(line)
+
+
+def _cost_lines(found: "TensorCosts") -> list[str]:
+    lines = [f"A: {found.a}", f"B: {found.b}", f"divergence, mean     {_pair(found.kl)}", ""]
+    lines.append(f"{'tensor':36} {'in A':>7} {'in B':>7} {'MB':>9}  cost")
+    for cost in found.by_cost:
+        name = ", ".join(cost.names)
+        sizes = f"{cost.type_a:>7} {cost.type_b:>7} {cost.bytes_b / 1e6:9.2f}"
+        lines.append(f"{name:36} {sizes}  {_pair(cost.kl)}")
+    lines += ["", *(f"{layer:20} {value:.6f}" for layer, value in found.by_layer.items())]
+    if found.left_out:
+        lines.append(f"not restored: {', '.join(found.left_out)}")
+    lines.append(f"{found.tokens} tokens scored in {found.chunks} chunks, in {found.seconds:.1f} s")
+    return lines
 
 
 def _running(found: "Divergence") -> str:
