@@ -235,6 +235,7 @@ COMMANDS = {
         (
             "engine compare model-f16.gguf model-q4_k_m.gguf -f text.txt",
             "engine compare model-f16.gguf model-q4_k_m.gguf -f text.txt --by-tensor --plot costs.html",
+            "engine compare model-f16.gguf model-q4_k_m.gguf -f text.txt --budget 4.5bpw",
             "engine compare logits.kld model-q4_k_m.gguf --json   # a file of llama-perplexity",
         ),
     ),

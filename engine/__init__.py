@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quengine.evaluation.compare import compare
     from quengine.evaluation.imatrix import imatrix
     from quengine.evaluation.perplexity import perplexity
+    from quengine.evaluation.suggested_mix import suggest_types
     from quengine.llm import LLM
     from quengine.models.convert.convert_folder import convert
     from quengine.models.quantize.quantize_file import quantize
@@ -36,6 +37,7 @@ __all__ = [
     "imatrix",
     "perplexity",
     "quantize",
+    "suggest_types",
 ]
 
 _HOME = {
@@ -50,6 +52,7 @@ _HOME = {
     "imatrix": "quengine.evaluation.imatrix",
     "perplexity": "quengine.evaluation.perplexity",
     "quantize": "quengine.models.quantize.quantize_file",
+    "suggest_types": "quengine.evaluation.suggested_mix",
 }
 
 

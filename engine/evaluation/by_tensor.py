@@ -1,7 +1,8 @@
 """What the quantization of each tensor costs: the divergence that goes away when it alone is restored from model a.
 
 Both models are loaded. Of each chunk the logits of a are computed once, then those of b as it is, and of b with one
-tensor after the other as a has it. Experts of a layer are restored together, by kind.
+tensor after the other as a has it. Experts of a layer are restored together, by kind. The other way round, `alone`, a
+has one tensor after the other as b has it: what that adds is never lost in the noise of the other tensors' errors.
 """
 
 import time
@@ -41,7 +42,7 @@ class TensorCost:
         names: of the tensors. type_a, type_b: their types in both files. weights: their number.
         bytes_a, bytes_b: in both files.
         kl: the divergence of b from a, less what it is with these tensors as in a, in nats: what their quantization
-            costs. The error is of the mean over tokens.
+            costs; or `alone` that of a with these tensors as in b. The error is of the mean over tokens.
     """
 
     names: tuple[str, ...]
@@ -58,7 +59,8 @@ class TensorCosts:
     """The costs of all tensors whose types differ, as far as they were computed.
 
     Attributes:
-        costs: in the model's order. kl: of b as it is. left_out: tensors that were not restored.
+        costs: in the model's order. kl: of b as it is. left_out: tensors that were not exchanged.
+        alone: which of the two each cost is.
     """
 
     a: str
@@ -70,6 +72,7 @@ class TensorCosts:
     chunks: int
     total_chunks: int
     seconds: float
+    alone: bool = False
 
     @property
     def by_cost(self) -> list[TensorCost]:
@@ -91,6 +94,7 @@ class TensorCosts:
         return {
             "kl": self.kl.value,
             "kl_error": self.kl.error,
+            "alone": self.alone,
             "left_out": list(self.left_out),
             "tensors": [
                 {"names": list(cost.names), "type_a": cost.type_a, "type_b": cost.type_b}
@@ -110,28 +114,30 @@ class _Unit:
     parts: list[Parts]
 
 
-class _Restorer:
-    """Puts tensors of model a in the places of model b's.
+class _Exchange:
+    """Puts tensors of the model `source` in their places in the model `target`.
 
     Raises:
         EngineError: the models have other tensors, or are shared by several devices.
     """
 
-    def __init__(self, a: "LLM", b: "LLM") -> None:
-        for llm in (a, b):
+    def __init__(self, source: "LLM", target: "LLM") -> None:
+        for llm in (source, target):
             config = llm.loaded.decoder.config
             if config.ranks > 1 or config.stage is not None:
                 raise EngineError("models that several devices share are not compared by tensor")
-        self._llm = b
-        self.a, self.b = a.loaded.checkpoint.tensors, b.loaded.checkpoint.tensors
-        for name, tensor in self.b.items():
-            if name not in self.a or self.a[name].shape != tensor.shape:
-                raise EngineError(f"{a.loaded.path.name} has no tensor {name} of shape {list(tensor.shape)}")
+        self._llm = target
+        self.source, self.target = source.loaded.checkpoint.tensors, target.loaded.checkpoint.tensors
+        for name, tensor in self.target.items():
+            if name not in self.source or self.source[name].shape != tensor.shape:
+                raise EngineError(
+                    f"{source.loaded.path.name} has no tensor {name} of shape {list(tensor.shape)}"
+                )
         units, self.left_out = dict[tuple[str, ...], _Unit](), list[str]()
-        for parts in LoadedWeights(b):
+        for parts in LoadedWeights(target):
             kinds = [tuple(dict.fromkeys(part.name for part in kind)) for kind in parts.kinds]
             for names in kinds if parts.experts else [(name,) for name in kinds[0]]:
-                if all(self.a[name].format == self.b[name].format for name in names):
+                if all(self.source[name].format == self.target[name].format for name in names):
                     continue
                 if parts.biased or not parts.places:
                     self.left_out += names
@@ -142,13 +148,13 @@ class _Restorer:
         self.units = list(units.values())
 
     @contextmanager
-    def restored(self, unit: _Unit) -> Iterator[None]:
-        """While it lasts, model b computes with a's tensors of this unit."""
+    def exchanged(self, unit: _Unit) -> Iterator[None]:
+        """While it lasts, the target computes with the source's tensors of this unit."""
         places = [place for parts in unit.parts for place in parts.places]
         own = [getattr(holder, key) for holder, key in places]
         with on_device(self._llm.loaded.device):
             for parts in unit.parts:
-                kinds = [[self._restored(part, unit) for part in kind] for kind in parts.kinds]
+                kinds = [[self._exchanged(part, unit) for part in kind] for kind in parts.kinds]
                 weight = parts.load(self._llm.loaded.decoder.backend, kinds)
                 for holder, key in parts.places:
                     setattr(holder, key, weight)
@@ -158,49 +164,59 @@ class _Restorer:
             for (holder, key), weight in zip(places, own, strict=True):
                 setattr(holder, key, weight)
 
-    def _restored(self, part: QuantTensor, unit: _Unit) -> QuantTensor:
-        """The same rows of a's tensor; the part itself where the tensor is none of the unit's."""
+    def _exchanged(self, part: QuantTensor, unit: _Unit) -> QuantTensor:
+        """The same rows of the source's tensor; the part itself where the tensor is none of the unit's."""
         if part.name not in unit.names:
             return part
-        whole, other = self.b[part.name], self.a[part.name]
+        whole, other = self.target[part.name], self.source[part.name]
         row_bytes = whole.data.shape[1]
         start, rest = divmod(part.data.data_ptr() - whole.data.data_ptr(), row_bytes)
         assert not rest and 0 <= start <= whole.rows - part.rows, f"{part.name}: not a part of the file's"
         return QuantTensor(part.name, other.format, part.shape, other.data[start : start + part.rows])
 
 
-def measure(a: "LLM", b: "LLM", chunks: Seq[Chunk], step: Step = _unseen) -> Iterator[TensorCosts]:
-    """The costs after each of the chunks. Model b must not share prefixes, whose keys and values are of its own
-    weights, and a chunk must be computed in one step.
+def measure(
+    a: "LLM", b: "LLM", chunks: Seq[Chunk], step: Step = _unseen, *, alone: bool = False
+) -> Iterator[TensorCosts]:
+    """The costs after each of the chunks. No model may share prefixes, whose keys and values are of its own weights,
+    and a chunk must be computed in one step.
 
     Raises:
         EngineError: the models have other tensors, no types differ, or chunks are too long.
     """
-    _check(b, chunks)
-    restorer, base, began = _Restorer(a, b), ModelBase(a), time.perf_counter()
-    if not restorer.units:
-        raise EngineError("both models have all tensors in the same types: there is none to restore")
-    plain, gains = list[Numbers](), [list[Numbers]() for _ in restorer.units]
-    each, vocab, done = 1 + len(restorer.units), b.model_config.vocab_size, 0
+    changed = a if alone else b
+    _check((a, b), chunks)
+    exchange = _Exchange(b, a) if alone else _Exchange(a, b)
+    if not exchange.units:
+        raise EngineError("both models have all tensors in the same types: there is none to exchange")
+    base, began, plain = ModelBase(a), time.perf_counter(), list[Numbers]()
+    values = [list[Numbers]() for _ in exchange.units]
+    each, vocab = 1 + len(exchange.units), b.model_config.vocab_size
     for number, chunk in enumerate(chunks):
         for ids, first in parts_of(chunk, vocab):
             base.begin(number, ids, first)
             rows = part_rows(base, b, chunk, ids, first)
             check_finite(rows, number, first + 1)
             plain.append(rows.kl)
-            for gain, unit in zip(gains, restorer.units, strict=True):
-                done += 1
-                step(number * each + done % each, each * len(chunks))
-                with restorer.restored(unit):
-                    gain.append(rows.kl - part_rows(base, b, chunk, ids, first).kl)
-        yield _costs(restorer, (a, b), plain, gains, (number + 1, len(chunks)), time.perf_counter() - began)
+            for place, (unit, own) in enumerate(zip(exchange.units, values, strict=True), 1):
+                step(number * each + place, each * len(chunks))
+                with exchange.exchanged(unit):
+                    kl = part_rows(base, changed, chunk, ids, first).kl
+                own.append(kl if alone else rows.kl - kl)
+        costs = [_cost(exchange, unit, own, alone) for unit, own in zip(exchange.units, values, strict=True)]
+        kl = np.concatenate(plain)
+        yield TensorCosts(
+            *(a.loaded.path.name, b.loaded.path.name, tuple(costs), mean_of(kl), tuple(exchange.left_out)),
+            *(len(kl), number + 1, len(chunks), time.perf_counter() - began, alone),
+        )
 
 
-def _check(b: "LLM", chunks: Seq[Chunk]) -> None:
-    assert not b.scheduler.shares, "prefixes are shared"
+def _check(models: "tuple[LLM, LLM]", chunks: Seq[Chunk]) -> None:
+    assert not any(llm.scheduler.shares for llm in models), "prefixes are shared"
     if not chunks:
         raise EngineError("no chunk to compute: chunks must be at least 1")
-    longest, most = max(len(chunk.ids) for chunk in chunks) - 1, b.loaded.decoder.chunk_size
+    longest = max(len(chunk.ids) for chunk in chunks) - 1
+    most = min(llm.loaded.decoder.chunk_size for llm in models)
     if longest > most:
         raise EngineError(
             f"by tensor, a chunk is computed in one step: {longest + 1} tokens are more than {most}; give -c {most}, "
@@ -208,29 +224,13 @@ def _check(b: "LLM", chunks: Seq[Chunk]) -> None:
         )
 
 
-def _costs(
-    restorer: _Restorer,
-    models: "tuple[LLM, LLM]",
-    plain: list[Numbers],
-    gains: list[list[Numbers]],
-    chunks: tuple[int, int],
-    seconds: float,
-) -> TensorCosts:
-    costs = []
-    for unit, gain in zip(restorer.units, gains, strict=True):
-        of_a, of_b = ([tensors[name] for name in unit.names] for tensors in (restorer.a, restorer.b))
-        costs.append(
-            TensorCost(
-                *(unit.names, of_a[0].format.name, of_b[0].format.name),
-                *(sum(tensor.rows * tensor.cols for tensor in of_b),),
-                *(sum(tensor.nbytes for tensor in of_a), sum(tensor.nbytes for tensor in of_b)),
-                mean_of(np.concatenate(gain)),
-            )
-        )
-    kl = np.concatenate(plain)
-    name_a, name_b = (llm.loaded.path.name for llm in models)
-    left_out = tuple(restorer.left_out)
-    return TensorCosts(name_a, name_b, tuple(costs), mean_of(kl), left_out, len(kl), *chunks, seconds)
+def _cost(exchange: _Exchange, unit: _Unit, values: list[Numbers], alone: bool) -> TensorCost:
+    tensors = (exchange.target, exchange.source) if alone else (exchange.source, exchange.target)
+    of_a, of_b = ([each[name] for name in unit.names] for each in tensors)
+    in_a, in_b = (sum(tensor.nbytes for tensor in each) for each in (of_a, of_b))
+    weights = sum(tensor.rows * tensor.cols for tensor in of_b)
+    kinds = of_a[0].format.name, of_b[0].format.name
+    return TensorCost(unit.names, *kinds, weights, in_a, in_b, mean_of(np.concatenate(values)))
 
 
 def compare_tensors(
@@ -240,6 +240,7 @@ def compare_tensors(
     ctx: int = DEFAULT_CTX,
     *,
     chunks: int | None = 1,
+    alone: bool = False,
     step: Step = _unseen,
     **config: Any,
 ) -> TensorCosts:
@@ -249,6 +250,8 @@ def compare_tensors(
         a: the model that b was made of.
         text: cut into chunks of `ctx` tokens as `perplexity` does.
         chunks: how many are computed, at most; None: all. Each takes as many computations as b has tensors.
+        alone: a tensor's cost is the divergence of a with this tensor as in b, for `suggest_types`; else what goes away
+            of that of b with this tensor as in a.
         step: called before each computation with how many are done, and their number in all.
         config: fields of `EngineConfig`, for both models.
 
@@ -261,14 +264,16 @@ def compare_tensors(
         return LLM(model, ctx_size=size, **config)
 
     with Comparison(str(a), str(b), text, ctx, load) as comparison:
-        *_, found = of_comparison(comparison, chunks, step)
+        *_, found = of_comparison(comparison, chunks, step, alone=alone)
         return found
 
 
-def of_comparison(comparison: Comparison, chunks: int | None, step: Step = _unseen) -> Iterator[TensorCosts]:
+def of_comparison(
+    comparison: Comparison, chunks: int | None, step: Step = _unseen, *, alone: bool = False
+) -> Iterator[TensorCosts]:
     """The costs of a comparison's model b after each of its chunks; see `measure`."""
     if comparison.other is None:
         raise EngineError(
             "by tensor: A must be a model, whose tensors are restored; it is a file of log-probabilities"
         )
-    yield from measure(comparison.other, comparison.llm, comparison.chunks[:chunks], step)
+    yield from measure(comparison.other, comparison.llm, comparison.chunks[:chunks], step, alone=alone)

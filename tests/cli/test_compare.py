@@ -1,6 +1,7 @@
 """`engine compare`: its flags, its table and its JSON."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,18 @@ def test_costs_by_tensor(tmp_path: Path) -> None:
         row = next(line for line in lines if line.startswith(f"{cost['names'][0]} "))
         kinds = [cost["type_a"], cost["type_b"], f"{cost['bytes_b'] / 1e6:.2f}"]
         assert row.split()[1:] == [*kinds, f"{cost['kl']:.6f}", "+/-", f"{cost['kl_error']:.6f}"]
+    *_, size, command = run(*flags, "--budget", "6bpw").splitlines()
+    found = json.loads(run(*flags, "--budget", "6bpw", "--json"))
+    assert size.startswith(f"{found['bits_per_weight']:.3f} bits a weight, expected divergence ")
+    program, name, *words = shlex.split(command)
+    assert (program, name) == ("engine", "quantize") and found["bits_per_weight"] <= 6
+    words[words.index("mix.gguf")] = str(tmp_path / "mix.gguf")
+    result = CliRunner().invoke(main.app, ["quantize", *words])
+    assert result.exit_code == 0 and f"{found['bits_per_weight']:.2f} bits a weight" in result.stderr
+    with pytest.raises(EngineError, match=r"--budget 4\.5q: must be bits a weight, such as 4\.5bpw"):
+        run(*flags, "--budget", "4.5q")
+    with pytest.raises(EngineError, match=r"--imatrix x: it goes with --budget"):
+        run(*flags, "--imatrix", "x")
     with pytest.raises(EngineError, match=r"--plot x\.svg: a chart is of --by-tensor; add that"):
         run(a, a, "-f", text, "--plot", "x.svg")
     with pytest.raises(EngineError, match=r"x\.png: a chart is a file \.svg or \.html"):

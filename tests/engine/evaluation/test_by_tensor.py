@@ -72,6 +72,21 @@ def test_a_cost_is_that_of_a_file_without_it(pair: tuple[str, Path, Path], folde
     )
 
 
+def test_a_cost_alone_is_that_of_a_file_with_it(pair: tuple[str, Path, Path], folder: Path) -> None:
+    """Quantized in one tensor."""
+    name, a, b = pair
+    found = compare_tensors(a, b, TEXT, 32, chunks=1, alone=True, device="cpu")
+    tensors = {each: cost for cost in found.costs for each in cost.names}
+    for tensor in ("blk.0.attn_v", "blk.0.ffn_down" if name == "dense" else "blk.0.ffn_down_exps"):
+        file = folder / f"{name}-with-{tensor}.gguf"
+        kept = [f"^(?!{tensor})=f32"]
+        quantize(*(a, file, "Q4_0"), tensor_types=kept, output_type="f32", threads=1)
+        rest = compare(a, file, TEXT, 32, chunks=1, device="cpu")
+        cost = tensors[f"{tensor}.weight"]
+        assert cost.kl == rest.kl and cost.kl.value > 0, tensor
+        assert (cost.type_a, cost.type_b) == ("F32", "Q4_0") and cost.bytes_a > cost.bytes_b
+
+
 def test_weights_are_put_back(pair: tuple[str, Path, Path]) -> None:
     _, a, b = pair
     with (
