@@ -190,6 +190,14 @@ COMMANDS = {
             "engine convert folder -o model-bf16.gguf --type bf16 --split-max-size 4G",
         ),
     ),
+    "imatrix": CommandEntry(
+        "imatrix",
+        MODELS,
+        (
+            "engine imatrix -m model-f16.gguf -f text.txt -o imatrix.gguf",
+            "engine imatrix -m model-f16.gguf -f text.txt -o imatrix.gguf --save-every 50 --resume",
+        ),
+    ),
     "quantize": CommandEntry(
         "quantize",
         MODELS,
@@ -226,6 +234,8 @@ COMMANDS = {
         MEASURE,
         (
             "engine compare model-f16.gguf model-q4_k_m.gguf -f text.txt",
+            "engine compare model-f16.gguf model-q4_k_m.gguf -f text.txt --by-tensor --plot costs.html",
+            "engine compare model-f16.gguf model-q4_k_m.gguf -f text.txt --budget 4.5bpw",
             "engine compare logits.kld model-q4_k_m.gguf --json   # a file of llama-perplexity",
         ),
     ),

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from typing import Any
 
     from quengine.errors import CannotRunError, EngineError
+    from quengine.evaluation.by_tensor import compare_tensors
     from quengine.evaluation.compare import compare
+    from quengine.evaluation.imatrix import imatrix
     from quengine.evaluation.perplexity import perplexity
+    from quengine.evaluation.suggested_mix import suggest_types
     from quengine.llm import LLM
     from quengine.models.convert.convert_folder import convert
     from quengine.models.quantize.quantize_file import quantize
@@ -29,9 +32,12 @@ __all__ = [
     "SamplingParams",
     "__version__",
     "compare",
+    "compare_tensors",
     "convert",
+    "imatrix",
     "perplexity",
     "quantize",
+    "suggest_types",
 ]
 
 _HOME = {
@@ -42,8 +48,11 @@ _HOME = {
     "CannotRunError": "quengine.errors",
     "convert": "quengine.models.convert.convert_folder",
     "compare": "quengine.evaluation.compare",
+    "compare_tensors": "quengine.evaluation.by_tensor",
+    "imatrix": "quengine.evaluation.imatrix",
     "perplexity": "quengine.evaluation.perplexity",
     "quantize": "quengine.models.quantize.quantize_file",
+    "suggest_types": "quengine.evaluation.suggested_mix",
 }
 
 

@@ -67,7 +67,7 @@ class ModelBase:
         if len(self._parts) > 1:
             self._parts = [torch.cat(self._parts)]
         start = position - self._first
-        own = self._parts[0][start : start + len(logits)].to(logits.device)
+        own = self._parts[0][start : start + len(logits)].to(logits.device, copy=True)
         return rows_of_logits(own, logits, targets)
 
 
@@ -97,29 +97,41 @@ def measure(base: Base, llm: "LLM", chunks: Seq[Chunk], ctx: int) -> Iterator[Di
     name = llm.loaded.path.name
     for number, chunk in enumerate(chunks):
         parts.append(_chunk_rows(base, llm, number, chunk))
-        _check_finite(parts[-1], number, chunk.first)
+        check_finite(parts[-1], number, chunk.first)
         parts = [TokenRows.joined(parts)]
         seconds = time.perf_counter() - began
         yield Divergence(base.name, name, parts[0], number + 1, len(chunks), ctx, seconds)
 
 
 def _chunk_rows(base: Base, llm: "LLM", number: int, chunk: Chunk) -> TokenRows:
-    found, ids = list[TokenRows](), chunk.ids
-
-    def take(logits: "Tensor", position: int) -> None:
-        targets = ids[position + 1 : position + 1 + len(logits)]
-        found.append(base.rows(logits, position, targets))
-
-    most = max(1, _HELD_BYTES // (4 * llm.model_config.vocab_size))
-    for first in range(chunk.first - 1, len(ids) - 1, most):
-        part = ids[: min(first + most, len(ids) - 1)]
-        base.begin(number, part, first)
-        for _ in compute(llm, [PromptLogits(part, first, take)]):
-            pass
+    found = list[TokenRows]()
+    for ids, first in parts_of(chunk, llm.model_config.vocab_size):
+        base.begin(number, ids, first)
+        found.append(part_rows(base, llm, chunk, ids, first))
     return TokenRows.joined(found)
 
 
-def _check_finite(rows: TokenRows, chunk: int, first: int) -> None:
+def parts_of(chunk: Chunk, vocab: int) -> Iterator[tuple[list[int], int]]:
+    """A chunk as prompts with the first position whose logits are wanted, such that these may be held."""
+    last, most = len(chunk.ids) - 1, max(1, _HELD_BYTES // (4 * vocab))
+    for first in range(chunk.first - 1, last, most):
+        yield chunk.ids[: min(first + most, last)], first
+
+
+def part_rows(base: Base, llm: "LLM", chunk: Chunk, ids: list[int], first: int) -> TokenRows:
+    """The values of the tokens after positions `first` .. len(ids) - 1 of a chunk, which the base has begun with."""
+    found = list[TokenRows]()
+
+    def take(logits: "Tensor", position: int) -> None:
+        found.append(base.rows(logits, position, chunk.ids[position + 1 : position + 1 + len(logits)]))
+
+    for _ in compute(llm, [PromptLogits(ids, first, take)]):
+        pass
+    return TokenRows.joined(found)
+
+
+def check_finite(rows: TokenRows, chunk: int, first: int) -> None:
+    """Raises EngineError where a value of a chunk, by number, whose scored tokens begin with `first`, is not finite."""
     import numpy as np
 
     for values in (rows.nll_a, rows.nll_b, rows.kl):
@@ -168,7 +180,9 @@ class Comparison:
         b: the model that is compared with it.
         text: None: that of the file.
         ctx: tokens of a chunk; of a file its own.
-        load: makes an LLM of a model, for a context and further fields of `EngineConfig`.
+        load: makes an LLM of a model, for a context.
+
+    `llm` is model b; `other` is model a, None where there is a file.
 
     Raises:
         EngineError: a model or a file is wrong, they do not have the same tokens, or the text is too short.
@@ -187,13 +201,14 @@ class Comparison:
         with ExitStack() as stack:
             self.llm = stack.enter_context(load(b, self.ctx))
             self.base: Base
+            self.other: LLM | None = None
             if stored is not None:
                 self.base, self.chunks = FileBase(stored), file_chunks(stored, self.llm)
             else:
                 assert text is not None
-                other = stack.enter_context(load(a, self.ctx))
-                check_tokens(other, self.llm, text)
-                self.base, self.chunks = ModelBase(other), text_chunks(self.llm, text, ctx)
+                self.other = stack.enter_context(load(a, self.ctx))
+                check_tokens(self.other, self.llm, text)
+                self.base, self.chunks = ModelBase(self.other), text_chunks(self.llm, text, ctx)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "Comparison":

@@ -2,11 +2,12 @@
 
 Two formats of llama.cpp's llama-imatrix: a GGUF file with tensors NAME.in_sum2 [experts, columns] and NAME.counts
 [experts], and the older `.dat`: u32 entries, each a name, the number of calls and values that are sums already divided
-by tokens and multiplied by calls; then the number of chunks and the dataset's name.
+by tokens and multiplied by calls; then the number of chunks and the dataset's name. Both are read, the first is
+written.
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +16,46 @@ from numpy.typing import NDArray
 
 from quengine.errors import EngineError, nearest_file
 from quengine.models.gguf import GGUFFile, open_gguf
+from quengine.models.gguf.whole_file import whole_file
+from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_bytes, write_padding
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _KEYS = ("imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size")
+_ALIGNMENT = 32
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of a tensor: sums of squares, fp64 [experts or 1, columns], and the rows that they are of, int64 [experts or 1].
+
+    Experts have other rows each.
+    """
+
+    squares: NDArray[np.float64]
+    counts: NDArray[np.int64]
+
+    def __add__(self, other: "Sums") -> "Sums":
+        """Raises ValueError where the shapes differ."""
+        return Sums(self.squares + other.squares, self.counts + other.counts)
+
+
+@dataclass(frozen=True)
+class ImatrixSums:
+    """What an imatrix file is made of, which more chunks can be added to.
+
+    chunk_size: tokens of a chunk; 0: a file of the older format, which does not have it: a chunk counts as one row.
+    """
+
+    sums: Mapping[str, Sums]
+    datasets: tuple[str, ...]
+    chunks: int
+    chunk_size: int
+
+    def in_chunks_of(self, size: int) -> Mapping[str, Sums]:
+        """The sums, those of the older format as of chunks of this size."""
+        if self.chunk_size:
+            return self.sums
+        return {name: Sums(each.squares * size, each.counts * size) for name, each in self.sums.items()}
 
 
 @dataclass(frozen=True)
@@ -63,20 +101,80 @@ def read_imatrix(path: Path) -> Imatrix:
     return found
 
 
+def read_sums(path: Path) -> ImatrixSums:
+    """The sums of a file in either format. Raises EngineError as `read_imatrix`."""
+    read_imatrix(path)
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            return _dat_sums(path)
+    with open_gguf(path) as gguf:
+        sums = dict[str, Sums]()
+        for name in _names(gguf):
+            squares, counts = _stored_sums(gguf, name)
+            sums[name] = Sums(squares.astype(np.float64), counts[:, 0].astype(np.int64))
+        datasets = tuple(gguf.require_strings("imatrix.datasets"))
+        chunks, size = (gguf.require_int(key) for key in _KEYS[1:])
+        return ImatrixSums(sums, datasets, chunks, size)
+
+
+def _dat_sums(path: Path) -> ImatrixSums:
+    found = _read_dat(path)
+    chunks = max(1, found.chunks)
+    counts = np.array([chunks], np.int64)
+    sums = {name: Sums(values.astype(np.float64) * chunks, counts) for name, values in found.values.items()}
+    return ImatrixSums(sums, found.datasets, chunks, 0)
+
+
+def write_sums(path: Path, imatrix: ImatrixSums) -> None:
+    """Writes the GGUF format; the file appears when it is complete. Raises as `whole_file` does."""
+    fields = {
+        "general.type": Field("string", "imatrix"),
+        "imatrix.datasets": Field("array of string", imatrix.datasets),
+        "imatrix.chunk_count": Field("uint32", imatrix.chunks),
+        "imatrix.chunk_size": Field("uint32", imatrix.chunk_size),
+    }
+    parts = list(_tensors(imatrix.sums))
+    infos = [TensorInfo(name, values.shape, "F32") for name, values in parts]
+    with whole_file(path, file_bytes(fields, infos, _ALIGNMENT)) as file:
+        file.write(header_bytes(fields, infos, _ALIGNMENT))
+        for info, (_, values) in zip(infos, parts, strict=True):
+            file.write(values.tobytes())
+            write_padding(file, info.nbytes, _ALIGNMENT)
+
+
+def _tensors(sums: Mapping[str, Sums]) -> Iterable[tuple[str, NDArray[np.float32]]]:
+    for name in sorted(sums):
+        yield name + _SUMS, sums[name].squares.astype("<f4")
+        yield name + _COUNTS, sums[name].counts.astype("<f4")[:, None]
+
+
 def _read_gguf(path: Path) -> Imatrix:
     with open_gguf(path) as file:
-        missing = [key for key in _KEYS if key not in file.metadata]
-        names = [name.removesuffix(_SUMS) for name in file.tensors if name.endswith(_SUMS)]
-        if missing or not names:
-            what = f"has no {missing[0]}" if missing else f"has no tensors {_SUMS}"
-            raise EngineError(f"{path}: {what}: not an imatrix file")
+        names = _names(file)
         datasets = tuple(file.require_strings("imatrix.datasets"))
         chunks = file.require_int("imatrix.chunk_count")
         return Imatrix(path, {name: _mean(file, name) for name in names}, datasets, chunks)
 
 
+def _names(file: GGUFFile) -> list[str]:
+    """The tensors that an imatrix file has values for. Raises EngineError where it is none."""
+    missing = [key for key in _KEYS if key not in file.metadata]
+    names = [name.removesuffix(_SUMS) for name in file.tensors if name.endswith(_SUMS)]
+    if missing or not names:
+        what = f"has no {missing[0]}" if missing else f"has no tensors {_SUMS}"
+        raise EngineError(f"{file.path}: {what}: not an imatrix file")
+    return names
+
+
 def _mean(file: GGUFFile, name: str) -> NDArray[np.float32]:
     """Sums divided by counts; experts that no token reached count 1 in every column."""
+    total, numbers = _stored_sums(file, name)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(numbers > 0, total / numbers, np.float32(1)).astype(np.float32)
+
+
+def _stored_sums(file: GGUFFile, name: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Sums [experts or 1, columns] and whole counts [experts or 1, 1]."""
     sums, counts = file.tensors[name + _SUMS], file.tensors.get(name + _COUNTS)
     if counts is None or sums.type_name != "F32" or counts.type_name != "F32":
         raise file.tensor_error(name + _SUMS, f"must be F32, with its {_COUNTS} in F32 beside it")
@@ -84,9 +182,7 @@ def _mean(file: GGUFFile, name: str) -> NDArray[np.float32]:
     total = sums.data.view("<f4")
     if total.size % numbers.size:
         raise file.tensor_error(name + _COUNTS, f"{numbers.size} counts for {total.size} sums")
-    total = total.reshape(numbers.size, -1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(numbers > 0, total / numbers, np.float32(1)).astype(np.float32)
+    return total.reshape(numbers.size, -1), numbers
 
 
 class _Dat:

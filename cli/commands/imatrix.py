@@ -1,0 +1,106 @@
+"""`engine imatrix`: importances of a model's columns from a text, for `engine quantize --imatrix`."""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from quengine.cli.commands.perplexity import TEXT, joined_texts, last_shown, time_left
+from quengine.cli.flags import Model, takes_options
+from quengine.config import EngineConfig
+from quengine.errors import EngineError
+from quengine.options import Flag, Only, Range, check_ranges
+
+if TYPE_CHECKING:
+    from quengine.evaluation.imatrix import ImatrixRun
+
+FILE = "The file"
+
+
+@dataclass(frozen=True)
+class ImatrixFlags:
+    """Of which text, and what is written."""
+
+    files: Annotated[
+        tuple[Path, ...],
+        Flag("-f --file", "A text; several are joined, with an empty line between them.", TEXT),
+    ] = ()
+    ctx: Annotated[int, Range(4), Flag("-c --ctx --ctx-size", "Tokens of a chunk.", TEXT)] = 512
+    chunks: Annotated[
+        int | None, Range(1), Flag("--chunks", "Chunks to compute, at most. (default: all)", TEXT, "N")
+    ] = None
+    output: Annotated[
+        Path | None,
+        Flag("-o --output --output-file", "The file to write, in llama-imatrix's GGUF format.", FILE, "FILE"),
+    ] = None
+    earlier: Annotated[
+        tuple[Path, ...],
+        Flag("--in-file", "Add to the sums of this file, GGUF or .dat; repeatable.", FILE, "FILE"),
+    ] = ()
+    save_every: Annotated[
+        int,
+        Range(0),
+        Flag("--save-every --save-frequency", "Write it every N chunks too; 0: at the end.", FILE, "N"),
+    ] = 0
+    resume: Annotated[
+        bool, Flag("--resume", "Go on where the file that is there ends, if there is one.", FILE)
+    ] = False
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "--{name} {value}")
+        if not self.files:
+            raise EngineError("no text: give one with -f FILE")
+        if self.output is None:
+            raise EngineError("no file to write: -o imatrix.gguf")
+
+
+@takes_options
+def imatrix(
+    flags: ImatrixFlags,
+    config: Annotated[EngineConfig, Only("device", "threads", "backend", "chunk_size", "cache_type", "mmap")],
+    model: Model,
+) -> None:
+    """Importances of columns, from a text: what each matrix of the model reads, squared and summed.
+
+    Values are llama-imatrix's. FILE appears when it is complete; with --save-every also on the way, so that --resume
+    goes on from there after an interruption.
+    """
+    text = joined_texts(flags.files)
+    assert flags.output is not None
+    from quengine.models.quantize.imatrix import read_sums
+
+    before = [read_sums(path) for path in flags.earlier]
+    from quengine.cli.loading import load_llm
+    from quengine.evaluation.imatrix import collect
+    from quengine.evaluation.perplexity import text_chunks
+
+    with load_llm(model, replace(config, ctx_size=flags.ctx)) as llm:
+        chunks = text_chunks(llm, text, flags.ctx)[: flags.chunks]
+        dataset = ", ".join(map(str, flags.files))
+        runs = collect(
+            *(llm, chunks, flags.output, flags.ctx, dataset),
+            before=before,
+            resume=flags.resume,
+            save_every=flags.save_every,
+        )
+        found = last_shown(runs, _running)
+    for line in _lines(found):
+        print(line, file=sys.stderr)
+
+
+def _running(found: "ImatrixRun") -> str:
+    return (
+        f"chunk {found.chunks} of {found.total_chunks}: {found.tokens_per_second:.0f} tok/s, "
+        f"{time_left(found.seconds_left)}"
+    )
+
+
+def _lines(found: "ImatrixRun") -> list[str]:
+    begun = f", {found.begun} of them before" if found.begun else ""
+    lines = [
+        f"{found.tensors} tensors, {found.chunks} chunks of {found.ctx} tokens{begun}, in {found.seconds:.1f} s, "
+        f"{found.tokens_per_second:.0f} tok/s"
+    ]
+    if found.untouched:
+        lines.append(f"engine: no token was routed to {found.untouched} experts: give a longer text")
+    return [*lines, f"wrote {found.path}"]

@@ -1,0 +1,161 @@
+"""Sums of squares of the activations that matrices multiply, taken at a backend's operations while a model computes.
+
+The decoder's own code runs, with a backend around its backend that looks at the inputs of matrix products.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quengine.diagnostics.parity.parity_operations import rows_of
+from quengine.errors import EngineError
+from quengine.evaluation.loaded_weights import LoadedWeights
+from quengine.kernels.backend import Hidden
+from quengine.kernels.moe.router import Router, Routing
+from quengine.models.experts import MixtureOfExperts
+
+if TYPE_CHECKING:
+    from quengine.llm import LLM
+
+
+class Collector:
+    """Sums for each matrix by its tensor's name: `squares` fp64 [experts or 1, columns], `counts` int64 [experts or 1],
+    on the model's device.
+
+    Raises:
+        EngineError: the model is shared by several devices, which see parts of the activations.
+    """
+
+    def __init__(self, llm: "LLM") -> None:
+        decoder = llm.loaded.decoder
+        self.backend = decoder.backend
+        if decoder.config.ranks > 1 or decoder.config.stage is not None:
+            raise EngineError(
+                "the model is shared by several devices, each with a part of the activations: give one device"
+            )
+        self.squares, self.counts = dict[str, Tensor](), dict[str, Tensor]()
+        self._weights = LoadedWeights(llm)
+        self._routers = {
+            id(block.ffn.router): f"blk.{layer}.ffn_gate_inp"
+            for layer, block in zip(decoder.config.held_layers, decoder.blk, strict=True)
+            if isinstance(block.ffn, MixtureOfExperts)
+        }
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """While it lasts, what the decoder computes is added to the sums."""
+        own = [getattr(holder, key) for holder, key in self._weights.holders]
+        try:
+            for (holder, key), backend in zip(self._weights.holders, own, strict=True):
+                setattr(holder, key, _ObservedBackend(backend, self))
+            yield
+        finally:
+            for (holder, key), backend in zip(self._weights.holders, own, strict=True):
+                setattr(holder, key, backend)
+
+    def dense(self, weight: Any, rows: Tensor) -> None:
+        """Rows [T, columns] that meet a matrix, or several on the same input."""
+        if (parts := self._weights.of.get(id(weight))) is not None:
+            for name in filter(_of_layer, parts.names):
+                self._add(name, rows[:, : parts.cols])
+
+    def router(self, router: Router, rows: Tensor) -> None:
+        """Rows that meet a router's matrix, and its gate of the shared expert."""
+        if (name := self._routers.get(id(router))) is not None:
+            self._add(f"{name}.weight", rows)
+            if router.shared_gate is not None:
+                self._add(f"{name}_shexp.weight", rows)
+
+    def experts(self, weight: Any, rows: Tensor, routing: Routing) -> None:
+        """Rows [T, k, columns] that meet the experts of a routing, or [T, columns] that meet all of a token's."""
+        parts = self._weights.of.get(id(weight))
+        if parts is None:
+            return
+        chosen, count = routing.experts.long(), len(parts.kinds[0])
+        squares = torch.zeros(count, parts.cols, dtype=torch.float64, device=rows.device)
+        for place in range(chosen.shape[1]):
+            of_place = rows if rows.dim() == 2 else rows[:, place]
+            squares.index_add_(0, chosen[:, place], of_place[:, : parts.cols].double().square())
+        counts = torch.bincount(chosen.flatten(), minlength=count)
+        named = dict.fromkeys(tuple(part.name for part in kind) for kind in parts.kinds)
+        for names in named:  # once where gate and up are one tensor
+            self._add_experts(names, squares, counts)
+
+    def _add_experts(self, names: Sequence[str], squares: Tensor, counts: Tensor) -> None:
+        """Experts of one tensor, or of several: one each in old files, the shared expert's beside the others'."""
+        for name in dict.fromkeys(names):
+            places = [place for place, each in enumerate(names) if each == name]
+            self._put(name, squares[places], counts[places])
+
+    def _add(self, name: str, rows: Tensor) -> None:
+        squares = rows.double().square_().sum(0, keepdim=True)
+        self._put(name, squares, torch.tensor([len(rows)], device=rows.device))
+
+    def _put(self, name: str, squares: Tensor, counts: Tensor) -> None:
+        if name in self.squares:
+            self.squares[name] += squares
+            self.counts[name] += counts
+        else:
+            self.squares[name], self.counts[name] = squares, counts
+
+
+def _of_layer(name: str) -> bool:
+    """Whether a tensor is a layer's: others are left out, as llama-imatrix does."""
+    return name.startswith("blk.")
+
+
+class _ObservedBackend:
+    """A backend whose matrix products are observed; everything else of it is the backend's own."""
+
+    def __init__(self, backend: Any, collector: Collector) -> None:
+        self._backend, self._collector = backend, collector
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def _normed(self, x: Hidden, norm: Any) -> Tensor:
+        return rows_of(x) if norm is None else self._collector.backend.normed(x, norm)
+
+    def linear(self, batch: Any, x: Hidden, weight: Any) -> Any:
+        self._collector.dense(weight, x)
+        return self._backend.linear(batch, x, weight)
+
+    def norm_linear(self, batch: Any, x: Hidden, norm: Any, weight: Any, *more: Any) -> Any:
+        self._collector.dense(weight, self._normed(x, norm))
+        return self._backend.norm_linear(batch, x, norm, weight, *more)
+
+    def norm_glu(self, batch: Any, x: Hidden, norm: Any, weight: Any, *more: Any) -> Any:
+        self._collector.dense(weight, self._normed(x, norm))
+        return self._backend.norm_glu(batch, x, norm, weight, *more)
+
+    def norm_pointwise(self, batch: Any, x: Hidden, norm: Any, weight: Any, *more: Any) -> Any:
+        self._collector.dense(weight, self._normed(x, norm))
+        return self._backend.norm_pointwise(batch, x, norm, weight, *more)
+
+    def input_glu(self, batch: Any, x: Hidden, gate: Any, *more: Any) -> Any:
+        self._collector.dense(gate, rows_of(x))
+        return self._backend.input_glu(batch, x, gate, *more)
+
+    def linear_add(self, batch: Any, x: Hidden, weight: Any, *more: Any, **named: Any) -> Any:
+        self._collector.dense(weight, rows_of(x))
+        return self._backend.linear_add(batch, x, weight, *more, **named)
+
+    def route(self, batch: Any, x: Hidden, norm: Any, router: Router, *more: Any) -> Routing:
+        self._collector.router(router, self._normed(x, norm))
+        found: Routing = self._backend.route(batch, x, norm, router, *more)
+        return found
+
+    def experts_glu(
+        self, batch: Any, x: Hidden, norm: Any, routing: Routing, gate_up: Any, *more: Any
+    ) -> Any:
+        self._collector.experts(gate_up, self._normed(x, norm), routing)
+        return self._backend.experts_glu(batch, x, norm, routing, gate_up, *more)
+
+    def experts_add(
+        self, batch: Any, gated: Hidden, routing: Routing, down: Any, *more: Any, **named: Any
+    ) -> Any:
+        self._collector.experts(down, rows_of(gated), routing)
+        return self._backend.experts_add(batch, gated, routing, down, *more, **named)

@@ -1,0 +1,208 @@
+"""An importance matrix of a model from a text, as llama-imatrix makes it: sums of squares of what each matrix reads.
+
+The text is cut into chunks as for a perplexity, and all tokens of a chunk count. Experts count the tokens that are
+routed to them.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quengine.errors import EngineError
+from quengine.evaluation.perplexity import DEFAULT_CTX, Chunk, text_chunks
+from quengine.models.quantize.imatrix import ImatrixSums, Sums, read_sums, write_sums
+
+if TYPE_CHECKING:
+    from quengine.evaluation.activations import Collector
+    from quengine.llm import LLM
+
+
+@dataclass(frozen=True)
+class ImatrixRun:
+    """How far a run is.
+
+    Attributes:
+        chunks, total_chunks: done, and to do in the end, with those of an earlier run that is resumed.
+        begun: chunks that an earlier run has done.
+        tensors: with values so far. untouched: experts that no token was routed to, of all tensors.
+        seconds: time of the computation, without loading.
+    """
+
+    path: Path
+    chunks: int
+    total_chunks: int
+    begun: int
+    ctx: int
+    tensors: int
+    untouched: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Computed tokens per second."""
+        return (self.chunks - self.begun) * self.ctx / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """Time that the remaining chunks take at this speed."""
+        done = self.chunks - self.begun
+        return self.seconds * (self.total_chunks - self.chunks) / done if done else 0.0
+
+
+Progress = Callable[[ImatrixRun], None]
+
+
+def collect(
+    llm: "LLM",
+    chunks: Seq[Chunk],
+    path: Path,
+    ctx: int,
+    dataset: str,
+    *,
+    before: Seq[ImatrixSums] = (),
+    resume: bool = False,
+    save_every: int = 0,
+) -> Iterator[ImatrixRun]:
+    """Computes the chunks and writes the file; yields after each chunk.
+
+    Args:
+        dataset: the text's name, for the file.
+        before: sums of other files, which these are added to.
+        resume: go on where an unfinished file at `path`, of the same text and chunks, ends.
+        save_every: chunks after which the file is written; 0: at the end alone.
+
+    Raises:
+        EngineError: the file to go on with is of another text; sums of another model; activations are not finite.
+        CannotRunError: too little free disk.
+    """
+    from quengine.evaluation.activations import Collector
+
+    began, done = time.perf_counter(), 0
+    collector = Collector(llm)
+    earlier = list(before)
+    if resume and path.exists():
+        added = sum(each.chunks for each in before)
+        found = _resumed(path, dataset, ctx, added + len(chunks))
+        earlier, done = [found], found.chunks - added
+    begun = done
+    for number in range(begun, len(chunks)):
+        with collector.collecting():
+            _compute(llm, chunks[number].ids)
+        done += 1
+        last = done == len(chunks)
+        if last or (save_every and done % save_every == 0):
+            write_sums(path, _sums(collector, earlier, done - begun, ctx, dataset, resume and bool(begun)))
+        seconds = time.perf_counter() - began
+        tensors, untouched = len(collector.squares), _untouched(collector) if last else 0
+        yield ImatrixRun(path, done, len(chunks), begun, ctx, tensors, untouched, seconds)
+
+
+def _compute(llm: "LLM", ids: list[int]) -> None:
+    """All tokens through all layers, as the pooled prompt of an embedding."""
+    sequence = llm.embedding_sequence(ids, "last")
+    try:
+        llm.add(sequence)
+        while not sequence.finished:
+            llm.step()
+        llm.end_step()
+        if sequence.error is not None:
+            raise sequence.error
+    finally:
+        llm.cancel(sequence)
+
+
+def _resumed(path: Path, dataset: str, ctx: int, total: int) -> ImatrixSums:
+    found = read_sums(path)
+    if found.chunk_size != ctx or found.datasets[-1:] != (dataset,):
+        names = ", ".join(found.datasets) or "no text"
+        raise EngineError(
+            f"{path}: is of {names} in chunks of {found.chunk_size}, not of {dataset} in chunks of {ctx}: "
+            "give another file to write, or leave --resume out"
+        )
+    if found.chunks >= total:
+        raise EngineError(f"{path}: has {found.chunks} chunks already, of {total} to compute")
+    return found
+
+
+def _sums(
+    collector: "Collector", earlier: Seq[ImatrixSums], chunks: int, ctx: int, dataset: str, resumed: bool
+) -> ImatrixSums:
+    """The sums so far, with those of `earlier` files."""
+    own = {
+        name: Sums(squares.cpu().numpy(), collector.counts[name].cpu().numpy())
+        for name, squares in collector.squares.items()
+    }
+    for name, sums in own.items():
+        if not np.isfinite(sums.squares).all():
+            raise EngineError(f"activations before {name} are not finite: the model is damaged, or overflows")
+    datasets = list[str]()
+    for each in earlier:
+        for name, sums in each.in_chunks_of(ctx).items():
+            own[name] = _added(name, sums, own.get(name))
+        datasets += each.datasets
+        chunks += each.chunks
+    return ImatrixSums(own, (*datasets, *(() if resumed else (dataset,))), chunks, ctx)
+
+
+def _added(name: str, earlier: Sums, own: Sums | None) -> Sums:
+    """Sums of another file with these; a file of the older format has one count for all experts."""
+    if own is None:
+        return earlier
+    if earlier.squares.size != own.squares.size:
+        raise EngineError(
+            f"{name} has {own.squares.size} columns, and {earlier.squares.size} in the file to add: of another model"
+        )
+    same = Sums(earlier.squares.reshape(own.squares.shape), np.broadcast_to(earlier.counts, own.counts.shape))
+    return own + same
+
+
+def _untouched(collector: "Collector") -> int:
+    return sum(int((counts == 0).sum()) for counts in collector.counts.values())
+
+
+def imatrix(
+    model: "LLM | str | Path",
+    text: str,
+    path: str | Path,
+    ctx: int = DEFAULT_CTX,
+    *,
+    dataset: str = "text",
+    chunks: int | None = None,
+    progress: Progress | None = None,
+    **config: Any,
+) -> ImatrixRun:
+    """Writes an importance matrix of a model from a text, as `engine imatrix` does.
+
+    Args:
+        model: an LLM whose context holds a chunk, or what `LLM` takes as a model.
+        path: the file, in llama-imatrix's GGUF format; it appears when it is complete.
+        ctx: tokens of a chunk.
+        dataset: the text's name, which the file has.
+        chunks: how many are computed, at most; None: all.
+        progress: called after each chunk.
+        config: fields of `EngineConfig`, for a model that is loaded here.
+
+    Raises:
+        EngineError: the text is too short, or activations are not finite.
+        CannotRunError: too little free disk.
+    """
+    from quengine.llm import LLM
+
+    def run(llm: LLM) -> ImatrixRun:
+        parts = text_chunks(llm, text, ctx)[:chunks]
+        if not parts:
+            raise EngineError("no chunk to compute: chunks must be at least 1")
+        for found in collect(llm, parts, Path(path), ctx, dataset):
+            if progress is not None:
+                progress(found)
+        return found
+
+    if isinstance(model, LLM):
+        return run(model)
+    with LLM(model, ctx_size=ctx, **config) as llm:
+        return run(llm)

@@ -1,0 +1,43 @@
+"""`engine imatrix`: its flags reach the file, and its lines."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from quengine.cli import main
+from quengine.errors import EngineError
+from quengine.models.quantize.imatrix import read_sums
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+
+def run(*words: object) -> str:
+    main.register_commands([])
+    result = CliRunner().invoke(main.app, ["imatrix", *map(str, words)])
+    if result.exception is not None:
+        raise result.exception
+    assert not result.stdout
+    return result.stderr
+
+
+def test_a_file_is_written_and_added_to(tmp_path: Path) -> None:
+    sizes = ModelSizes(embedding=32, feed_forward=64, heads=2, kv_heads=1, head_dim=16)
+    model = write_tiny(tmp_path / "tiny.gguf", kind="F32", sizes=sizes)
+    text, out = tmp_path / "text.txt", tmp_path / "out.imatrix"
+    text.write_text("one two three four five six seven eight nine ten " * 3)
+    flags = ("-m", model, "-f", text, "-c", 24, "--device", "cpu", "-o", out)
+    said = run(*flags, "--chunks", 2).splitlines()
+    assert said[0].startswith("14 tensors, 2 chunks of 24 tokens, in ") and said[-1] == f"wrote {out}"
+    assert read_sums(out).datasets == (str(text),) and read_sums(out).chunks == 2
+    said = run(*flags, "--chunks", 3, "--resume", "--save-every", 1).splitlines()
+    assert said[0].startswith("14 tensors, 3 chunks of 24 tokens, 2 of them before, in ")
+    run(*flags, "--chunks", 1, "--in-file", out)
+    assert read_sums(out).chunks == 4
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(EngineError, match="no text: give one with -f FILE"):
+        run("-m", "x", "-o", "y")
+    with pytest.raises(EngineError, match=r"no file to write: -o imatrix\.gguf"):
+        run("-m", "x", "-f", "y")

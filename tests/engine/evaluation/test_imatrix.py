@@ -1,0 +1,221 @@
+"""Importances: llama-imatrix's files of the same models and text, sums added and resumed, and what is refused.
+
+dense.imatrix, experts.imatrix and experts.imatrix.dat are files of llama-imatrix (llama_cpp_python 0.3.36) of the
+models and the text below, with -c 32 -b 32 --chunks 4.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quengine import LLM, EngineError, imatrix, quantize
+from quengine.evaluation.activations import Collector
+from quengine.evaluation.imatrix import collect
+from quengine.evaluation.perplexity import text_chunks
+from quengine.models.gguf import open_gguf
+from quengine.models.quantize.imatrix import ImatrixSums, Sums, read_imatrix, read_sums, write_sums
+from tests.gguf_builder import ModelSizes
+from tests.tiny_models import write_tiny
+
+HERE = Path(__file__).parent
+TEXT = "Nine wolves watched, and a tenth one slept. " * 5
+SIZES = {
+    name: ModelSizes(architecture=kind, embedding=32, feed_forward=64, heads=2, kv_heads=1, head_dim=16)
+    for name, kind in (("dense", "llama"), ("experts", "qwen2moe"))
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("imatrix")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> dict[str, Path]:
+    return {
+        name: write_tiny(folder / f"{name}.gguf", kind="F32", sizes=sizes) for name, sizes in SIZES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def dense(models: dict[str, Path]) -> Iterator[LLM]:
+    with LLM(str(models["dense"]), device="cpu", ctx_size=32) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_values_are_llama_imatrixs(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    lines = []
+    found = imatrix(
+        *(models[name], TEXT, tmp_path / "out.gguf", 32),
+        dataset="text.txt",
+        chunks=4,
+        device="cpu",
+        progress=lines.append,
+    )
+    assert found == lines[-1] and found.chunks == found.total_chunks == 4 and found.untouched == 0
+    ours, theirs = read_sums(tmp_path / "out.gguf"), read_sums(HERE / f"{name}.imatrix")
+    assert ours.sums.keys() == theirs.sums.keys() and found.tensors == len(theirs.sums)
+    assert (ours.chunks, ours.chunk_size, len(ours.datasets)) == (4, 32, len(theirs.datasets))
+    for tensor, sums in theirs.sums.items():
+        own = ours.sums[tensor]
+        assert own.squares.shape == sums.squares.shape
+        # A token between two experts may be routed to the other one.
+        assert abs(own.counts - sums.counts).max() <= (1 if "_exps" in tensor else 0), tensor
+        distance = np.linalg.norm(own.squares - sums.squares) / np.linalg.norm(sums.squares)
+        assert distance < (0.03 if name == "experts" else 2e-3), tensor
+
+
+def test_both_formats_have_the_same_means() -> None:
+    gguf, dat = read_imatrix(HERE / "experts.imatrix"), read_imatrix(HERE / "experts.imatrix.dat")
+    assert gguf.values.keys() == dat.values.keys() and gguf.chunks == dat.chunks == 4
+    for name, values in gguf.values.items():
+        assert dat.values[name].ravel() == pytest.approx(values.ravel(), rel=1e-5)
+
+
+def test_quantize_takes_it(models: dict[str, Path], folder: Path, dense: LLM) -> None:
+    imatrix(dense, TEXT, folder / "dense.imatrix", 32, chunks=4)
+    files = list[dict[str, bytes]]()
+    for number, importance in enumerate((HERE / "dense.imatrix", folder / "dense.imatrix")):
+        found = quantize(models["dense"], folder / f"{number}.gguf", "Q4_0", imatrix=importance, threads=1)
+        assert found.without_imatrix == ("token_embd.weight",)
+        with open_gguf(folder / f"{number}.gguf") as file:
+            files.append({name: tensor.data.tobytes() for name, tensor in file.tensors.items()})
+    for name, theirs in files[0].items():
+        ours = np.frombuffer(files[1][name], np.uint8)
+        assert (ours != np.frombuffer(theirs, np.uint8)).mean() < 0.01  # where two scales are as good
+
+
+def test_a_written_file_is_read_again(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    sums = {
+        "b.weight": Sums(rng.random((3, 32)), np.array([5, 0, 7])),
+        "a.weight": Sums(rng.random((1, 64)), np.array([12])),
+    }
+    write_sums(tmp_path / "out.gguf", ImatrixSums(sums, ("one", "two"), 3, 16))
+    found = read_sums(tmp_path / "out.gguf")
+    assert (found.datasets, found.chunks, found.chunk_size) == (("one", "two"), 3, 16)
+    for name, each in sums.items():
+        assert np.allclose(found.sums[name].squares, each.squares)
+        assert found.sums[name].counts.tolist() == each.counts.tolist()
+    means = read_imatrix(tmp_path / "out.gguf").values["b.weight"]
+    assert (means[1] == 1).all() and np.allclose(means[2], sums["b.weight"].squares[2] / 7)
+    import gguf
+
+    names = [tensor.name for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors]
+    assert names == ["a.weight.in_sum2", "a.weight.counts", "b.weight.in_sum2", "b.weight.counts"]
+
+
+def same(a: Path, b: Path) -> None:
+    one, two = read_sums(a), read_sums(b)
+    assert (one.datasets, one.chunks) == (two.datasets, two.chunks)
+    for name, sums in one.sums.items():
+        assert np.allclose(sums.squares, two.sums[name].squares, rtol=1e-6)
+        assert sums.counts.tolist() == two.sums[name].counts.tolist()
+
+
+def test_an_interrupted_run_is_resumed(dense: LLM, tmp_path: Path) -> None:
+    chunks, whole, cut = text_chunks(dense, TEXT, 32), tmp_path / "whole.gguf", tmp_path / "cut.gguf"
+    *_, found = collect(dense, chunks[:4], whole, 32, "text")
+    runs = collect(dense, chunks[:4], cut, 32, "text", save_every=2)
+    for run in runs:
+        assert cut.exists() == (run.chunks >= 2)
+        if run.chunks == 3:
+            runs.close()
+    assert read_sums(cut).chunks == 2
+    runs = list(collect(dense, chunks[:4], cut, 32, "text", resume=True))
+    assert [run.chunks for run in runs] == [3, 4] and runs[0].begun == 2
+    assert runs[0].tokens_per_second > 0 and runs[-1].seconds_left == 0 and found.begun == 0
+    same(whole, cut)
+    with pytest.raises(EngineError, match="has 4 chunks already, of 4 to compute"):
+        list(collect(dense, chunks[:4], cut, 32, "text", resume=True))
+    with pytest.raises(EngineError, match="is of text in chunks of 32, not of other in chunks of 32"):
+        list(collect(dense, chunks, cut, 32, "other", resume=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "whole.gguf"]
+
+
+def test_nothing_is_left_of_a_run_that_fails(
+    dense: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = text_chunks(dense, TEXT, 32)
+    backend = dense.loaded.decoder.blk[0].ffn.backend
+    runs = collect(dense, chunks, tmp_path / "out.gguf", 32, "text")
+    next(runs)
+    runs.close()
+    assert not list(tmp_path.iterdir())
+    assert dense.loaded.decoder.blk[0].ffn.backend is backend
+
+    def poison(collector: Collector, name: str, rows: torch.Tensor) -> None:
+        collector._put(name, rows[:1].double() * np.nan, rows[:1, 0].long())
+
+    monkeypatch.setattr(Collector, "_add", poison)
+    with pytest.raises(EngineError, match=r"activations before blk\.0\..* are not finite"):
+        list(collect(dense, chunks[:1], tmp_path / "out.gguf", 32, "text"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_sums_of_other_files_are_added(dense: LLM, models: dict[str, Path], tmp_path: Path) -> None:
+    chunks = text_chunks(dense, TEXT, 32)
+    theirs, out = read_sums(HERE / "dense.imatrix"), tmp_path / "out.gguf"
+    *_, one = collect(dense, chunks[:2], tmp_path / "one.gguf", 32, "text")
+    list(collect(dense, chunks[:2], out, 32, "text", before=[theirs, theirs]))
+    found, own = read_sums(out), read_sums(tmp_path / "one.gguf")
+    assert found.chunks == 2 + 2 * theirs.chunks and found.datasets == (*theirs.datasets * 2, "text")
+    name = "blk.1.ffn_down.weight"
+    wanted = own.sums[name].squares + 2 * theirs.sums[name].squares
+    assert np.allclose(found.sums[name].squares, wanted, rtol=1e-6)
+    assert found.sums[name].counts.tolist() == [32 * (2 + 2 * 4)] and one.begun == 0
+    other = read_sums(HERE / "experts.imatrix.dat")
+    assert other.chunk_size == 0 and other.in_chunks_of(32)["blk.0.ffn_down_exps.weight"].counts.tolist() == [
+        128
+    ]
+    narrow = replace(theirs, sums={name: Sums(np.ones((1, 32)), np.array([1]))})
+    with pytest.raises(EngineError, match="has 64 columns, and 32 in the file to add"):
+        list(collect(dense, chunks[:1], out, 32, "text", before=[narrow]))
+    with LLM(str(models["experts"]), device="cpu", ctx_size=32) as experts:
+        list(collect(experts, chunks[:2], out, 32, "text", before=[other]))
+    found = read_sums(out).sums["blk.0.ffn_down_exps.weight"]
+    assert found.squares.shape == (4, 32) and found.counts.sum() == 4 * 128 + 64 * 2
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen35moe", "deepseek2", "gemma3n", "gemma4"])
+def test_matrices_have_values(architecture: str, folder: Path) -> None:
+    """Every matrix that a type is chosen for, but look-ups and what no product reads row by row."""
+    old, merged = architecture == "llama", architecture == "qwen35moe"
+    sizes = ModelSizes(architecture=architecture, experts=4 if old else None, separate=old, gate_up=merged)
+    path = write_tiny(folder / f"{architecture}.gguf", architecture, kind="F32", sizes=sizes)
+    with LLM(str(path), device="cpu", ctx_size=32) as llm:
+        imatrix(llm, TEXT, folder / "out.gguf", 32, chunks=1)
+        shapes = {name: tensor.shape for name, tensor in llm.loaded.checkpoint.tensors.items()}
+    sums = read_sums(folder / "out.gguf").sums
+    for name, each in sums.items():
+        assert each.squares.shape[1] == shapes[name][-1], name
+        assert len(each.counts) == (shapes[name][0] if len(shapes[name]) > 2 else 1), name
+        assert each.counts.sum() <= 32 * (sizes.experts_used if len(each.counts) > 1 else 1), name
+    apart = ("conv1d", "attn_k_b", "attn_v_b", "altup", "norm")
+    missing = {
+        name
+        for name, shape in shapes.items()
+        if name.startswith("blk.") and len(shape) > 1 and not any(part in name for part in apart)
+    } - sums.keys()
+    assert not missing
+
+
+def test_chunks_must_be_there(dense: LLM, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="chunks must be at least 1"):
+        imatrix(dense, TEXT, tmp_path / "out.gguf", 32, chunks=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SIZES)
+def test_a_gpu_has_llama_imatrixs_values(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    imatrix(models[name], TEXT, tmp_path / "out.gguf", 32, chunks=4, device="cuda")
+    ours, theirs = read_sums(tmp_path / "out.gguf"), read_sums(HERE / f"{name}.imatrix")
+    assert ours.sums.keys() == theirs.sums.keys()
+    for tensor, sums in theirs.sums.items():
+        distance = np.linalg.norm(ours.sums[tensor].squares - sums.squares) / np.linalg.norm(sums.squares)
+        assert distance < 0.05, tensor
