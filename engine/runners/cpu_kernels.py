@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from quengine.kernels.child_process import import_path
+from quengine.kernels.cpu.attention.prefill_attention import uses_tiles
 from quengine.kernels.cpu.gemm.tile_matmul import tile_kind
 from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.ops.gated_delta import COLUMNS
@@ -148,6 +149,8 @@ def _name_attention(attention: Attention) -> None:
     for cache_type in CACHE_TYPES:
         if can_store(cache_type, attention.head_dim):
             table.key_panel_kernel(cache_type, *wide), table.value_panel_kernel(cache_type)
+            if uses_tiles(attention.head_dim):
+                table.amx_scores_kernel(cache_type), table.amx_sums_kernel(cache_type)
             table.rope_store_kernel(attention.rotation.layout, cache_type != "f16")
             table.kv_split_kernel(cache_type != "f16")
 
@@ -160,6 +163,8 @@ def _name_latent_attention(attention: LatentAttention) -> None:
     for cache_type in CACHE_TYPES:
         if can_store(cache_type, attention.head_dim):
             table.key_panel_kernel(cache_type, *wide), table.value_panel_kernel(cache_type)
+            if uses_tiles(attention.head_dim):
+                table.amx_scores_kernel(cache_type), table.amx_sums_kernel(cache_type)
             table.latent_store_kernel(attention.rotation.layout, cache_type != "f16")
             table.kv_split_kernel(cache_type != "f16")
 

@@ -1,4 +1,5 @@
-"""Operations of the decoder on the CPU: weights as stored; decode in int16, prefill in fp32, int16 or bf16.
+"""Operations of the decoder on the CPU: weights as stored; decode in int16, prefill in fp32, in int16, or in two
+terms of each operand on AMX tiles.
 
 backend.py has all of them; these are computed at once, for chunks of prompts:
 

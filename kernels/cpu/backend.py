@@ -1,4 +1,5 @@
-"""The CPU backend: weights as stored in the mapped file, int16 activations in decode, fp32, int16 or bf16 in prefill.
+"""The CPU backend: weights as stored in the mapped file, int16 activations in decode; prefill in fp32, in int16, or
+in two terms of each operand on AMX tiles.
 
 Implements kernels.backend.Backend with the kernels of kernels/cpu/. A row's result does not depend on its chunk in
 prefill, nor on the other rows in decode. An operation is recorded as kernels (step_recorder.py) and run at once; a

@@ -18,9 +18,12 @@ from torch import Tensor
 from quengine.errors import CannotRunError
 from quengine.kernels.backend import KVLayer
 from quengine.kernels.cpu.attention.attention import CacheArguments, check_types, sink_address
+from quengine.kernels.cpu.gemm.amx import STEP, has_amx
 from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
 from quengine.kernels.cpu.runtime.kernel_table import (
+    amx_scores_kernel,
+    amx_sums_kernel,
     block_kernel,
     key_panel_kernel,
     scores_kernel,
@@ -112,6 +115,11 @@ class WorkArguments(Arguments):
     panel_arguments: int
 
 
+def uses_tiles(width: int) -> bool:
+    """Whether heads of this size are multiplied on AMX tiles."""
+    return has_amx() and width <= DEPTH and width % STEP == 0
+
+
 def prefill_attention(
     q: Tensor,
     layer: KVLayer,
@@ -135,6 +143,7 @@ def prefill_attention(
     table = block_table.long().contiguous()
     _check(q, layer, start, table.shape[0] * BLOCK_SIZE)
     cache_type: CacheType = "f16" if layer.k_scale is None else "q8_0"
+    on_tiles = uses_tiles(width) and uses_tiles(values)
     out = torch.empty(tokens, heads, values)
     arguments = PrefillArguments(
         *(q.data_ptr(), 4 * q.stride(0), 4 * q.stride(1)),
@@ -151,9 +160,9 @@ def prefill_attention(
         k=CacheArguments.of(layer.k, layer.k_scale),
         v=CacheArguments.of(layer.v, layer.v_scale),
         table=table.data_ptr(),
-        scores_kernel=scores_kernel(*wide),
+        scores_kernel=amx_scores_kernel(cache_type) if on_tiles else scores_kernel(*wide),
         softmax_kernel=softmax_kernel(*wide),
-        sums_kernel=sums_kernel(*wide),
+        sums_kernel=amx_sums_kernel(cache_type) if on_tiles else sums_kernel(*wide),
         key_panel_kernel=key_panel_kernel(cache_type, *wide),
         value_panel_kernel=value_panel_kernel(cache_type),
         sinks=sink_address(sinks, heads),

@@ -141,7 +141,7 @@ def _amx_bytes_product(w: QuantTensor, blocks: int, matrices: int) -> _Product:
     """The product of bytes on AMX."""
     strips = -(-w.rows // amx_bytes.COLUMNS)
     most = min(amx_bytes.MOST_STRIPS, amx_bytes.MOST_SUMS // (blocks * amx_bytes.ROWS * amx_bytes.COLUMNS))
-    of_task = _strips_of_task(strips, most, get_threads(), matrices)
+    of_task = _strips_of_task(strips, _fair(strips, most), get_threads(), matrices)
     panel = amx_bytes_panel_kernel(w.format.name)
     return amx_bytes_matmul_kernel(w.format.name), panel, of_task, -(-strips // of_task)
 
@@ -151,9 +151,15 @@ def _vnni_product(w: QuantTensor, blocks: int, matrices: int) -> _Product:
     tile = vnni.TILE
     strips = -(-w.rows // tile.columns)
     most = min(vnni.MOST_STRIPS, vnni.MOST_SUMS // (blocks * tile.rows * tile.columns))
-    of_task = _strips_of_task(strips, most, get_threads(), matrices)
+    of_task = _strips_of_task(strips, _fair(strips, most), get_threads(), matrices)
     panel = vnni_panel_kernel(w.format.name)
     return vnni_matmul_kernel(w.format.name), panel, of_task, -(-strips // of_task)
+
+
+def _fair(strips: int, most: int) -> int:
+    """The most strips per task, at least two, that leave _TASKS tasks per thread: with one, all wait for a thread
+    that another process delays."""
+    return min(most, max(2, strips // (_TASKS * get_threads())))
 
 
 def _strips_of_task(strips: int, most: int, threads: int, matrices: int = 1) -> int:

@@ -99,6 +99,18 @@ def pack_tile(e: Emitter, x: ir.Value, stride: ir.Value, tiles: ir.Value) -> Non
 
 
 @vector_code
+def pair_rows(e: Emitter, x: ir.Value, stride: ir.Value, tiles: ir.Value) -> None:
+    """16 columns of STEP fp32 rows of x, `stride` bytes apart, which are summed over: a tile of each term.
+
+    A tile's row is row i of x paired with row i + STEP / 2, as columns are by `pack_tile`.
+    """
+    rows = [e.load(vec(F32, 16), e.at(x, e.b.mul(stride, e.i64(i)))) for i in range(STEP)]
+    for i, (first, second) in enumerate(zip(rows[: STEP // 2], rows[STEP // 2 :], strict=True)):
+        for term, pairs in enumerate(_pairs(e, first, second)):
+            e.store(pairs, tiles, TILE_BYTES * term + 64 * i)
+
+
+@vector_code
 def finish_tile(
     e: Emitter, sums: ir.Value, addend: ir.Value, addend_stride: ir.Value, y: ir.Value, y_stride: ir.Value
 ) -> None:

@@ -28,6 +28,7 @@ from quengine.kernels.attention import gate_output, split_gates
 from quengine.kernels.backend import AttentionSpec, SlotLayer
 from quengine.kernels.block_formats import FORMATS, dequantize, unpack
 from quengine.kernels.cpu import glu, output_gate, prompt_linear, rms_norm
+from quengine.kernels.cpu.attention import prefill_attention
 from quengine.kernels.cpu.gemm import tile_matmul, tiles
 from quengine.kernels.cpu.moe.operations import (
     down_experts,
@@ -190,7 +191,7 @@ def compile_for(triple: str, cpu: str) -> None:
     """Emit the kernels' code as it would be for the target, and assemble it with LLVM's code generator for it."""
     libraries = collect_libraries()
     target.tile_for = lambda _triple, _features: tiles.tile_for(triple, "")
-    tile_matmul.has_amx = lambda: False
+    tile_matmul.has_amx = prefill_attention.has_amx = lambda: False
     check()  # the same code, on this machine
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()

@@ -8,6 +8,7 @@ from quengine.errors import CannotRunError
 from quengine.kernels.attention import attention
 from quengine.kernels.backend import KVLayer
 from quengine.kernels.cpu import prefill_attention, set_threads
+from quengine.kernels.cpu.gemm.amx import has_amx
 from quengine.kernels.cpu.runtime.threads import max_threads
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
@@ -16,6 +17,7 @@ from tests.kernels.cpu.test_cpu_attention import SINKS, definition, sinks_near
 from tests.kernels.weights import nmse
 
 MANY = max_threads()
+MOST_ERROR = 5e-9 if has_amx() else 1e-11  # tiles multiply two bf16 terms, the other kernels fp32
 
 
 def queries(tokens: int, heads: int, width: int) -> Tensor:
@@ -59,7 +61,7 @@ def test_it_is_the_definition_on_any_number_of_threads(
     for threads in (1, MANY):
         set_threads(threads)
         results.append(attend_chunk(q, layer, start, width**-0.5, window))
-    assert nmse(results[0], expected(q, layer, start, window)) <= 1e-11
+    assert nmse(results[0], expected(q, layer, start, window)) <= MOST_ERROR
     assert torch.equal(results[0], results[1])
 
 
@@ -70,7 +72,7 @@ def test_soft_capped_scores(width: int) -> None:
     k, v = (rows.double() for rows in read_rows(layer, slice(0, 330)))
     distance = torch.arange(260, 330).unsqueeze(1) - torch.arange(330)
     expected = attention(q.double(), k, v, (distance >= 0) & (distance < 100), 0.5, cap=4.0)
-    assert nmse(out, expected) <= 1e-11
+    assert nmse(out, expected) <= MOST_ERROR
 
 
 @SINKS
@@ -88,7 +90,7 @@ def test_sinks_are_in_the_denominator_of_every_row(
     if sink == 1e4:
         assert not out.any() and expected.abs().max() < 1e-30
     else:
-        assert nmse(out, expected) <= 1e-11
+        assert nmse(out, expected) <= MOST_ERROR
     assert torch.equal(attend_chunk(q[200:], layer, 460, 0.125, window, sinks), out[200:])
     if sink == -1e30:
         assert torch.equal(out, attend_chunk(q, layer, 260, 0.125, window))
@@ -97,7 +99,7 @@ def test_sinks_are_in_the_denominator_of_every_row(
 @pytest.mark.parametrize("width", [7, 20, 80])
 def test_heads_of_an_odd_size(width: int) -> None:
     layer, q = random_layer(70, 2, width), queries(70, 4, width)
-    assert nmse(attend_chunk(q, layer, 0, width**-0.5), expected(q, layer, 0, None)) <= 1e-11
+    assert nmse(attend_chunk(q, layer, 0, width**-0.5), expected(q, layer, 0, None)) <= MOST_ERROR
 
 
 @pytest.mark.parametrize("window", [None, 90, 300])

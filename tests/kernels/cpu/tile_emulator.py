@@ -12,11 +12,16 @@ from llvmlite import ir
 
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.cpu import prompt_linear, set_threads
+from quengine.kernels.cpu.attention import prefill_attention
 from quengine.kernels.cpu.gemm import tile_matmul
 from quengine.kernels.cpu.gemm.amx import TILE_BYTES, two_term_product
 from quengine.kernels.cpu.gemm.amx_bytes import FACTORS, byte_product
 from quengine.kernels.cpu.ir import amx_ir
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, Emitter, vec
+from quengine.kernels.kv.cache_types import CacheType
+from tests.kernels.cpu.cpu_runs import attend_chunk
+from tests.kernels.cpu.test_cpu_prefill_attention import expected as definition_of_attention
+from tests.kernels.cpu.test_cpu_prefill_attention import queries, random_layer
 from tests.kernels.weights import nmse, random_weight
 
 TILES = (ctypes.c_uint8 * (8 * TILE_BYTES))()
@@ -33,6 +38,11 @@ BYTES = [
     ("Q6_K", 32, 768, 16),
     ("Q2_K", 300, 256, 40),
     ("Q3_K", 37, 512, 530),
+]
+ATTENTION: list[tuple[CacheType, int, int, int, int, int, int | None]] = [
+    ("f16", 9, 3, 64, 0, 77, None),
+    ("q8_0", 6, 2, 96, 250, 70, 100),
+    ("f16", 4, 4, 32, 3, 55, 7),
 ]
 
 
@@ -114,13 +124,25 @@ def _multiply_bytes(e: Emitter, sums: int, a: int, b: int) -> None:
 
 def main() -> None:
     amx_ir._call = emulate
-    tile_matmul.has_amx = lambda: True
+    tile_matmul.has_amx = prefill_attention.has_amx = lambda: True
     set_threads(1)
     generator = torch.Generator().manual_seed(1)
     for bytes_of, cases in ((False, CASES), (True, BYTES)):
         tile_matmul.uses_amx_bytes = lambda w, use=bytes_of: use and w.format.name in FACTORS
         check(cases, bytes_of, generator)
-    print(f"{len(CASES)} weights in bf16, {len(BYTES)} in bytes")
+    for case in ATTENTION:
+        check_attention(*case)
+    print(f"{len(CASES)} weights in bf16, {len(BYTES)} in bytes, {len(ATTENTION)} attentions")
+
+
+def check_attention(
+    cache_type: CacheType, heads: int, kv_heads: int, width: int, start: int, tokens: int, window: int | None
+) -> None:
+    """A chunk's attention on emulated tiles against the definition, and its last tokens alone."""
+    layer, q = random_layer(start + tokens + 3, kv_heads, width, cache_type), queries(tokens, heads, width)
+    out = attend_chunk(q, layer, start, width**-0.5, window)
+    assert nmse(out, definition_of_attention(q, layer, start, window)) <= 5e-9
+    assert torch.equal(attend_chunk(q[-9:], layer, start + tokens - 9, width**-0.5, window), out[-9:])
 
 
 def check(cases: list[tuple[str, int, int, int]], bytes_of: bool, generator: torch.Generator) -> None:
