@@ -15,7 +15,7 @@ from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import apply_rope
 
 _QUERIES_AT_A_TIME = 512
-"""Of a text with a reach, whose scores beyond it are not computed."""
+"""Rows of queries at once in a text with a reach, whose scores beyond it are not computed."""
 
 
 @dataclass(frozen=True)

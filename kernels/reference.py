@@ -31,6 +31,7 @@ from quengine.kernels.layer_norm import normed as _normed
 from quengine.kernels.mamba2 import Mamba2Spec, mamba2
 from quengine.kernels.moe.experts import experts_add, experts_glu
 from quengine.kernels.moe.router import Router, Routing, route
+from quengine.kernels.plain_rows import PlainRows
 from quengine.kernels.pointwise import Pointwise, pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
@@ -81,7 +82,7 @@ class ReferenceExperts:
         return sum(weight.nbytes for weight in self.experts)
 
 
-class ReferenceBackend:
+class ReferenceBackend(PlainRows):
     """The reference backend, see the module docstring; implements kernels.backend.Backend."""
 
     def __init__(self, keep: bool, dtype: torch.dtype = torch.float64) -> None:
@@ -274,9 +275,6 @@ class ReferenceBackend:
         y = attention(q, keys, values, mask, spec.scale, spec.sinks, spec.softcap)
         return y.reshape(tokens, -1)
 
-    def columns(self, x: Tensor, first: int, last: int) -> Tensor:
-        return x[:, first:last]
-
     def latent_attention(
         self, batch: ForwardBatch, q: Tensor, latent: Tensor, spec: LatentSpec, layer: KVLayer
     ) -> Tensor:
@@ -295,29 +293,8 @@ class ReferenceBackend:
     def gated_delta(self, batch: ForwardBatch, x: Tensor, spec: GatedDeltaSpec, state: SlotLayer) -> Tensor:
         return gated_delta(batch, x, spec, *state.parts)
 
-    def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
-        """Heads of every size are computed."""
-
-    def kept(self, x: Tensor) -> Tensor:
-        return x
-
     def mamba2(self, batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, state: SlotLayer) -> Tensor:
         return mamba2(batch, x, spec, *state.parts)
-
-    def check_mamba2(self, spec: Mamba2Spec) -> None:
-        """Heads of every size are computed."""
-
-    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        return x[rows]
-
-    def add_to_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-        return x.index_add(0, rows, values.to(x.dtype))
-
-    def flat_hidden(self, x: Tensor) -> Tensor:
-        return x.flatten()
-
-    def hidden_of(self, flat: Tensor, rows: int, _norm: Norm | None) -> Tensor:
-        return flat.view(rows, -1)
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         return _normed(x, norm)

@@ -33,7 +33,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
 
 
 class LayerSizes(NamedTuple):
-    """Of one layer, as ModelConfig has them of all. head_dim: 0: the model's."""
+    """The sizes of one layer, as ModelConfig has them for all. head_dim: 0: the model's."""
 
     head_count: int
     head_count_kv: int
@@ -43,7 +43,7 @@ class LayerSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedDeltaSizes:
-    """Of a gated delta net (blocks/gated_delta.py).
+    """The sizes of a gated delta net (blocks/gated_delta.py).
 
     head_dim: of queries, keys and values. taps: positions that the convolution reads, the token's own among them.
     tiled: as GatedDeltaSpec has it, how value heads are ordered. by_key_head: one tensor has the rows that make the
@@ -72,22 +72,22 @@ class GatedDeltaSizes:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return 2 * self.keys + self.values
 
     def rows_of_qkvz(self) -> list[list[int]]:
-        """Of a matrix that has the rows of q, k, v and z of each key head together, those of each of the four."""
+        """The rows of q, k, v and z in a matrix that has those of each key head together."""
         wide = self.ratio * self.head_dim
         return _rows_by_part((self.head_dim, self.head_dim, wide, wide), self.key_heads)
 
     def rows_of_ba(self) -> list[list[int]]:
-        """The same of b and a, `by_key_head`."""
+        """The rows of b and a, `by_key_head`."""
         return _rows_by_part((self.ratio, self.ratio), self.key_heads)
 
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Of a latent attention (blocks/latent_attention.py).
+    """The sizes of a latent attention (blocks/latent_attention.py).
 
     query_rank: of the latent that queries are made of; 0: they are made of the hidden row. rank: of the latent that
     keys and values are made of. plain, rotated: elements of a query that are not and that are rotated. values: elements
@@ -104,7 +104,7 @@ class LatentSizes:
 
 @dataclass(frozen=True)
 class Mamba2Sizes:
-    """Of a Mamba2 layer (blocks/mamba2.py).
+    """The sizes of a Mamba2 layer (blocks/mamba2.py).
 
     head_dim: elements of x in a head. groups: of B and C, each read by as many heads, and of the norm. state_dim:
     elements of B and of C in a group. taps: positions that the convolution reads, the token's own among them. eps: of
@@ -127,17 +127,17 @@ class Mamba2Sizes:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return self.inner + 2 * self.groups * self.state_dim
 
     @property
     def rows(self) -> int:
-        """Of the projection to gate, channels and steps of time."""
+        """Rows of the projection to gate, channels and steps of time."""
         return self.inner + self.channels + self.heads
 
 
 def _rows_by_part(parts: tuple[int, ...], heads: int) -> list[list[int]]:
-    """Of a matrix that has `parts` rows of each head side by side, head after head: the rows of each part."""
+    """The rows of each part in a matrix that has `parts` rows of each head side by side, head after head."""
     every, first, found = sum(parts), 0, []
     for part in parts:
         found.append([every * head + first + row for head in range(heads) for row in range(part)])
@@ -147,7 +147,7 @@ def _rows_by_part(parts: tuple[int, ...], heads: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class LayerInputSizes:
-    """Of what each layer gets of a token beside the residual stream (blocks/layer_input.py).
+    """The sizes of what each layer gets of a token beside the residual stream (blocks/layer_input.py).
 
     length: elements of it for a layer. rows: of the table, whose first one is that of all later tokens; 0: each token
     has its own.
@@ -159,7 +159,7 @@ class LayerInputSizes:
 
 @dataclass(frozen=True)
 class AltUpSizes:
-    """Of alternating updates (blocks/altup.py).
+    """The sizes of alternating updates (blocks/altup.py).
 
     streams: rows of a token. rank: of the product beside attention. cutoffs: of the gates of each layer
     (blocks/feed_forward.py).
@@ -176,7 +176,7 @@ PROJECTIONS = ("dense_2", "dense_3")
 
 @dataclass(frozen=True)
 class EagleSizes:
-    """Of an EAGLE-3 draft model: what it reads of another model, and what it drafts (models/eagle.py).
+    """What an EAGLE-3 draft model reads of another model, and what it drafts (models/eagle.py).
 
     layers: numbers of the layers of the other model whose inputs it reads, the number of its layers being the output of
     the last. width: columns of each. drafted: tokens of its vocabulary. normed_residual: its layer adds to the
@@ -213,7 +213,7 @@ class Ranker:
 
 @dataclass(frozen=True)
 class EncoderSizes:
-    """Of a model whose positions all see each other, which makes embeddings and scores (blocks/encoder.py).
+    """What a model has whose positions all see each other, which makes embeddings and scores (blocks/encoder.py).
 
     token_types: rows of the table by kind of segment; 0: there is none. biases: its matrices have biases.
     classes: outputs of a trained head, of `embedding_length` columns; 0: there is none.
@@ -382,7 +382,7 @@ class ModelConfig:
 
     @property
     def hidden_width(self) -> int:
-        """Of the target's hidden rows that a model which drafts reads; 0: it reads none."""
+        """Elements of the target's hidden rows that a model which drafts reads; 0: it reads none."""
         return self.target_width or (self.embedding_length if self.is_draft_layer else 0)
 
     def sizes(self, layer: int) -> LayerSizes:
@@ -499,7 +499,7 @@ class ModelConfig:
             yield from _altup_problems(self.altup, self.block_count)
 
     def _sharing_problems(self) -> Iterator[tuple[str, str]]:
-        """Of layers that share the keys and values of others."""
+        """Problems of layers that share the keys and values of others."""
         shared, blocks = self.shared_kv_layers, self.block_count
         if not 0 < shared < blocks:
             yield "shared_kv_layers", f"{shared} is not from 0 to {blocks - 1}, the layers after the first"
@@ -524,7 +524,7 @@ class ModelConfig:
                 return
 
     def _problems_of_windows(self) -> Iterator[tuple[str, str]]:
-        """Of heads in layers with a window that have other sizes."""
+        """Problems of heads in layers with a window that have other sizes."""
         if self.rope_dim_swa is None:
             return
         sizes = [

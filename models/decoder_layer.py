@@ -4,7 +4,6 @@ The declarations (models/blocks) do not import torch; these classes do.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -27,34 +26,9 @@ from quengine.models.gated_delta import GatedDeltaLayer
 from quengine.models.latent_attention import LatentAttentionLayer
 from quengine.models.layer_input import LayerInputLayer
 from quengine.models.layer_tables import LayerTables
-from quengine.models.layers import AttentionLayer, FeedForwardLayer, LayerTensors
+from quengine.models.layers import AttentionLayer, FeedForwardLayer, LayerTensors, MixerLayer
 from quengine.models.mamba2 import Mamba2Layer
 from quengine.models.short_conv import ShortConvLayer
-
-
-class MixerLayer(Protocol):
-    """A mixer on a backend. `entry` and `output` are the matrices of its projections."""
-
-    norm: Norm | None
-    entry: Any
-    output: Any
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of weights that a step reads."""
-        ...
-
-    def __call__(
-        self,
-        batch: ForwardBatch,
-        x: Hidden,
-        state: Any,
-        next_norm: Norm | None,
-        rows: Tensor | None = None,
-        /,
-    ) -> Hidden:
-        """`state`: the layer's part of the cache, as declared by `Mixer.state`; the rest as in DecoderLayer."""
-        ...
 
 
 def mixer_layer(declared: Mixer, tensors: LayerTensors, tables: LayerTables) -> MixerLayer:

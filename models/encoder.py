@@ -22,18 +22,19 @@ from quengine.models.blocks.block import Block
 from quengine.models.blocks.encoder import BidirectionalAttention, EncoderAttention, EncoderFeedForward
 from quengine.models.blocks.feed_forward import FeedForward
 from quengine.models.config import PROJECTIONS, EncoderSizes, ModelConfig, no_text
-from quengine.models.layers import FeedForwardLayer, LayerTensors
+from quengine.models.layers import FeedForwardLayer, LayerTensors, MixerLayer, qkv_names
 from quengine.models.rotation import Rotation
 
 
-class BidirectionalLayer:
-    """A decoder's layer with attention to both sides: norms in front of its parts, where declared on their results."""
+class BidirectionalMixer(MixerLayer):
+    """A decoder's attention, to both sides. turn: cosines and sines of positions, or None."""
 
-    def __init__(self, block: Block, tensors: LayerTensors, turn: tuple[Tensor, Tensor] | None) -> None:
-        declared, channel = block.mixer, block.feed_forward
-        assert isinstance(declared, BidirectionalAttention) and isinstance(channel, FeedForward)
+    def __init__(
+        self, declared: BidirectionalAttention, tensors: LayerTensors, turn: tuple[Tensor, Tensor] | None
+    ) -> None:
+        entry = tensors.weight(*qkv_names(tensors, "weight"))
+        super().__init__(tensors, entry, "attn_output", partial=False, normed=declared.normed)
         causal = declared.causal
-        self.backend = tensors.backend
         cos, sin = (None, None) if turn is None else turn
         q_norm, k_norm = (
             tensors.vector(f"attn_{name}_norm") if causal.form.qk_norm == "head" else None for name in "qk"
@@ -43,24 +44,27 @@ class BidirectionalLayer:
             eps=tensors.eps,
             reach=declared.reach,
         )
-        self.norm = tensors.norm("attn_norm", declared.normed)
-        merged = tensors.has("attn_qkv")
-        self.entry = tensors.weight(*(["attn_qkv"] if merged else ["attn_q", "attn_k", "attn_v"]))
-        self.output = tensors.weight("attn_output")
         self.post_norm = tensors.rms_norm("post_attention_norm", causal.norms.of_results)
-        self.feed_forward = FeedForwardLayer(channel, tensors)
+
+    def mix(self, batch: ForwardBatch, x: Hidden, _state: None) -> Hidden:
+        return self.backend.encoder_attention(batch, x, self.spec)
+
+
+class BidirectionalLayer:
+    """A decoder's layer with attention to both sides: norms in front of its parts, where declared on their results."""
+
+    def __init__(self, block: Block, tensors: LayerTensors, turn: tuple[Tensor, Tensor] | None) -> None:
+        assert isinstance(block.mixer, BidirectionalAttention) and isinstance(block.feed_forward, FeedForward)
+        self.mixer = BidirectionalMixer(block.mixer, tensors, turn)
+        self.feed_forward = FeedForwardLayer(block.feed_forward, tensors)
 
     def __call__(self, batch: ForwardBatch, x: Hidden) -> Hidden:
-        backend = self.backend
-        qkv = backend.norm_linear(batch, x, self.norm, self.entry)
-        y = backend.encoder_attention(batch, qkv, self.spec)
-        x = backend.linear_add(batch, y, self.output, x, self.feed_forward.norm, self.post_norm)
-        return self.feed_forward(batch, x, None)
+        return self.feed_forward(batch, self.mixer(batch, x, None, self.feed_forward.norm), None)
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights that a step reads."""
-        return int(self.entry.nbytes + self.output.nbytes) + self.feed_forward.nbytes
+        return self.mixer.nbytes + self.feed_forward.nbytes
 
 
 class EncoderLayer:
@@ -74,9 +78,8 @@ class EncoderLayer:
         self.backend = tensors.backend
         cos, sin = (None, None) if turn is None else turn
         self.spec = EncoderAttentionSpec(declared.heads, declared.head_dim, declared.scale, cos, sin)
-        merged = tensors.has("attn_qkv")
-        self.entry = tensors.weight(*(["attn_qkv"] if merged else ["attn_q", "attn_k", "attn_v"]))
-        self.entry_bias = _bias(tensors, *(["attn_qkv"] if merged else ["attn_q", "attn_k", "attn_v"]))
+        names = qkv_names(tensors, "weight")
+        self.entry, self.entry_bias = tensors.weight(*names), _bias(tensors, *names)
         self.output, self.output_bias = tensors.weight("attn_output"), _bias(tensors, "attn_output")
         self.attention_norm = _layer_norm(tensors, "attn_output_norm")
         self.gated = block.feed_forward.gated
@@ -200,7 +203,7 @@ class Encoder:
         raise EngineError(no_text(self.config))
 
     def _positions(self, batch: ForwardBatch) -> Tensor:
-        """Of each token its row in the table: int64 [T]. Where texts begin after the first row, a token whose id is
+        """Each token's row in the table: int64 [T]. Where texts begin after the first row, a token whose id is
         the last row before is padding, has that row, and counts as no position."""
         assert self.config.encoder is not None
         padding = self.config.encoder.first_position - 1
@@ -211,7 +214,7 @@ class Encoder:
         return torch.cat(found) + padding
 
     def _kinds(self, batch: ForwardBatch) -> Tensor:
-        """Of each token the number of separators before it in its text, as far as there are kinds: int64 [T]."""
+        """The number of separators before each token in its text, as far as there are kinds: int64 [T]."""
         assert self.token_types is not None
         if self.separator is None or len(self.token_types) == 1:
             return torch.zeros(len(batch), dtype=torch.int64, device=self.backend.device)

@@ -32,7 +32,7 @@ class FusedRows:
     def load(
         cls, layers: Sequence[int], tensors: Mapping[str, QuantTensor], kept: Tensor, backend: Backend[Any]
     ) -> "FusedRows":
-        """Of the tensors of an `eagle_checkpoint.Fusion`."""
+        """Loads the tensors of an `eagle_checkpoint.Fusion`."""
         weights = [backend.weight([tensors[f"fc.{number}.weight"]]) for number in range(len(layers))]
         return cls(layers, weights, kept, backend)
 

@@ -11,11 +11,10 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.blocks.gated_delta import GatedDelta
 from quengine.models.config import GatedDeltaSizes
 from quengine.models.layer_tables import LayerTables
-from quengine.models.layers import LayerTensors
-from quengine.models.slot_mixer import SlotMixerLayer
+from quengine.models.layers import LayerTensors, MixerLayer
 
 
-class GatedDeltaLayer(SlotMixerLayer):
+class GatedDeltaLayer(MixerLayer):
     """`norm`, the projections to qkv, z, b and a, the gated delta net, the projection back, the residual."""
 
     def __init__(self, declared: GatedDelta, tensors: LayerTensors, tables: LayerTables) -> None:

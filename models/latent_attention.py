@@ -3,32 +3,28 @@
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from quengine.kernels.backend import Hidden, KVLayer
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.layer_norm import Norm
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.blocks.latent_attention import LatentAttention
 from quengine.models.layer_tables import LayerTables
-from quengine.models.layers import LayerTensors
+from quengine.models.layers import LayerTensors, MixerLayer
 
 
-class LatentAttentionLayer:
+class LatentAttentionLayer(MixerLayer):
     """`norm`, the projection `entry` to both latents, that of queries, latent attention, `output`, the residual."""
 
     def __init__(self, declared: LatentAttention, tensors: LayerTensors, tables: LayerTables) -> None:
         sizes = declared.sizes
-        self.backend = tensors.backend
-        self.norm = tensors.norm("attn_norm")
-        self.entry = tensors.weight("attn_q_a" if sizes.query_rank else "attn_q", "attn_kv_a_mqa")
+        entry = tensors.weight("attn_q_a" if sizes.query_rank else "attn_q", "attn_kv_a_mqa")
+        super().__init__(tensors, entry, "attn_output", partial=False)
         self.query_norm = self.queries = None
         if sizes.query_rank:
             self.query_norm = RMSNorm(tensors.vector("attn_q_a_norm"), sizes.eps)
             self.queries = tensors.weight("attn_q_b")
-        self.output = tensors.weight("attn_output")
         absorb, expand = _of_heads(declared, tensors)
         self.spec = replace(
             tables.latent(tensors.layer, declared),
@@ -38,32 +34,17 @@ class LatentAttentionLayer:
         )
         self.backend.check_latent(self.spec)
 
-    def __call__(
-        self,
-        batch: ForwardBatch,
-        x: Hidden,
-        cache: KVLayer,
-        next_norm: Norm | None,
-        rows: Tensor | None = None,
-    ) -> Hidden:
-        """`next_norm`: the norm that reads the result. `rows`: the rows to keep after the attention; None: all."""
-        backend, spec = self.backend, self.spec
-        both = backend.norm_linear(batch, x, self.norm, self.entry)
-        first = self.entry.rows - spec.row
-        q, latent = backend.columns(both, 0, first), backend.columns(both, first, self.entry.rows)
+    def mix(self, batch: ForwardBatch, x: Hidden, state: KVLayer) -> Hidden:
+        backend, first = self.backend, self.entry.rows - self.spec.row
+        q, latent = backend.columns(x, 0, first), backend.columns(x, first, self.entry.rows)
         if self.queries is not None:
             q = backend.norm_linear(batch, q, self.query_norm, self.queries)
-        y = backend.latent_attention(batch, q, latent, spec, cache)
-        if rows is not None:
-            y, x = backend.gather_rows(y, rows), backend.gather_rows(x, rows)
-        return backend.linear_add(batch, y, self.output, x, next_norm)
+        return backend.latent_attention(batch, q, latent, self.spec, state)
 
     @property
     def nbytes(self) -> int:
-        weights = [self.entry, self.output, self.spec.absorb, self.spec.expand]
-        return int(
-            sum(w.nbytes for w in weights if w is not None) + (self.queries.nbytes if self.queries else 0)
-        )
+        weights = [self.queries, self.spec.absorb, self.spec.expand]
+        return super().nbytes + int(sum(w.nbytes for w in weights if w is not None))
 
 
 def _of_heads(

@@ -91,17 +91,55 @@ class LayerTensors:
         return replace(norm, weight=norm.weight * scale, residual_scale=number)
 
 
-class AttentionLayer:
-    """Merged query/key/value projection, rotary causal attention over the cache, output projection.
+class MixerLayer:
+    """`norm`, the projection `entry`, the mixing of positions, the projection `output`, the residual.
 
-    `norm` is the norm before, `post_norm` that of the result before the residual is added; None: there is none.
-    `entry` and `output` are the matrices of the projections, as in every mixer.
+    output: name of the matrix. partial: a rank has some of the heads or channels, and the results are summed over the
+    ranks. normed: there is a norm in front. post_norm: that of the result before the residual is added, or None.
     """
+
+    entry_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    post_norm: RMSNorm | None = None
+
+    def __init__(
+        self, tensors: LayerTensors, entry: Any, output: str, partial: bool, normed: bool = True
+    ) -> None:
+        self.backend = tensors.backend
+        self.partial = partial
+        self.norm = tensors.norm("attn_norm", normed)
+        self.entry = entry
+        self.output = tensors.weight(output)
+
+    def mix(self, batch: ForwardBatch, x: Hidden, state: Any) -> Hidden:
+        """What `output` is given, from the rows x of `entry`. `state`: the layer's part of the cache, as declared by
+        `Mixer.state`; it is read and written."""
+        raise NotImplementedError
+
+    def __call__(
+        self, batch: ForwardBatch, x: Hidden, state: Any, next_norm: Norm | None, rows: Tensor | None = None
+    ) -> Hidden:
+        """`next_norm`: the norm that reads the result. `rows`: the rows to keep once they are mixed; None: all."""
+        y = self.mix(batch, self.backend.norm_linear(batch, x, self.norm, self.entry, self.entry_bias), state)
+        if rows is not None:
+            y, x = self.backend.gather_rows(y, rows), self.backend.gather_rows(x, rows)
+        return self.backend.linear_add(
+            *(batch, y, self.output, x, next_norm, self.post_norm, self.output_bias), partial=self.partial
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that a step reads."""
+        return int(self.entry.nbytes + self.output.nbytes)
+
+
+class AttentionLayer(MixerLayer):
+    """Merged query, key and value projection, rotary causal attention over the cache, output projection."""
 
     def __init__(self, declared: Attention, tensors: LayerTensors, tables: LayerTables) -> None:
         form, norms = declared.form, declared.norms
-        self.backend = tensors.backend
-        self.partial = declared.partial
+        names = ["attn_q"] if declared.shared else qkv_names(tensors, "weight", declared.keys_as_values)
+        super().__init__(tensors, tensors.weight(*names), "attn_output", declared.partial, norms.before_mixer)
         spec = tables.attention(tensors.layer, declared, tensors.eps)
         if form.qk_norm:
             q_norm = tensors.vector("attn_q_norm")
@@ -113,39 +151,16 @@ class AttentionLayer:
             spec = replace(spec, q_norm=ones, k_norm=ones, norms_rotated=True)
         spec = replace(spec, gated=form.gated)
         self.spec = replace(spec, sinks=tensors.vector("attn_sinks")) if form.sinks else spec
-        self.norm = tensors.norm("attn_norm", norms.before_mixer)
-        names = ["attn_q"] if declared.shared else _qkv(tensors, "weight", declared.keys_as_values)
-        self.entry = tensors.weight(*names)
-        self.entry_bias = tensors.vector(*_qkv(tensors, "bias"), kind="bias") if form.qkv_bias else None
-        self.output = tensors.weight("attn_output")
+        self.entry_bias = tensors.vector(*qkv_names(tensors, "bias"), kind="bias") if form.qkv_bias else None
         self.output_bias = tensors.vector("attn_output", kind="bias") if form.output_bias else None
         self.post_norm = tensors.rms_norm("post_attention_norm", norms.of_results)
 
-    def __call__(
-        self,
-        batch: ForwardBatch,
-        x: Hidden,
-        cache: KVLayer,
-        next_norm: Norm | None,
-        rows: Tensor | None = None,
-    ) -> Hidden:
-        """`next_norm`: the norm that reads the result. `rows`: the rows to keep after the attention; None: all."""
-        qkv = self.backend.norm_linear(batch, x, self.norm, self.entry, self.entry_bias)
+    def mix(self, batch: ForwardBatch, x: Hidden, state: KVLayer) -> Hidden:
         seen = batch.chunked if self.spec.chunk and batch.chunked is not None else batch
-        y = self.backend.attention(seen, qkv, self.spec, cache)
-        if rows is not None:
-            y, x = self.backend.gather_rows(y, rows), self.backend.gather_rows(x, rows)
-        return self.backend.linear_add(
-            *(batch, y, self.output, x, next_norm, self.post_norm, self.output_bias),
-            partial=self.partial,
-        )
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.entry.nbytes + self.output.nbytes)
+        return self.backend.attention(seen, x, self.spec, state)
 
 
-def _qkv(tensors: LayerTensors, kind: str, keys_as_values: bool = False) -> list[str]:
+def qkv_names(tensors: LayerTensors, kind: str, keys_as_values: bool = False) -> list[str]:
     """The names of the query, key and value tensors: one merged tensor if it exists, or three."""
     if tensors.has("attn_qkv", kind):
         return ["attn_qkv"]

@@ -5,11 +5,10 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.mamba2 import Mamba2Spec
 from quengine.models.blocks.mamba2 import Mamba2
 from quengine.models.layer_tables import LayerTables
-from quengine.models.layers import LayerTensors
-from quengine.models.slot_mixer import SlotMixerLayer
+from quengine.models.layers import LayerTensors, MixerLayer
 
 
-class Mamba2Layer(SlotMixerLayer):
+class Mamba2Layer(MixerLayer):
     """`norm`, the projection to z, x, B, C and dt, the state space layer, the projection back, the residual."""
 
     def __init__(self, declared: Mamba2, tensors: LayerTensors, tables: LayerTables) -> None:

@@ -5,11 +5,10 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.short_conv import ShortConvSpec
 from quengine.models.blocks.short_conv import ShortConv
 from quengine.models.layer_tables import LayerTables
-from quengine.models.layers import LayerTensors
-from quengine.models.slot_mixer import SlotMixerLayer
+from quengine.models.layers import LayerTensors, MixerLayer
 
 
-class ShortConvLayer(SlotMixerLayer):
+class ShortConvLayer(MixerLayer):
     """`norm`, the projection to b, c and x, the convolution, the output projection, the residual."""
 
     def __init__(self, declared: ShortConv, tensors: LayerTensors, tables: LayerTables) -> None:

@@ -76,7 +76,7 @@ class DraftedTokens:
         return self._tokens
 
     def of(self, number: int) -> tuple[list[int], list[int]]:
-        """Of a sequence of the step, the tokens sampled after its rows, NO_TOKEN where there is none; and its draft."""
+        """The tokens sampled after the rows of a sequence of the step, NO_TOKEN where there is none; and its draft."""
         width = 2 * self._count + 1
         found = self.wait()[number * width : (number + 1) * width]
         sampled, drafted = found[: self._count + 1], found[self._count + 1 :]
@@ -275,7 +275,7 @@ class DraftGraphs:
         return Drafting(slots, counts, ends, positions, recent.view(size, self.window))
 
     def _last_rows(self, sequences: int) -> Tensor:
-        """Of the rows of the layer's first step, the last one of each sequence: int64 [sequences]."""
+        """The last row of each sequence in the layer's first step: int64 [sequences]."""
         if sequences not in self._lasts:
             made = torch.arange(1, sequences + 1, device=self._device) * self.window - 1
             self._lasts[sequences] = made

@@ -36,6 +36,7 @@ from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.mamba2 import Mamba2Spec
 from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.plain_rows import PlainRows
 from quengine.kernels.pointwise import Pointwise, pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
@@ -43,7 +44,7 @@ from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.short_conv import ShortConvSpec
 
 
-class CpuBackend:
+class CpuBackend(PlainRows):
     """See the module docstring.
 
     Raises:
@@ -246,9 +247,6 @@ class CpuBackend:
         y = attend_within_images(y, q, spec, layer, batch)
         return cpu.output_gate(y, qkv, spec) if spec.gated else y
 
-    def columns(self, x: Tensor, first: int, last: int) -> Tensor:
-        return x[:, first:last]
-
     def latent_attention(
         self, batch: ForwardBatch, q: Tensor, latent: Tensor, spec: LatentSpec, layer: KVLayer
     ) -> Tensor:
@@ -273,31 +271,10 @@ class CpuBackend:
             batch, x, spec.cache_group, state, lambda step, rows: step.gated_delta(rows, spec, state)
         )
 
-    def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
-        """Heads of every size are computed."""
-
-    def kept(self, x: Tensor) -> Tensor:
-        return x
-
     def mamba2(self, batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, state: SlotLayer) -> Tensor:
         return state_operation(
             batch, x, spec.cache_group, state, lambda step, rows: step.mamba2(rows, spec, state)
         )
-
-    def check_mamba2(self, spec: Mamba2Spec) -> None:
-        """Heads of every size are computed."""
-
-    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        return x[rows]
-
-    def add_to_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-        return x.index_add(0, rows, values.to(x.dtype))
-
-    def flat_hidden(self, x: Tensor) -> Tensor:
-        return x.flatten()
-
-    def hidden_of(self, flat: Tensor, rows: int, _norm: Norm | None) -> Tensor:
-        return flat.view(rows, -1)
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         return cpu.normed(x, norm)

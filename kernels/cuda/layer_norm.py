@@ -9,14 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, fp16_row_scale, store_row
-from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.rms_norm import geometry
+from quengine.kernels.cuda.row_forms import Stored, form_of, store_as
 from quengine.kernels.layer_norm import LayerNorm
-
-_PLAIN, _QUANTIZED, _FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""The form of the stored result."""
 
 
 @DirectLaunch
@@ -41,19 +39,7 @@ def _layer_norm_kernel(
     y = centred * tl.rsqrt(tl.sum(centred * centred, 0) / WIDTH + eps) * weight
     if bias_ptr is not None:
         y += bias
-    if KIND == _QUANTIZED:
-        high, low, scale, sums = quantize_group(tl.reshape(y, [BLOCK // 32, 32]))
-        group = tl.arange(0, BLOCK // 32)
-        first = row * (WIDTH // 32)
-        store_quantized(
-            out_ptr, low_ptr, scale_ptr, sums_ptr, first + group, group < WIDTH // 32, high, low, scale, sums
-        )  # fmt: skip
-    elif KIND == _FP16:
-        scale, row_scale = fp16_row_scale(tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
-        tl.store(scale_ptr + row, row_scale)
-        store_row(out_ptr, row, column, out_stride, y * scale, inside, LAYOUT)
-    else:
-        tl.store(out_ptr + row * out_stride + column, y.to(out_ptr.dtype.element_ty), mask=inside)
+    store_as(y, row, 0, out_ptr, low_ptr, scale_ptr, sums_ptr, out_stride, WIDTH, KIND, LAYOUT)
 
 
 def layer_norm(x: Tensor, norm: LayerNorm, pdl: bool = False) -> Tensor:
@@ -63,41 +49,30 @@ def layer_norm(x: Tensor, norm: LayerNorm, pdl: bool = False) -> Tensor:
     launch may overlap the previous one, which may produce x but neither weights nor bias.
     """
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, norm, _PLAIN.value, (result,) * 4, result.stride(0), OperandLayout.ROW_MAJOR, pdl)
+    _launch(x, norm, result, pdl)
     return result
 
 
 def layer_norm_quantize(x: Tensor, norm: LayerNorm, pdl: bool = False) -> QuantizedActivations:
     """`layer_norm` quantized to int16 per group of 32 for q-dot; D a multiple of 32."""
     out = QuantizedActivations.empty(x.shape[0], x.shape[1], x.device)
-    planes = (out.high, out.low, out.scale, out.sums)
-    _launch(x, norm, _QUANTIZED.value, planes, 0, OperandLayout.ROW_MAJOR, pdl)
+    _launch(x, norm, out, pdl)
     return out
 
 
 def layer_norm_fp16(x: Tensor, norm: LayerNorm, out: Fp16Operand, pdl: bool = False) -> Fp16Operand:
     """`layer_norm` as an fp16 operand for the matmuls, in the layout of `out`; `out` itself."""
-    assert out.rows == x.shape[0] and out.fits(x.shape[1]) and out.values.is_contiguous()
-    outputs = (out.values, out.values, out.row_scale, out.values)
-    _launch(x, norm, _FP16.value, outputs, out.stride, out.layout, pdl)
+    _launch(x, norm, out, pdl)
     return out
 
 
-def _launch(
-    x: Tensor,
-    norm: LayerNorm,
-    kind: int,
-    outputs: tuple[Tensor, ...],
-    stride: int,
-    layout: OperandLayout,
-    pdl: bool,
-) -> None:
+def _launch(x: Tensor, norm: LayerNorm, out: Stored, pdl: bool) -> None:
     rows, width = x.shape
     assert x.stride(1) == 1 and norm.weight.shape == (width,) and norm.weight.is_contiguous()
     assert norm.bias is None or (norm.bias.shape == (width,) and norm.bias.is_contiguous())
-    shape = geometry(1, width)
+    shape, form = geometry(1, width), form_of(out, rows, width)
     _layer_norm_kernel[(rows,)](
-        x, norm.weight, norm.bias, *outputs, x.stride(0), stride, norm.eps,
-        WIDTH=width, BLOCK=max(shape.head, 128), KIND=kind, LAYOUT=int(layout), PDL=pdl,
+        x, norm.weight, norm.bias, *form.planes, x.stride(0), form.stride, norm.eps,
+        WIDTH=width, BLOCK=max(shape.head, 128), KIND=form.kind, LAYOUT=form.layout, PDL=pdl,
         num_warps=shape.warps, launch_pdl=pdl,
     )  # fmt: skip

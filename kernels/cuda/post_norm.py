@@ -17,12 +17,9 @@ import triton.language as tl
 from quengine.kernels.backend import Branch
 from quengine.kernels.cuda.gemm.fp16_operand import (
     Fp16Operand,
-    OperandLayout,
     ScaledProduct,
-    fp16_row_scale,
-    store_row,
 )
-from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.ranks.peers import (
     PeerBuffers,
@@ -33,10 +30,11 @@ from quengine.kernels.cuda.ranks.peers import (
     turn,
 )
 from quengine.kernels.cuda.rms_norm import geometry
+from quengine.kernels.cuda.row_forms import RowForm, form_of, store_as
 from quengine.kernels.rms_norm import RMSNorm
 
-_SUM, _QUANTIZED, _FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""Outputs besides the residual: none, the next norm's rows quantized for q-dot, or as an fp16 operand."""
+_SUM = tl.constexpr(-1)
+"""No output beside the residual; else `KIND` is the form of the next norm's rows (row_forms.py)."""
 
 
 @DirectLaunch
@@ -94,17 +92,7 @@ def _post_norm_add_kernel(
     if KIND != _SUM:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
         z = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + next_eps) * norm
-    if KIND == _QUANTIZED:
-        high, low, scale, sums = quantize_group(tl.reshape(z, [BLOCK // 32, 32]))
-        group = tl.arange(0, BLOCK // 32)
-        first = row * (WIDTH // 32)
-        store_quantized(
-            out_ptr, low_ptr, scale_ptr, sums_ptr, first + group, group < WIDTH // 32, high, low, scale, sums
-        )  # fmt: skip
-    elif KIND == _FP16:
-        scale, row_scale = fp16_row_scale(tl.max(z.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0))
-        tl.store(scale_ptr + row, row_scale)
-        store_row(out_ptr, row, column, out_stride, z * scale, inside, LAYOUT)
+        store_as(z, row, 0, out_ptr, low_ptr, scale_ptr, sums_ptr, out_stride, WIDTH, KIND, LAYOUT)
 
 
 def post_norm_add(
@@ -137,11 +125,7 @@ def post_norm_add(
     assert row_scale is None or (row_scale.numel() == y.shape[0] and row_scale.dtype == torch.float32)
     assert all(given is None or given.is_contiguous() for given in (bias, row_scale))
     assert peers is None or peers.for_rows(*y.shape) is peers
-    kind, outputs, stride, layout = _SUM, (y, y, y, y), 0, OperandLayout.ROW_MAJOR
-    if isinstance(out, QuantizedActivations):
-        kind, outputs = _QUANTIZED, (out.high, out.low, out.scale, out.sums)
-    elif out is not None:
-        kind, outputs, stride, layout = _FP16, (out.values, y, out.row_scale, y), out.stride, out.layout
+    form = RowForm(_SUM.value, (y, y, y, y), 0, 0) if out is None else form_of(out, *y.shape)
     post_weight, post_eps = (None, 0.0) if post_norm is None else (post_norm.weight, post_norm.eps)
     next_weight, next_eps = (residual, 0.0) if next_norm is None else (next_norm.weight, next_norm.eps)
     residual_scale = 1.0 if post_norm is None else post_norm.residual_scale
@@ -153,10 +137,10 @@ def post_norm_add(
         branches, branch_eps = (None, None, None), 0.0
     shape = geometry(1, y.shape[1])
     _post_norm_add_kernel[(y.shape[0],)](
-        y, product_scale, residual, post_weight, next_weight, *outputs,
+        y, product_scale, residual, post_weight, next_weight, *form.planes,
         bias, row_scale, *branches, None if peers is None else peers.pointers,
-        stride, 1.0 / weight_scale, residual_scale, post_eps, branch_eps, next_eps,
-        WIDTH=y.shape[1], BLOCK=max(shape.head, 128), SCALED=scaled, KIND=kind.value, LAYOUT=int(layout),
+        form.stride, 1.0 / weight_scale, residual_scale, post_eps, branch_eps, next_eps,
+        WIDTH=y.shape[1], BLOCK=max(shape.head, 128), SCALED=scaled, KIND=form.kind, LAYOUT=form.layout,
         RANKS=0 if peers is None else peers.ranks, CAPACITY=0 if peers is None else peers.capacity, PDL=pdl,
         num_warps=shape.warps, launch_pdl=pdl,
     )  # fmt: skip

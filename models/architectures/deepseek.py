@@ -27,7 +27,7 @@ from quengine.models.rotation import RopeLayout, yarn_mscale
 _MOST = LIMITS["block_count"][1]
 _SIZE = LIMITS["head_dim"][1]
 _INNER_EPS = 1e-6
-"""Of the norms of latents in folders, whatever config.json says of the others."""
+"""The epsilon of latents' norms in folders, whatever config.json has for the others."""
 
 _RANK, _QUERY_RANK = "attention.kv_lora_rank", "attention.q_lora_rank"
 _KEY, _VALUE = "attention.key_length_mla", "attention.value_length_mla"
@@ -41,7 +41,7 @@ def _build(config: ModelConfig) -> Sequence[Block]:
 
 
 def _size_fields(config: ModelConfig) -> Fields:
-    """Of a synthetic model that says no sizes; those of files replace them."""
+    """Sizes of a synthetic model that gives none; those of files replace them."""
     if config.latent is not None:
         return {}
     rotated = config.head_dim // 2

@@ -7,27 +7,17 @@ file's tensors. Source: `Dots1Model` in the `transformers` library.
 from collections.abc import Sequence
 
 from quengine.kernels.moe.router_kind import RouterKind
-from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
-from quengine.models.architectures.file_traits import tensor_kinds, with_biases
+from quengine.models.architectures.architecture import Architecture, Keys, ModelType
+from quengine.models.architectures.file_traits import attention_biases, gguf_attention_biases
 from quengine.models.architectures.mixtures import DEEPSEEK, SHARED_EXPERTS
 from quengine.models.architectures.windows import from_max_window_layers
 from quengine.models.blocks import AttentionForm, BlockForm, ExpertsForm
-from quengine.models.config import LIMITS, ModelConfig
-from quengine.models.gguf import GGUFFile
-from quengine.models.hf.hf_keys import flag, integer
+from quengine.models.config import LIMITS
+from quengine.models.hf.hf_keys import integer
 
 
 def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
     return range(min(integer(keys, "first_k_dense_replace", 0, LIMITS["block_count"][1]), blocks))
-
-
-def _fields(keys: Keys, config: ModelConfig) -> Fields:
-    biases = flag(keys, "attention_bias")
-    return {"block": config.block.with_attention(qkv_bias=biases, output_bias=biases)}
-
-
-def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    return {"block": with_biases(config.block, tensor_kinds(file), of_output=True)}
 
 
 DOTS1 = Architecture(
@@ -55,11 +45,11 @@ DOTS1 = Architecture(
             reads_layer_types=True,
             expert_keys=DEEPSEEK,
             dense_layers=_dense_layers,
-            fields=_fields,
+            fields=attention_biases,
         )
     },
     hf_modules=SHARED_EXPERTS,
-    gguf_fields=_gguf_fields,
+    gguf_fields=gguf_attention_biases,
     synthetic={
         "dots1-142b": {
             "vocab_size": 152064,

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
-from quengine.models.architectures.architecture import Fields
+from quengine.models.architectures.architecture import Fields, Keys
 from quengine.models.blocks import BlockForm
 from quengine.models.config import Mamba2Sizes, ModelConfig
 from quengine.models.gguf import GGUFFile
+from quengine.models.hf.hf_keys import flag
 
 DRAFTS = "nextn_predict_layers"
 """Key of GGUF: the layers at a file's end that only draft tokens."""
@@ -28,10 +29,22 @@ def tensor_kinds(file: GGUFFile) -> frozenset[str]:
     return frozenset(name.split(".", 2)[-1] for name in file.tensors)
 
 
-def with_biases(block: BlockForm, kinds: frozenset[str], of_output: bool = False) -> BlockForm:
-    """`block` with biases of query, key and value, and `of_output`, where a file of tensors `kinds` has them."""
-    output = of_output and "attn_output.bias" in kinds
-    return block.with_attention(qkv_bias=not kinds.isdisjoint(_BIASES), output_bias=output)
+def with_biases(block: BlockForm, kinds: frozenset[str]) -> BlockForm:
+    """`block` with biases of query, key and value where a file of tensors `kinds` has them."""
+    return block.with_attention(qkv_bias=not kinds.isdisjoint(_BIASES))
+
+
+def gguf_attention_biases(file: GGUFFile, config: ModelConfig) -> Fields:
+    """Biases of all projections of attention where the file has them."""
+    kinds = tensor_kinds(file)
+    block = with_biases(config.block, kinds)
+    return {"block": block.with_attention(output_bias="attn_output.bias" in kinds)}
+
+
+def attention_biases(keys: Keys, config: ModelConfig) -> Fields:
+    """The same of a folder, whose `attention_bias` is of all projections. Raises EngineError."""
+    biases = flag(keys, "attention_bias")
+    return {"block": config.block.with_attention(qkv_bias=biases, output_bias=biases)}
 
 
 def has_head_norms(kinds: frozenset[str]) -> bool:

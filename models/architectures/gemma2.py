@@ -18,7 +18,7 @@ from quengine.models.hf.hf_keys import config_error, number
 
 _PERIOD = 2
 _WINDOW = 4096
-"""Of all released models, and llama.cpp's where a file has none."""
+"""The window of all released models, and llama.cpp's where a file has none."""
 
 _LAYERS_OF_27B = 46
 _CAPS = {

@@ -24,14 +24,14 @@ from quengine.models.architectures.granite import (
 from quengine.models.architectures.mixtures import MIXTRAL
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.mamba2 import Mamba2
-from quengine.models.blocks.uniform import attention_of, channel_mixer
+from quengine.models.blocks.uniform import hybrid_layers
 from quengine.models.config import Mamba2Sizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer
 
 _OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 _ATTENTION = (5, 15, 25, 35)
-"""Of released models of 40 layers those with attention."""
+"""The layers with attention in released models of 40 layers."""
 
 _SIZES = {
     "heads": "mamba_n_heads",
@@ -45,10 +45,7 @@ def _build(config: ModelConfig) -> Sequence[Block]:
     mamba = None
     if config.mamba2 is not None:
         mamba = Mamba2(config.embedding_length, config.mamba2, partial=config.ranks > 1)
-    return [
-        Block(mamba if i in config.recurrent_layers else attention_of(config, i), channel_mixer(config, i))
-        for i in range(config.block_count)
-    ]
+    return hybrid_layers(config, mamba)
 
 
 def _size_fields(config: ModelConfig) -> Fields:
@@ -125,7 +122,7 @@ def _mamba2(keys: Keys, config: ModelConfig) -> Mamba2Sizes:
 
 
 def _limits(given: Any) -> tuple[float, float]:
-    """Of the step of time. JSON has no infinity: `transformers` writes {"__float__": "Infinity"}."""
+    """The limits of the step of time. JSON has no infinity: `transformers` writes {"__float__": "Infinity"}."""
     pair = [inf if value == {"__float__": "Infinity"} else value for value in given or () if given]
     numbers = [value for value in pair if isinstance(value, int | float) and not isinstance(value, bool)]
     if len(pair) != 2 or len(numbers) != 2 or not 0.0 <= numbers[0] <= numbers[1]:

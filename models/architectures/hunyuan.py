@@ -8,12 +8,11 @@ elements; files have the raised base. The mixture has a shared expert in every l
 from collections.abc import Mapping
 
 from quengine.kernels.moe.router_kind import RouterKind
-from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
-from quengine.models.architectures.file_traits import tensor_kinds, with_biases
+from quengine.models.architectures.architecture import Architecture, Keys, ModelType
+from quengine.models.architectures.file_traits import attention_biases, gguf_attention_biases
 from quengine.models.blocks import AttentionForm, BlockForm
-from quengine.models.config import LIMITS, ModelConfig
-from quengine.models.gguf import GGUFFile
-from quengine.models.hf.hf_keys import config_error, flag, integer, number
+from quengine.models.config import LIMITS
+from quengine.models.hf.hf_keys import config_error, integer, number
 
 _MOST_ALPHA = 1e9
 _ROTARY = ("rope_scaling", "rope_parameters")
@@ -50,15 +49,6 @@ def _common_keys_of_mixture(keys: Keys) -> Keys:
     return _common_keys({**keys, "moe_topk": used})
 
 
-def _fields(keys: Keys, config: ModelConfig) -> Fields:
-    biases = flag(keys, "attention_bias")
-    return {"block": config.block.with_attention(qkv_bias=biases, output_bias=biases)}
-
-
-def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    return {"block": with_biases(config.block, tensor_kinds(file), of_output=True)}
-
-
 _DEFAULTS = {
     "vocab_size": 290943,
     "hidden_size": 4096,
@@ -80,9 +70,9 @@ _RELEASED = {
 HUNYUAN_DENSE = Architecture(
     name="hunyuan-dense",
     block=BlockForm(AttentionForm(qk_norm="rotated head", qkv_bias=True)),
-    model_types={"hunyuan_v1_dense": ModelType(_DEFAULTS, common_keys=_common_keys, fields=_fields)},
+    model_types={"hunyuan_v1_dense": ModelType(_DEFAULTS, common_keys=_common_keys, fields=attention_biases)},
     hf_modules=_NORMS,
-    gguf_fields=_gguf_fields,
+    gguf_fields=gguf_attention_biases,
     synthetic={"hunyuan-7b": _RELEASED, "hunyuan-dense-tiny": {"tied_output": True}},
 )
 
@@ -100,7 +90,7 @@ HUNYUAN_MOE = Architecture(
                 "shared_feed_forward_length": "intermediate_size",
             },
             common_keys=_common_keys_of_mixture,
-            fields=_fields,
+            fields=attention_biases,
         )
     },
     hf_modules={
@@ -110,7 +100,7 @@ HUNYUAN_MOE = Architecture(
         "ffn_up_shexp": "mlp.shared_mlp.up_proj",
         "ffn_down_shexp": "mlp.shared_mlp.down_proj",
     },
-    gguf_fields=_gguf_fields,
+    gguf_fields=gguf_attention_biases,
     synthetic={
         "hunyuan-a13b": {
             **_RELEASED,

@@ -14,7 +14,7 @@ from quengine.models.architectures.mixtures import QWEN
 from quengine.models.blocks import AttentionForm, BlockForm, ExpertsForm
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.short_conv import ShortConv
-from quengine.models.blocks.uniform import attention_of, channel_mixer
+from quengine.models.blocks.uniform import hybrid_layers
 from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer, number
@@ -41,10 +41,7 @@ _DEFAULTS: Mapping[str, object] = {
 def _build(config: ModelConfig) -> Sequence[Block]:
     width, channels, ranks = config.embedding_length, config.conv_channels, config.ranks
     conv = ShortConv(width, channels, config.conv_taps, partial=ranks > 1)
-    return [
-        Block(conv if i in config.recurrent_layers else attention_of(config, i), channel_mixer(config, i))
-        for i in range(config.block_count)
-    ]
+    return hybrid_layers(config, conv)
 
 
 def _common_keys(keys: Keys) -> Keys:

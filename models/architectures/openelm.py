@@ -52,7 +52,7 @@ def _layer_sizes(keys: Keys) -> list[LayerSizes]:
 
 
 def _sizes(keys: Keys, width: int, divisor: int) -> LayerSizes:
-    """Of one layer, whose values `keys` has."""
+    """The sizes of one layer, whose values `keys` has."""
     heads = integer(keys, "num_query_heads", *LIMITS["head_count"])
     kv_heads = integer(keys, "num_kv_heads", *LIMITS["head_count_kv"])
     if heads % kv_heads:

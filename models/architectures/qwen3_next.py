@@ -34,7 +34,7 @@ from quengine.models.architectures.rope_axes import (
 from quengine.models.blocks import AttentionForm, BlockForm, Norms
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.gated_delta import GatedDelta
-from quengine.models.blocks.uniform import attention_of, channel_mixer
+from quengine.models.blocks.uniform import hybrid_layers
 from quengine.models.config import LIMITS, GatedDeltaSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer
@@ -60,11 +60,9 @@ _MOST = LIMITS["block_count"][1]
 
 
 def _build(config: ModelConfig) -> Sequence[Block]:
-    delta = GatedDelta(config.embedding_length, _sizes(config), partial=config.ranks > 1)
-    return [
-        Block(delta if i in config.recurrent_layers else attention_of(config, i), channel_mixer(config, i))
-        for i in range(config.block_count)
-    ]
+    return hybrid_layers(
+        config, GatedDelta(config.embedding_length, _sizes(config), partial=config.ranks > 1)
+    )
 
 
 def _recurrent(blocks: int, interval: int) -> tuple[int, ...]:

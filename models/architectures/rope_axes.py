@@ -49,8 +49,8 @@ def sections_of(keys: Keys, default: Sequence[int]) -> list[int]:
 def gguf_axes(
     file: GGUFFile, config: ModelConfig, of_sections: Callable[[Sequence[int], int], Axes] = consecutive_axes
 ) -> Axes:
-    """Of the sections that a file has; a fourth, whose position is 0 in texts, must be empty. Sections that take turns
-    may be of more frequencies than a head has, as in converted files of Qwen3.5. Raises GGUFError."""
+    """The axes of the sections that a file has; a fourth, whose position is 0 in texts, must be empty. Sections that
+    take turns may be of more frequencies than a head has, as in converted files of Qwen3.5. Raises GGUFError."""
     key = f"{config.architecture}.{SECTIONS}"
     sections = file.get_ints(key)
     if sections is None:

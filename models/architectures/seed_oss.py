@@ -1,10 +1,9 @@
 """Seed-OSS: Llama's layers with biases of query, key and value, which a folder may leave out, and of the output."""
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
-from quengine.models.architectures.file_traits import tensor_kinds, with_biases
+from quengine.models.architectures.file_traits import gguf_attention_biases
 from quengine.models.blocks import AttentionForm, BlockForm, Norms
 from quengine.models.config import ModelConfig
-from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag
 
 
@@ -13,10 +12,6 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
         raise config_error("mlp_bias", "biases on the feed-forward projections are not implemented")
     biases, of_output = flag(keys, "attention_bias"), flag(keys, "attention_out_bias")
     return {"block": config.block.with_attention(qkv_bias=biases, output_bias=of_output)}
-
-
-def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    return {"block": with_biases(config.block, tensor_kinds(file), of_output=True)}
 
 
 SEED_OSS = Architecture(
@@ -40,7 +35,7 @@ SEED_OSS = Architecture(
             fields=_fields,
         )
     },
-    gguf_fields=_gguf_fields,
+    gguf_fields=gguf_attention_biases,
     synthetic={
         "seed-oss-36b": {
             "vocab_size": 155136,

@@ -143,12 +143,12 @@ class Attention(Mixer):
 
     @property
     def columns(self) -> int:
-        """Of the projections."""
+        """Columns of the projections."""
         return 2 * self.width if self.joins_hidden else self.width
 
     @property
     def rows(self) -> int:
-        """Of the projections together."""
+        """Rows of the projections together."""
         of_others = 0 if self.shared else 2 * self.kv_heads
         return (self._rows_of_queries * self.heads + of_others) * self.head_dim
 
@@ -174,7 +174,7 @@ class Attention(Mixer):
         return {**found, "attn_output.weight": TensorSpec(shape, cut, "self_attn.o_proj.weight")}
 
     def _three(self) -> Iterable[tuple[str, Axis, int, int]]:
-        """Of query, key and value projection the letter, what ranks divide of it, its heads, and how many rows it has
+        """For query, key and value projection the letter, what ranks divide of it, its heads, and how many rows it has
         for each of their elements."""
         heads, each = (self.heads, self.kv_heads, self.kv_heads), (self._rows_of_queries, 1, 1)
         three = zip("qkv", _ALL, heads, each, strict=True)

@@ -37,7 +37,7 @@ class Cut(NamedTuple):
 
 
 OUTPUT_CUT = Cut("rows", ("tokens",))
-"""Of the output matrix."""
+"""How ranks share the output matrix."""
 
 
 class Draw(NamedTuple):
@@ -121,7 +121,7 @@ class SlotState:
 State: TypeAlias = PagedKV | SlotState
 
 STATELESS = SlotState(())
-"""Of a layer that keeps nothing."""
+"""The state of a layer that keeps nothing."""
 
 
 class Part(Protocol):

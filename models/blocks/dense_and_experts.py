@@ -34,7 +34,7 @@ class DenseAndExperts(ChannelMixer):
 
     @property
     def every_row_length(self) -> int:
-        """Of the dense feed-forward."""
+        """The length of the dense feed-forward."""
         return self.dense.length
 
     def tensors(self) -> Mapping[str, TensorSpec]:

@@ -79,7 +79,7 @@ class Experts(ChannelMixer):
 
     @property
     def every_row_length(self) -> int:
-        """Of the shared expert."""
+        """The length of the shared expert."""
         return self.experts.shared_feed_forward_length
 
     def tensors(self) -> Mapping[str, TensorSpec]:

@@ -17,7 +17,7 @@ _HF = "linear_attn"
 """The module in a Hugging Face layer."""
 
 _DECAY = Uniform(-1.0, -0.02)
-"""Of synthetic models: negative, so that a head's memory fades."""
+"""Draws for synthetic models: negative, so that a head's memory fades."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class GatedDelta(Mixer):
         return {"ssm_in.weight": TensorSpec((rows, self.width), cut, f"{_HF}.in_proj_qkvz.weight")}
 
     def _gates(self) -> dict[str, TensorSpec]:
-        """Of each value head the number that makes its strength and the one that makes its decay."""
+        """The rows that make the strength and the decay of each value head."""
         heads = self.sizes.value_heads
         if self.sizes.by_key_head:
             of_key_head = 2 * self.sizes.ratio

@@ -61,7 +61,7 @@ class LatentAttention(Mixer):
 
     @property
     def rows(self) -> int:
-        """Of the projections of a hidden row or of the queries' latent, the most."""
+        """The most rows of the projections of a hidden row or of the queries' latent."""
         sizes = self.sizes
         return max(self.query_rows, (sizes.query_rank or self.query_rows) + self.head_dim)
 

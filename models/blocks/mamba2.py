@@ -17,7 +17,7 @@ _HF = "mamba"
 """The module in a Hugging Face layer."""
 
 _DECAY, _STEP = Uniform(-1.0, -0.02), Uniform(-3.0, 0.0)
-"""Of synthetic models: negative, so that a head's memory fades; steps of time are mostly below 1."""
+"""Draws for synthetic models: negative, so that a head's memory fades; steps of time are mostly below 1."""
 
 
 @dataclass(frozen=True)

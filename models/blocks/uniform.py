@@ -6,7 +6,7 @@ from math import inf
 
 from quengine.models.blocks.altup import AltUp
 from quengine.models.blocks.attention import Attention
-from quengine.models.blocks.block import Block, ChannelMixer
+from quengine.models.blocks.block import Block, ChannelMixer, Mixer
 from quengine.models.blocks.dense_and_experts import DenseAndExperts
 from quengine.models.blocks.experts import Experts
 from quengine.models.blocks.feed_forward import FeedForward
@@ -20,6 +20,16 @@ def uniform_layers(config: ModelConfig) -> Sequence[Block]:
     return [
         Block(
             attention_of(config, i), channel_mixer(config, i), parallel, layer_input(config), _around(config)
+        )
+        for i in range(config.block_count)
+    ]
+
+
+def hybrid_layers(config: ModelConfig, recurrent: Mixer | None) -> Sequence[Block]:
+    """`recurrent` in the layers that have no attention, with a feed-forward in every layer."""
+    return [
+        Block(
+            recurrent if i in config.recurrent_layers else attention_of(config, i), channel_mixer(config, i)
         )
         for i in range(config.block_count)
     ]

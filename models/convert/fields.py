@@ -22,7 +22,7 @@ FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 _TYPE_NAMES = {name.upper(): name for name in (kind.name for kind in SCALAR_TYPES.values())} | {
     "STRING": "string"
 }
-"""Of the `gguf` package -> of `Field`."""
+"""Type of the `gguf` package -> type of `Field`."""
 
 Writer = Any
 """A `gguf.GGUFWriter` without a file, which collects keys."""

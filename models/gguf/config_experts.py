@@ -60,7 +60,7 @@ def read_experts(file: GGUFFile, declared: Architecture, length: int, blocks: in
 
 
 def _shared_length(file: GGUFFile, prefix: str, inner: int) -> int:
-    """Of the shared experts, which lie side by side: their sum, or their number and the length of an expert."""
+    """The length of the shared experts, which lie side by side: their sum, or their number and that of an expert."""
     most = LIMITS["feed_forward_length"][1]
     length = uniform_int(file, f"{prefix}.expert_shared_feed_forward_length", 0, most, default=0)
     return length or inner * (file.get_int(f"{prefix}.expert_shared_count", 0, MOST_EXPERTS) or 0)

@@ -64,7 +64,7 @@ def expert_keys(keys: Keys, model_type: ModelType) -> Mapping[str, str]:
 
 
 def _shared_length(keys: Keys, names: Mapping[str, str], length: int) -> int:
-    """Of the shared experts, which lie side by side: their sum, or their number and the length of an expert."""
+    """The length of the shared experts, which lie side by side: their sum, or their number and that of an expert."""
     if "shared_count" in names:
         return length * integer(keys, names["shared_count"], 0, MOST_EXPERTS, default=0)
     if "shared_feed_forward_length" in names:

@@ -68,7 +68,7 @@ class HFNames:
         return f"{self._modules[module]}.{kind}" if not whole and module in self._modules else whole
 
     def _usual_or_own(self, name: str) -> str:
-        """Of a tensor of no layer, with {body} or {head}."""
+        """The name of a tensor of no layer, with {body} or {head}."""
         own = self._own(name)
         return f"{{body}}{own}" if own else self._specs[name].hf
 

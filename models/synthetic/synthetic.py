@@ -238,7 +238,7 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
 
 
 def _sizes(config: ModelConfig) -> Metadata:
-    """Of all layers, or where they differ of each."""
+    """Heads and feed-forward lengths: one for all layers, or where they differ one a layer."""
     a, layers = config.architecture, [config.sizes(layer) for layer in range(config.block_count)]
     heads, kv_heads, lengths, _ = map(list, zip(*layers, strict=True))
     if ARCHITECTURES[a].has_recurrent_layers:
@@ -254,7 +254,7 @@ def _sizes(config: ModelConfig) -> Metadata:
 
 
 def _window_metadata(config: ModelConfig) -> Metadata:
-    """Of layers with a window whose heads have sizes of their own."""
+    """The sizes of heads in layers with a window, where they differ."""
     windowed = [window is not None for window in config.layer_windows]
     size, dim = config.head_size(windowed.index(True)), config.rope_dim_swa
     assert dim is not None and config.rope_freq_base_swa is not None
@@ -268,7 +268,7 @@ def _window_metadata(config: ModelConfig) -> Metadata:
 
 
 def _head_lengths(config: ModelConfig) -> Metadata:
-    """Of keys and values, those of the cache where attention is latent."""
+    """The lengths of keys and values, those of the cache where attention is latent."""
     a, sizes = config.architecture, config.latent
     if sizes is None:
         keys = {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}

@@ -9,14 +9,11 @@ from torch import Tensor
 
 from quengine.kernels.cuda.gated_delta.arithmetic import Net, silu
 from quengine.kernels.cuda.gated_delta.rows import StateRows
-from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, fp16_row_scale, store_row
-from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import wait_then_launch
+from quengine.kernels.cuda.row_forms import Stored, form_of, store_as
 from quengine.kernels.gated_delta import GatedDeltaSpec
-
-_PLAIN, _QUANTIZED, _FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What is stored of the result."""
 
 
 @DirectLaunch
@@ -46,22 +43,9 @@ def _gated_norm_kernel(
     z = tl.load(z_ptr + column, mask=inside, other=0.0) * (tl.load(row_scale_ptr + row) * weight_scale)
     norm = tl.load(norm_ptr + element)
     y = o * tl.rsqrt(tl.sum(o * o, 1) / D + eps)[:, None] * norm * silu(z)
-    if KIND == _QUANTIZED:
-        high, low, scale, sums = quantize_group(tl.reshape(y, [COLUMNS // 32, 32]))
-        group = tl.arange(0, COLUMNS // 32)
-        first = row * (WIDTH // 32)
-        store_quantized(
-            out_ptr, low_ptr, scale_ptr, sums_ptr, first + group, group < WIDTH // 32, high, low, scale, sums
-        )
-    elif KIND == _FP16:
-        y = tl.reshape(y, [COLUMNS])
-        peak = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-        factor, row_scale = fp16_row_scale(peak)
-        tl.store(scale_ptr + row, row_scale)
-        flat = tl.arange(0, COLUMNS)
-        store_row(out_ptr, row, flat, out_stride, y * factor, flat < WIDTH, LAYOUT)
-    else:
-        tl.store(out_ptr + row * WIDTH + column, y, mask=head < NET.value_heads)
+    store_as(
+        tl.reshape(y, [COLUMNS]), row, 0, out_ptr, low_ptr, scale_ptr, sums_ptr, out_stride, WIDTH, KIND, LAYOUT
+    )  # fmt: skip
 
 
 def gated_norm(
@@ -69,25 +53,17 @@ def gated_norm(
     step: StateRows,
     spec: GatedDeltaSpec,
     net: Net,
-    out: Tensor | QuantizedActivations | Fp16Operand,
+    out: Stored,
     pdl: bool = False,
 ) -> None:
     """o fp32 [T, width], unit inner stride, normed per head and times silu of the rows' z, to `out`: contiguous fp32
     [T, width], quantized activations (width a multiple of 32), or an fp16 operand with its row scales."""
     assert o.shape == (len(step.x), net.width) and o.stride(1) == 1
-    out_stride, layout = 0, 0
     padded = int(triton.next_power_of_2(net.value_heads)) * net.head_dim
-    if isinstance(out, QuantizedActivations):
-        kind, planes = _QUANTIZED, (out.high, out.low, out.scale, out.sums)
-    elif isinstance(out, Fp16Operand):
-        assert out.fits(net.width) and out.rows == len(o) and (padded % 128 == 0 or not out.is_wgmma)
-        kind, planes = _FP16, (out.values, out.values, out.row_scale, out.row_scale)
-        out_stride, layout = out.stride, int(out.layout)
-    else:
-        assert out.is_contiguous() and out.shape == o.shape
-        kind, planes = _PLAIN, (out, out, out, out)
+    assert not isinstance(out, Fp16Operand) or padded % 128 == 0 or not out.is_wgmma
+    form = form_of(out, len(o), net.width)
     _gated_norm_kernel[(len(o),)](
-        o, step.x, step.row_scale, spec.norm, step.block_tables, step.sequences, *planes,
-        o.stride(0), step.x.stride(0), step.block_tables.stride(0), out_stride, step.weight_scale, spec.eps,
-        NET=net, KIND=kind.value, LAYOUT=layout, PDL=pdl, num_warps=max(1, min(16, padded // 512)), launch_pdl=pdl,
+        o, step.x, step.row_scale, spec.norm, step.block_tables, step.sequences, *form.planes,
+        o.stride(0), step.x.stride(0), step.block_tables.stride(0), form.stride, step.weight_scale, spec.eps,
+        NET=net, KIND=form.kind, LAYOUT=form.layout, PDL=pdl, num_warps=max(1, min(16, padded // 512)), launch_pdl=pdl,
     )  # fmt: skip

@@ -6,12 +6,7 @@ Defined in kernels/q_dot.py, kernels/glu.py, kernels/activations.py.
 import triton
 import triton.language as tl
 
-from quengine.kernels.cuda.gemv.activations import (
-    QuantizedActivations,
-    quantize_activations,
-    quantize_group,
-    store_quantized,
-)
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
@@ -21,9 +16,8 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     begin_rows,
     check_row,
     finish_rows,
-    leave_for_last,
     load_squares,
-    quantize_as_last,
+    quantize_gated,
     row_arguments,
 )
 from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
@@ -37,9 +31,7 @@ def _glu_kernel(
     words_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
     low, high, scales, supers, tiles, width, ACTIVATION: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """activation(gate) * up of a paired matrix, quantized. A tile gives 8 outputs, a group has 32: with fewer
-    than 4 tiles per program, the last program of a group quantizes it.
-    """
+    """activation(gate) * up of a paired matrix, quantized: 8 outputs a tile."""
     if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * P.tiles
@@ -51,18 +43,8 @@ def _glu_kernel(
     y = finish_rows(queue, load_squares(squares_ptr, P.partials), matrix, x, tile0, P)
     gate, up = tl.split(tl.permute(y, [0, 1, 3, 2]))
     value = gated(gate, up, ACTIVATION)  # [tiles, 8, 1]
-    if P.tiles >= 4:
-        GROUPS: tl.constexpr = P.tiles // 4
-        high_plane, low_plane, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
-        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-        store_quantized(
-            out_high, out_low, out_scale, out_sums, group, group < width // 32, high_plane, low_plane, scale, sums
-        )  # fmt: skip
-    else:
-        out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
-        value = tl.reshape(value, [8 * P.tiles])
-        leave_for_last(value, words_ptr, tile0 * 8)
-        quantize_as_last(value, words_ptr, out, tile0 * 8)
+    out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
+    quantize_gated(value, words_ptr, out, 0, tile0 * 8, width, P.tiles)
 
 
 def matvec_glu(

@@ -13,22 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gemm.mma import prefetch
-from quengine.kernels.cuda.gemv.activations import (
-    QuantizedActivations,
-    RmsPartials,
-    quantize_group,
-    store_quantized,
-)
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
 from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
     MatvecProgram,
     QuantizationScratch,
     QuantizedRow,
+    begin_norm,
     begin_rows,
     check_row,
     finish_rows,
-    leave_for_last,
-    quantize_as_last,
 )
 from quengine.kernels.cuda.ranks.peers import PeerBuffers, exchange_sum, next_sequence
 from quengine.kernels.cuda.rms_normed import RmsNormed
@@ -42,9 +36,8 @@ def _norm_kernel(
     x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, bias_ptr, peers, tiles, N,
     RANKS: tl.constexpr, CAPACITY: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """P.tiles is even, so that a program has whole groups of 32 outputs, or one, so that two programs share a
-    group. bias_ptr: [N], or None. RANKS: the number of ranks in `peers` that share the product; 0: the
-    product is this rank's alone.
+    """P.tiles is one or even. bias_ptr: [N], or None. RANKS: the number of ranks in `peers` that share the product; 0:
+    the product is this rank's alone.
     """
     if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
@@ -71,22 +64,8 @@ def _norm_kernel(
     if bias_ptr is not None:
         product += tl.load(bias_ptr + column, mask=inside, other=0.0)
     hidden = product + residual
-    norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
-    value = hidden * norm
-    if P.tiles == 1:
-        leave_for_last(tl.reshape(value, [16]), words_ptr, tile0 * 16)
-    tl.store(hidden_ptr + column, hidden, mask=inside)
-    tl.store(squares_ptr + tl.arange(0, 1) + tl.program_id(0), tl.sum(hidden * hidden, 1))
     out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
-    if P.tiles == 1:
-        quantize_as_last(tl.reshape(value, [16]), words_ptr, out, tile0 * 16)
-    else:
-        GROUPS: tl.constexpr = P.tiles // 2
-        high_plane, low_plane, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
-        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-        store_quantized(
-            out_high, out_low, out_scale, out_sums, group, group < N // 32, high_plane, low_plane, scale, sums
-        )  # fmt: skip
+    begin_norm(hidden, hidden_ptr, 0, column, inside, norm_ptr, out, words_ptr, N, P.tiles)
 
 
 def can_begin_norm(weight: PackedWeight) -> bool:

@@ -150,6 +150,52 @@ def quantize_as_last(value, words_ptr, out, first):
         tl.store(words_ptr + group * 32 + i, -1, mask=i < OTHERS)
 
 
+@triton.jit
+def quantize_gated(value, words_ptr, out, pair, first, width, TILES: tl.constexpr):
+    """Quantizes the outputs of TILES tiles of gate and up rows, 8 each, fp32 [TILES, 8, 1]: outputs `first` on of row
+    `pair` of `width`. A group has 32: with fewer than 4 tiles per program, the last program of a group quantizes it.
+    """
+    if TILES >= 4:
+        groups = width // 32
+        GROUPS: tl.constexpr = TILES // 4
+        high, low, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
+        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+        store_quantized(
+            out.high, out.low, out.scale, out.sums, pair * groups + group, group < groups, high, low, scale, sums
+        )  # fmt: skip
+    else:
+        value = tl.reshape(value, [8 * TILES])
+        leave_for_last(value, words_ptr, pair * width + first)
+        quantize_as_last(value, words_ptr, out, pair * width + first)
+
+
+@triton.jit
+def begin_norm(hidden, hidden_ptr, row, column, inside, norm_ptr, out, words_ptr, N, TILES: tl.constexpr):
+    """Stores a program's part of a row of the stream, hidden [1, 16 * TILES], where hidden_ptr is not None, its sum of
+    squares, and the part times the norm's weights, quantized. TILES is even, so that a program has whole groups of 32,
+    or one, so that two programs share a group."""
+    value = hidden * tl.load(norm_ptr + column, mask=inside, other=0.0)
+    first = row * N + tl.program_id(0) * (16 * TILES)
+    if TILES == 1:
+        leave_for_last(tl.reshape(value, [16]), words_ptr, first)
+    if hidden_ptr is not None:
+        tl.store(hidden_ptr + row * N + column, hidden, mask=inside)
+    tl.store(
+        out.squares + row * tl.num_programs(0) + tl.program_id(0) + tl.arange(0, 1),
+        tl.sum(hidden * hidden, 1),
+    )
+    if TILES == 1:
+        quantize_as_last(tl.reshape(value, [16]), words_ptr, out, first)
+    else:
+        groups = N // 32
+        GROUPS: tl.constexpr = TILES // 2
+        high, low, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
+        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+        store_quantized(
+            out.high, out.low, out.scale, out.sums, row * groups + group, group < groups, high, low, scale, sums
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class QuantizationScratch:
     """Memory for launches that quantize their results, reusable by every call of one stream: for each output

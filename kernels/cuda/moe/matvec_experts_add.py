@@ -13,18 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gemm.mma import prefetch
-from quengine.kernels.cuda.gemv.activations import (
-    QuantizedActivations,
-    RmsPartials,
-    quantize_group,
-    store_quantized,
-)
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
 from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
     QuantizationScratch,
     QuantizedRow,
-    leave_for_last,
-    quantize_as_last,
+    begin_norm,
 )
 from quengine.kernels.cuda.gemv.q_dot import start_tile, tile_dots
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
@@ -94,29 +88,6 @@ def _bias_sum(row, column, inside, experts_ptr, weights_ptr, bias_ptr, N, USED: 
 
 
 @triton.jit
-def _begin_norm(hidden, row, column, inside, norm_ptr, out, words_ptr, N, TILES: tl.constexpr):
-    """Stores the sum of squares of a program's part of a row, and that part times the norm's weights, quantized."""
-    value = hidden * tl.load(norm_ptr + column, mask=inside, other=0.0)
-    first = row * N + tl.program_id(0) * (16 * TILES)
-    if TILES == 1:
-        leave_for_last(tl.reshape(value, [16]), words_ptr, first)
-    tl.store(
-        out.squares + row * tl.num_programs(0) + tl.program_id(0) + tl.arange(0, 1),
-        tl.sum(hidden * hidden, 1),
-    )
-    if TILES == 1:
-        quantize_as_last(tl.reshape(value, [16]), words_ptr, out, first)
-    else:
-        groups = N // 32
-        GROUPS: tl.constexpr = TILES // 2
-        high, low, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
-        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-        store_quantized(
-            out.high, out.low, out.scale, out.sums, row * groups + group, group < groups, high, low, scale, sums
-        )  # fmt: skip
-
-
-@triton.jit
 def _experts_add_kernel(
     hidden_ptr, residual_ptr, words_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
     x_high, x_low, t_ptr, sums_ptr, known_experts_ptr, weights_ptr, bias_ptr, low, high, scales, supers,
@@ -155,7 +126,7 @@ def _experts_add_kernel(
     tl.store(hidden_ptr + row * N + column, hidden, mask=inside)
     if norm_ptr is not None:
         out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
-        _begin_norm(hidden, row, column, inside, norm_ptr, out, words_ptr, N, P.tiles)
+        begin_norm(hidden, None, row, column, inside, norm_ptr, out, words_ptr, N, P.tiles)
 
 
 @triton.jit

@@ -8,21 +8,15 @@ kernels/q_dot.py, kernels/glu.py, kernels/activations.py.
 import triton
 import triton.language as tl
 
-from quengine.kernels.cuda.gemv.activations import (
-    QuantizedActivations,
-    quantize_activations,
-    quantize_group,
-    store_quantized,
-)
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
     QuantizationScratch,
     QuantizedRow,
     begin_rows,
     finish_rows,
-    leave_for_last,
     load_squares,
-    quantize_as_last,
+    quantize_gated,
     row_arguments,
 )
 from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
@@ -47,9 +41,8 @@ def _experts_glu_kernel(
     chosen_ptr, bias_ptr, expert_low, expert_high, expert_scales, expert_supers, expert_tiles, width,
     ACTIVATION: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of tiles, slot, row). A tile gives 8 outputs, a group has 32: see `_glu_kernel` in
-    matvec_glu.py. Launches its dependents when the router has ended, so that they may read its result before
-    they wait.
+    """Program (block of tiles, slot, row); 8 outputs a tile. Launches its dependents when the router has ended, so that
+    they may read its result before they wait.
     """
     wait_then_launch(P.pdl)
     row = tl.program_id(2)
@@ -76,20 +69,8 @@ def _experts_glu_kernel(
         gate += gate_bias
         up += up_bias
     value = gated(gate, up, ACTIVATION)  # [tiles, 8, 1]
-    if P.tiles >= 4:
-        groups = width // 32
-        GROUPS: tl.constexpr = P.tiles // 4
-        high_plane, low_plane, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
-        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-        store_quantized(
-            out_high, out_low, out_scale, out_sums, pair * groups + group, group < groups, high_plane, low_plane,
-            scale, sums,
-        )  # fmt: skip
-    else:
-        out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
-        value = tl.reshape(value, [8 * P.tiles])
-        leave_for_last(value, words_ptr, pair * width + first * 8)
-        quantize_as_last(value, words_ptr, out, pair * width + first * 8)
+    out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
+    quantize_gated(value, words_ptr, out, pair, first * 8, width, P.tiles)
 
 
 def matvec_experts_glu(
