@@ -209,10 +209,11 @@ class TimedLength:
             self._seconds[length] *= change
             return
         self._seconds = {each: known * change for each, known in self._seconds.items()}
-        plain = self._seconds.get(0)
-        for each in () if plain is None or not length else self._seconds.keys() - {0, length}:
-            on_line = plain + (self._seconds[length] - plain) * each / length
-            self._seconds[each] += (on_line - self._seconds[each]) / _LINE_MEMORY
+        if length and 0 in self._seconds:
+            plain = self._seconds[0]
+            for each in self._seconds.keys() - {0, length}:
+                on_line = plain + (self._seconds[length] - plain) * each / length
+                self._seconds[each] += (on_line - self._seconds[each]) / _LINE_MEMORY
 
     def _time_of(self, length: int) -> float:
         """Seconds, or shares of a step while none was timed."""
