@@ -19,14 +19,15 @@ DRAFT_ROWS = {"cpu": 8, "cuda": 32}
 LONGEST_PAUSE = 16
 """Longest pause in steps while all drafts are rejected: one wasted row in so many steps costs little on average."""
 
-FIRST_PLAIN, LONGEST_PLAIN = 32, 256
-"""Plain steps after drafts of the device that did not pay, before it drafts again: at first, and at most."""
+FIRST_PLAIN, NEW_PLAIN, LONGEST_PLAIN = 32, 128, 512
+"""Plain steps after drafts of the device that did not pay, before it drafts again: at first, at most where the text is
+another one, and at most."""
 
 _CHECKED, _LONGEST_CHECK = 2, 512
 """Plain steps that show what drafts are compared with, and steps with drafts between them, at most."""
 
 _TRIAL, _FIRST_PLAIN = 4, 4
-"""Steps with drafts of one token after such a pause; and plain ones at first, at most."""
+"""Steps with drafts of one token after such a pause, and plain ones at first, at most."""
 
 _FIRST_COUNTS = 2
 FIRST_RATE, RATE_MEMORY, SHARED_MEMORY = 0.7, 24, 96
@@ -135,15 +136,16 @@ class TimedLength:
     further drafted token to take as long as the one before. The first steps of all are plain, and two after 32 with
     drafts, then after 64, and so on up to 512.
 
-    Where drafts do not pay, steps are plain for a pause, after which a few have drafts of one token, so that a change
-    of the text is noticed. Pauses are twice as long each time, up to LONGEST_PLAIN steps: what drafts begin with, and
-    what they cost, then takes less than a hundredth of the time.
+    Where drafts do not pay, steps are plain for a pause, after which two have drafts of one token, so that a change of
+    the text is noticed, and two more where the rates have risen. Pauses are twice as long each time, up to
+    LONGEST_PLAIN steps: what drafts begin with, and what they cost, then takes less than a hundredth of the time.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._seconds: dict[int, float] = {}
         self._pause = self._left = self._trial = 0
+        self._before = 0.0  # sum of the rates before a trial
         self._untimed = _FIRST_PLAIN
         self._streak, self._check = 0, FIRST_PLAIN
         self._drafted, self._run = False, 0  # whether the last steps had drafts, and how many had, or had not
@@ -171,7 +173,7 @@ class TimedLength:
 
     def retry(self) -> None:
         """Shortens a pause, as the text is another one."""
-        self._left = min(self._left, FIRST_PLAIN)
+        self._left = min(self._left, NEW_PLAIN)
 
     def next(self, rates: Sequence[float], most: int) -> int:
         """Number of tokens to draft in this step, up to `most` for each sequence, given their accept rates."""
@@ -188,7 +190,8 @@ class TimedLength:
             if self._streak == self._check + _CHECKED:
                 self._streak, self._check = 0, min(_LONGEST_CHECK, 2 * self._check)
             return 0
-        if self._trial:
+        self._before = sum(rates) if self._trial == _TRIAL else self._before
+        if self._trial > _TRIAL - 2 or (self._trial and sum(rates) > self._before):
             self._trial -= 1
             return 1
         self._pause = min(LONGEST_PLAIN, 2 * self._pause or FIRST_PLAIN)
