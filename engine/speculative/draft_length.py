@@ -21,7 +21,7 @@ LONGEST_PAUSE = 16
 
 FIRST_PLAIN, NEW_PLAIN, LONGEST_PLAIN = 32, 128, 512
 """Plain steps after drafts of the device that did not pay, before it drafts again: at first, at most where the text is
-another one, and at most."""
+another one (twice that, where all of several are), and at most."""
 
 _CHECKED, _LONGEST_CHECK = 2, 512
 """Plain steps that show what drafts are compared with, and steps with drafts between them, at most."""
@@ -171,9 +171,9 @@ class TimedLength:
         elif self._left:
             self._left -= 1
 
-    def retry(self) -> None:
-        """Shortens a pause, as the text is another one."""
-        self._left = min(self._left, NEW_PLAIN)
+    def retry(self, sequences: int) -> None:
+        """Shortens a pause, as the texts of these many sequences are other ones."""
+        self._left = min(self._left, NEW_PLAIN * min(2, sequences))
 
     def next(self, rates: Sequence[float], most: int) -> int:
         """Number of tokens to draft in this step, up to `most` for each sequence, given their accept rates."""

@@ -160,7 +160,7 @@ def test_another_text_is_tried_sooner() -> None:
     run(made, 1500, 0.1, seconds)
     while made.due:
         made.next([0.1], 1)
-    made.retry()
+    made.retry(1)
     assert 1 in run(made, NEW_PLAIN + 1, 0.1, seconds)
 
 
