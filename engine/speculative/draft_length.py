@@ -7,6 +7,7 @@ They change the time that a completion takes, never its text.
 from collections.abc import Sequence
 
 from quengine.config import EngineConfig
+from quengine.runners.graph_keys import padded_rows
 
 DRAFT_TOKENS = {"cpu": 4, "cuda": 7}
 """Default maximum length of a draft, by kind of device. On a CPU each further row costs a third of the first;
@@ -69,7 +70,7 @@ def draft_rows(config: EngineConfig, kind: str) -> int:
         return 0
     own = 1 + draft_tokens(config, kind)
     if config.draft_on_device:
-        return max(own, min(DEVICE_ROWS, config.parallel * own))
+        return max(own, min(DEVICE_ROWS, padded_rows(min(config.parallel, DEVICE_ROWS)) * own))
     return max(DRAFT_ROWS[kind], own)
 
 
