@@ -148,7 +148,6 @@ def ways(args: argparse.Namespace) -> list[Way]:
         shared = {"device": args.device, "threads": args.threads, "ctx_size": args.ctx_size}
         fixed = {"parallel": max(args.batch), "deterministic": args.deterministic}
         llm = LLM(args.model, **shared, **fixed, **drafts)  # type: ignore[arg-type]
-        llm.warm_up()
         return Way(name, llm, Oracle(llm) if told and args.accept and llm.loaded.draft is not None else None)
 
     found = [load("none", draft_mtp=0)]

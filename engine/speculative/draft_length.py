@@ -7,6 +7,7 @@ They change the time that a completion takes, never its text.
 from collections.abc import Sequence
 
 from quengine.config import EngineConfig
+from quengine.runners.graph_keys import padded_rows
 
 DRAFT_TOKENS = {"cpu": 4, "cuda": 7}
 """Default maximum length of a draft, by kind of device. On a CPU each further row costs a third of the first;
@@ -19,17 +20,23 @@ DRAFT_ROWS = {"cpu": 8, "cuda": 32}
 LONGEST_PAUSE = 16
 """Longest pause in steps while all drafts are rejected: one wasted row in this many steps costs little on average."""
 
-FIRST_PLAIN, LONGEST_PLAIN = 32, 256
-"""Plain steps after drafts of the device that did not pay, before it drafts again: at first, and at most."""
+FIRST_PLAIN, NEW_PLAIN, LONGEST_PLAIN = 32, 128, 512
+"""Plain steps after drafts of the device that did not pay, before it drafts again: at first, at most where the text is
+another one (twice that, where all of several are), and at most."""
+
+_CHECKED, _LONGEST_CHECK = 2, 512
+"""Plain steps that show what drafts are compared with, and steps with drafts between them, at most."""
 
 _TRIAL, _FIRST_PLAIN = 4, 4
-"""Steps with drafts of one token after such a pause; and plain ones at first, at most."""
+"""Steps with drafts of one token after such a pause, and plain ones at first, at most."""
 
-FIRST_RATE, RATE_MEMORY, SHARED_MEMORY = 0.7, 12, 48
+_FIRST_COUNTS = 2
+FIRST_RATE, RATE_MEMORY, SHARED_MEMORY = 0.7, 24, 96
 """The accept rate of a first sequence, and drafted tokens over which rates are averaged: of a sequence, and of all."""
 
-_TIME_MEMORY = 8
-"""Steps over which a time is averaged."""
+_TIME_MEMORY, _LINE_MEMORY, _COMPARED = 8, 64, 4
+"""Steps over which a time is averaged; of other lengths, which are taken to lie on a line in the end, and are tried
+again; and steps after a change that show how a length compares with others."""
 
 _TOKEN_SHARE = 0.08
 """Of a step without drafts, what a drafted token takes: a layer and a quarter of an output matrix, and its row."""
@@ -63,7 +70,7 @@ def draft_rows(config: EngineConfig, kind: str) -> int:
         return 0
     own = 1 + draft_tokens(config, kind)
     if config.draft_on_device:
-        return max(own, min(DEVICE_ROWS, config.parallel * own))
+        return max(own, min(DEVICE_ROWS, padded_rows(min(config.parallel, DEVICE_ROWS)) * own))
     return max(DRAFT_ROWS[kind], own)
 
 
@@ -107,35 +114,42 @@ class DraftLength:
 class AcceptRate:
     """How likely a drafted token of a sequence is accepted where those before it were.
 
-    value: the rate at first, that of other sequences. memory: drafted tokens over which it is averaged.
+    value: the rate at first, that of other sequences, which counts as much as a few tokens. memory: drafted tokens over
+    which it is averaged.
     """
 
     def __init__(self, value: float = FIRST_RATE, memory: int = RATE_MEMORY) -> None:
-        self.value, self._memory = value, memory
+        self.value, self._memory, self._counted = value, memory, _FIRST_COUNTS
 
     def update(self, drafted: int, accepted: int) -> None:
         """Notes how many tokens of a draft were accepted; those after the first that was not say nothing."""
         for number in range(min(drafted, accepted + 1)):
-            self.value += ((number < accepted) - self.value) / self._memory
+            self._counted = min(self._counted + 1, self._memory)
+            self.value += ((number < accepted) - self.value) / self._counted
 
 
 class TimedLength:
     """The length of drafts of a step that give most tokens a second, of up to `most` tokens; 0: plain steps.
 
     Steps of each length are timed. One that was not is taken to differ from those that were by a share of a step for
-    each drafted token, and what makes steps of one length slower, as a longer context does, to make all of them so. The
-    first steps are plain, as what a draft costs is measured against them.
+    each drafted token. After a change between plain steps and drafts, the first ones of the new length show how it
+    compares with the others; what makes later ones slower, as a longer context does, is taken to make all so, and each
+    further drafted token to take as long as the one before. The first steps of all are plain, and two after 32 with
+    drafts, then after 64, and so on up to 512.
 
-    Where drafts do not pay, steps are plain for a pause, after which a few have drafts of one token, so that a change
-    of the text is noticed. Pauses are twice as long each time, up to LONGEST_PLAIN steps: what drafts begin with, and
-    what they cost, then takes less than a hundredth of the time.
+    Where drafts do not pay, steps are plain for a pause, after which two have drafts of one token, so that a change of
+    the text is noticed, and two more where the rates have risen. Pauses are twice as long each time, up to
+    LONGEST_PLAIN steps: what drafts begin with, and what they cost, then takes less than a hundredth of the time.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._seconds: dict[int, float] = {}
         self._pause = self._left = self._trial = 0
+        self._before = 0.0  # sum of the rates before a trial
         self._untimed = _FIRST_PLAIN
+        self._streak, self._check = 0, FIRST_PLAIN
+        self._drafted, self._run = False, 0  # whether the last steps had drafts, and how many had, or had not
 
     @property
     def due(self) -> bool:
@@ -158,9 +172,9 @@ class TimedLength:
         elif self._left:
             self._left -= 1
 
-    def retry(self) -> None:
-        """Shortens a pause, as the text is another one."""
-        self._left = min(self._left, FIRST_PLAIN)
+    def retry(self, sequences: int) -> None:
+        """Shortens a pause, as the texts of these many sequences are other ones."""
+        self._left = min(self._left, NEW_PLAIN * min(2, sequences))
 
     def next(self, rates: Sequence[float], most: int) -> int:
         """Number of tokens to draft in this step, up to `most` for each sequence, given their accept rates."""
@@ -171,8 +185,14 @@ class TimedLength:
         best = max(lengths, key=lambda length: _tokens(rates, length) / self._time_of(length))
         if best:
             self._pause = self._trial = 0
-            return best
-        if self._trial:
+            self._streak += 1
+            if self._streak <= self._check:
+                return best
+            if self._streak == self._check + _CHECKED:
+                self._streak, self._check = 0, min(_LONGEST_CHECK, 2 * self._check)
+            return 0
+        self._before = sum(rates) if self._trial == _TRIAL else self._before
+        if self._trial > _TRIAL - 2 or (self._trial and sum(rates) > self._before):
             self._trial -= 1
             return 1
         self._pause = min(LONGEST_PLAIN, 2 * self._pause or FIRST_PLAIN)
@@ -183,12 +203,21 @@ class TimedLength:
         """Notes what a step with drafts of this length took; longer ones than usual have other reasons."""
         if seconds <= 0:
             return
+        self._run = self._run + 1 if self._drafted == (length > 0) else 1
+        self._drafted = length > 0
         if length not in self._seconds:
             self._seconds[length] = min(seconds, 2 * self._time_of(length)) if self._seconds else seconds
             return
-        before = self._seconds[length]
-        change = 1 + (min(seconds / before, 2) - 1) / _TIME_MEMORY
+        change = 1 + (min(seconds / self._seconds[length], 2) - 1) / _TIME_MEMORY
+        if self._run <= _COMPARED:
+            self._seconds[length] *= change
+            return
         self._seconds = {each: known * change for each, known in self._seconds.items()}
+        if length and 0 in self._seconds:
+            plain = self._seconds[0]
+            for each in self._seconds.keys() - {0, length}:
+                on_line = plain + (self._seconds[length] - plain) * each / length
+                self._seconds[each] += (on_line - self._seconds[each]) / _LINE_MEMORY
 
     def _time_of(self, length: int) -> float:
         """Seconds, or shares of a step while none was timed."""

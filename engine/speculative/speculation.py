@@ -97,6 +97,7 @@ class Speculation:
         # by number of sequences; of steps that draft on the device
         self._timed_lengths: dict[int, TimedLength] = {}
         self._rate = AcceptRate(memory=SHARED_MEMORY)
+        self._new = 0  # sequences since pauses were last shortened for them
         # whether the device could draft for all sequences that decoded in the last due step
         self._may_join = True
         self._timed: tuple[tuple[int, int] | None, float] = None, 0.0
@@ -291,6 +292,8 @@ class Speculation:
             lookup, model = DraftLength(self._most), DraftLength(self._most)
             rate = AcceptRate(self._rate.value)
             drafting = self._draftings[sequence] = _Drafting(index, lookup, model, sequence.shifts, rate)
-            if len(self._scheduler.decoding) <= 1:
-                self._timed_length(1).retry()
+            self._new += 1
+            if self._new >= (sequences := max(1, len(self._scheduler.decoding))):
+                self._timed_length(sequences).retry(sequences)
+                self._new = 0
         return drafting

@@ -46,7 +46,8 @@ def test_a_layer_that_is_there_drafts_on_a_cuda_device(
     config, layer = settle_drafts(EngineConfig(), models(preset), CUDA, False)
     assert (config.draft_mtp, config.draft_on_device, config.drafts_on_host) == (3, True, False)
     assert isinstance(layer, DraftLayer) and config.speculates
-    assert draft_rows(config, "cuda") == 4 and draft_rows(replace(config, parallel=99), "cuda") == DEVICE_ROWS
+    assert draft_rows(config, "cuda") == 4 and draft_rows(replace(config, parallel=3), "cuda") == 16
+    assert draft_rows(replace(config, parallel=99), "cuda") == DEVICE_ROWS
 
 
 @pytest.mark.parametrize(
