@@ -137,6 +137,7 @@ def _encoder_lines(config: ModelConfig) -> list[str]:
     made = [f"pooling {config.pooling or 'mean'}"]
     made += [f"{rows} of {columns} by a matrix" for columns, rows in sizes.projections]
     made += [f"a trained head of {sizes.classes} outputs"] if sizes.classes else []
+    made += [f"adapters for {', '.join(task.name for task in sizes.tasks)}"] if sizes.tasks else []
     return [f"embeddings    {', '.join(made)}"]
 
 

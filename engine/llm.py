@@ -39,7 +39,17 @@ from quengine.request.chat_options import ReasoningFormat
 from quengine.request.content_parts import flattened, has_images, images_of, why_text_alone
 from quengine.request.image_prompts import ImagePrompts
 from quengine.request.output import Completion
-from quengine.request.pooling import RANK, Pool, Pooling, check_ranks, default_pooling, pair_ids, with_end
+from quengine.request.pooling import (
+    RANK,
+    Pool,
+    Pooling,
+    check_ranks,
+    default_pooling,
+    pair_ids,
+    task_prefix,
+    tasks_of,
+    with_end,
+)
 from quengine.request.prompt import Message, Prompt, as_ids, as_prompts, check_messages, check_text
 from quengine.request.prompt_images import ImagePrompt, PromptImages
 from quengine.request.sampling_params import SamplingParams
@@ -244,21 +254,26 @@ class LLM:
             chunks = [(ids[start:end], start) for start, end in pairwise(ends)]
             return torch.cat([self.runner.logits(*chunk, "prefill", images).float() for chunk in chunks])
 
-    def embed(self, prompts: Prompt | Seq[Prompt], pooling: Pooling | None = None) -> list[list[float]]:
+    def embed(
+        self, prompts: Prompt | Seq[Prompt], pooling: Pooling | None = None, task: str | None = None
+    ) -> list[list[float]]:
         """A unit-length embedding for each prompt (text, or token ids): its hidden rows after the last norm, pooled.
 
         pooling: "none" returns the rows themselves, concatenated; None: the model's own pooling, or the mean. Text
-        ends with the end token if the model's file says so.
+        ends with the end token if the model's file says so. task: what texts are embedded for, of a model with adapters
+        for tasks; text then begins as it was trained to.
 
         Raises:
             EngineError: a prompt does not fit the context, hidden values were not finite, or the model's own pooling is
                 not supported.
         """
         pooling = pooling or default_pooling(self.model_config.pooling)
-        given = [(self._prompt_ids(prompt), isinstance(prompt, str)) for prompt in as_prompts(prompts)]
+        prefix = task_prefix(tasks_of(self.model_config), task)
+        begun = [f"{prefix}{prompt}" if isinstance(prompt, str) else prompt for prompt in as_prompts(prompts)]
+        given = [(self._prompt_ids(prompt), isinstance(prompt, str)) for prompt in begun]
         end = self.tokenizer.end_of_text
         texts = [with_end(ids, end) if is_text else ids for ids, is_text in given]
-        return self._pooled([self.embedding_sequence(ids, pooling) for ids in texts])
+        return self._pooled([self.embedding_sequence(ids, pooling, task) for ids in texts])
 
     def rank(self, query: str, documents: Seq[str]) -> list[float]:
         """How well each document answers the query, by the head that the model was trained with: any numbers, the
@@ -300,11 +315,13 @@ class LLM:
             self.dropped.extend(sequences)
             self._cancel_dropped_now()
 
-    def embedding_sequence(self, ids: list[int], pooling: Pooling | Literal["rank"]) -> Sequence:
+    def embedding_sequence(
+        self, ids: list[int], pooling: Pooling | Literal["rank"], task: str | None = None
+    ) -> Sequence:
         """A sequence for the scheduler whose prompt is pooled. Raises EngineError as `embed` does."""
         self._lock.check_process()
         sequence = self._sequences.make(ids, SamplingParams(temperature=0), answers=False)
-        sequence.pool = Pool(pooling)
+        sequence.pool = Pool(pooling, task)
         return sequence
 
     def encode(self, text: str, special: bool = False) -> list[int]:

@@ -350,6 +350,7 @@ class ModelRunner:
         """Computes a chunk of a pooled prompt, and pools its hidden rows; returns the error if they are not finite."""
         assert sequence.pool is not None
         with ProfilerRange("embedding chunk"):
+            self.decoder.use_task(sequence.pool.task)
             hidden = self.hidden([chunk])
         try:
             if sequence.pool.pooling == RANK:

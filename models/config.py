@@ -211,6 +211,14 @@ class Ranker:
         return re.sub("|".join(given), lambda found: given[found[0]], part)
 
 
+class Task(NamedTuple):
+    """What texts are embedded for: its name, what texts then begin with, and the file of its adapter."""
+
+    name: str
+    prefix: str
+    file: str
+
+
 @dataclass(frozen=True)
 class EncoderSizes:
     """What a model has whose positions all see each other, which makes embeddings and scores (blocks/encoder.py).
@@ -224,6 +232,7 @@ class EncoderSizes:
     first_position: the row of the table of positions that a text begins with.
     one_segment: all of a text is of the first kind of segments.
     projections: (columns, rows) of matrices that multiply a pooled vector, one after the other.
+    tasks: those that adapters beside the file are for.
     """
 
     token_types: int
@@ -238,6 +247,7 @@ class EncoderSizes:
     first_position: int = 0
     one_segment: bool = False
     projections: tuple[tuple[int, int], ...] = ()
+    tasks: tuple[Task, ...] = ()
 
     @staticmethod
     def problem_of(projections: tuple[tuple[int, int], ...], width: int) -> str | None:

@@ -151,6 +151,11 @@ class Decoder:
         hidden = self.backend.normed(x, self.output_norm) / self.config.logit_scale
         return hidden if self.config.stage is None else self._of_last_stage(hidden, *hidden.shape)
 
+    def use_task(self, task: str | None) -> None:
+        """Raises EngineError for a task: a decoder has no adapters."""
+        if task is not None:
+            raise EngineError(f"task {task}: a decoder has no adapters for tasks")
+
     def projected(self, vector: Tensor) -> Tensor:
         """A pooled vector as it is: a decoder has no matrices for it."""
         return vector

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from quengine.errors import EngineError
 from quengine.kernels.backend import Backend, Hidden, LayerState
@@ -22,6 +23,7 @@ from quengine.models.blocks.block import Block
 from quengine.models.blocks.encoder import BidirectionalAttention, EncoderAttention, EncoderFeedForward
 from quengine.models.blocks.feed_forward import FeedForward
 from quengine.models.config import PROJECTIONS, EncoderSizes, ModelConfig, no_text
+from quengine.models.gguf.adapters import LowRank
 from quengine.models.layers import FeedForwardLayer, LayerTensors, MixerLayer, qkv_names
 from quengine.models.rotation import Rotation
 
@@ -104,6 +106,22 @@ class EncoderLayer:
         total = backend.linear_add(batch, inner, self.down, x, bias=self.down_bias)
         return backend.normed(total, self.output_norm)
 
+    def adapted(self, batch: ForwardBatch, x: Tensor, changes: Mapping[str, LowRank], prefix: str) -> Tensor:
+        """The same of matrices with a task's changes, by name with this layer's `prefix`."""
+        backend = self.backend
+
+        def product(name: str, rows: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+            found = backend.linear(batch, rows, weight)
+            found = found if bias is None else found + bias
+            change = changes.get(f"{prefix}{name}.weight")
+            return found if change is None else found + rows @ change.a.T @ change.b.T
+
+        qkv = product("attn_qkv", x, self.entry, self.entry_bias)
+        y = torch.as_tensor(backend.encoder_attention(batch, qkv, self.spec))
+        x = backend.normed(x + product("attn_output", y, self.output, self.output_bias), self.attention_norm)
+        inner = gelu(product("ffn_up", x, self.up, self.up_bias))
+        return backend.normed(x + product("ffn_down", inner, self.down, self.down_bias), self.output_norm)
+
     @property
     def nbytes(self) -> int:
         """Bytes of weights that a step reads."""
@@ -126,6 +144,7 @@ class Encoder:
         tensors: every tensor of the model by its GGUF name.
         backend: holds the weights and runs the operations.
         ctx_size: the longest text.
+        adapters: what each task changes of the matrices (models/gguf/adapters.py), by the matrix's name.
         separator: the token that ends a segment, by which segments of a text differ in kind; None: all are of the
             first kind.
     """
@@ -137,12 +156,14 @@ class Encoder:
         backend: Backend[Any],
         ctx_size: int,
         separator: int | None = None,
+        adapters: Mapping[str, Mapping[str, LowRank]] | None = None,
     ) -> None:
         assert config.encoder is not None
         self.config = config
         self.backend = backend
         self.chunk_size = ctx_size
         self.separator = separator
+        self._task: str | None = None
         sizes, width = config.encoder, config.embedding_length
         top = LayerTensors(tensors, None, backend, config.rms_eps, config.block.norms.kind)
         self.token_embd = top.weight("token_embd")
@@ -151,11 +172,22 @@ class Encoder:
         self.norm = top.norm("token_embd_norm", top.has("token_embd_norm"))
         self.blk = _layers(config, tensors, backend, ctx_size)
         self.output_norm = top.norm("output_norm", top.has("output_norm"))
+        self._adapters = {
+            task: {
+                name: LowRank(*(part.to(backend.device, backend.dtype) for part in pair))
+                for name, pair in each.items()
+            }
+            for task, each in (adapters or {}).items()
+        }
         self._head = _Head(top, width, sizes) if sizes.classes else None
         self._projections = [
             top.vector(name).view(shape[::-1])
             for name, shape in zip(PROJECTIONS, sizes.projections, strict=False)
         ]
+
+    def use_task(self, task: str | None) -> None:
+        """The texts of the next steps are embedded for this task, which has an adapter; None: for none."""
+        self._task = task
 
     def hidden(self, batch: ForwardBatch, _cache: Sequence[LayerState] = ()) -> Tensor:
         """The hidden rows of all tokens of whole texts: [T, embedding length].
@@ -168,15 +200,24 @@ class Encoder:
                 "a text for an encoder is computed in one step, and this one goes on from another"
             )
         assert self.config.encoder is not None
+        changes = {} if self._task is None else self._adapters[self._task]
         x = self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
+        if (change := changes.get("token_embd.weight")) is not None:
+            x = x + change.a[batch.token_ids] @ change.b.T
         if self.positions is not None:
             x = x + self.positions[self._positions(batch)]
         if self.token_types is not None:
-            x = x + self.token_types[self._kinds(batch)]
+            types = self.token_types
+            if (change := changes.get("token_types.weight")) is not None:
+                types = types + change.b @ change.a
+            x = x + types[self._kinds(batch)]
         if self.norm is not None:
             x = self.backend.normed(x, self.norm)
-        for layer in self.blk:
-            x = layer(batch, x)
+        for number, layer in enumerate(self.blk):
+            if changes and isinstance(layer, EncoderLayer):
+                x = layer.adapted(batch, x, changes, f"blk.{number}.")
+            else:
+                x = layer(batch, x)
         if self.output_norm is not None:
             x = self.backend.normed(x, self.output_norm)
         return x if isinstance(x, Tensor) else torch.as_tensor(x)

@@ -9,8 +9,8 @@ from tests.llama_cpp_logits import _Batch, _ContextParams
 from tests.llama_cpp_vocab import library
 
 
-def llama_cpp_embedding(path: Path, ids: list[int], width: int) -> np.ndarray:
-    """llama.cpp's vector [width] of a text's ids, pooled as the file says, not of unit length.
+def llama_cpp_embedding(path: Path, ids: list[int], width: int, adapter: Path | None = None) -> np.ndarray:
+    """llama.cpp's vector [width] of a text's ids, pooled as the file says, not of unit length. adapter: a file.
 
     Raises:
         AssertionError: it does not load the file, or computes nothing.
@@ -27,6 +27,21 @@ def llama_cpp_embedding(path: Path, ids: list[int], width: int) -> np.ndarray:
     model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
     context = model and lib.llama_init_from_model(model, lib.llama_context_default_params())
     assert context, f"llama.cpp does not load {path}"
+    if adapter is not None:
+        lib.llama_adapter_lora_init.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+        lib.llama_adapter_lora_init.restype = ctypes.c_void_p
+        held = lib.llama_adapter_lora_init(model, str(adapter).encode())
+        assert held, f"llama.cpp does not load {adapter}"
+        lib.llama_set_adapters_lora.argtypes = [
+            *(
+                ctypes.c_void_p,
+                ctypes.POINTER(ctypes.c_void_p),
+                ctypes.c_size_t,
+                ctypes.POINTER(ctypes.c_float),
+            )
+        ]
+        given = (ctypes.c_void_p * 1)(held), 1, (ctypes.c_float * 1)(1.0)
+        assert not lib.llama_set_adapters_lora(context, *given)
     lib.llama_set_embeddings(context, True)
     batch = lib.llama_batch_init(len(ids), 0, 1)
     batch.n_tokens = len(ids)

@@ -1,6 +1,6 @@
 """Embeddings: the hidden rows of a text pooled into one vector of unit length, or as they are."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 from quengine.errors import EngineError
@@ -8,7 +8,7 @@ from quengine.errors import EngineError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quengine.models.config import ModelConfig, Ranker
+    from quengine.models.config import ModelConfig, Ranker, Task
     from quengine.models.tokenizer import Tokenizer
 
 Pooling = Literal["mean", "cls", "last", "none"]
@@ -44,6 +44,22 @@ def pair_ids(tokenizer: "Tokenizer", ranker: "Ranker", query: str, document: str
     return tokenizer.encode_hidden(ranker.template, lambda part: ranker.filled(part, query, document))
 
 
+def tasks_of(config: "ModelConfig") -> "Sequence[Task]":
+    """The tasks that the model has adapters for."""
+    return () if config.encoder is None else config.encoder.tasks
+
+
+def task_prefix(tasks: "Sequence[Task]", task: str | None) -> str:
+    """What texts begin with that are embedded for a task. Raises EngineError for one that is not among `tasks`."""
+    if task is None:
+        return ""
+    found = next((each.prefix for each in tasks if each.name == task), None)
+    if found is None:
+        there = f"it has {', '.join(each.name for each in tasks)}" if tasks else "it has none"
+        raise EngineError(f"task {task}: this model has no adapter for it; {there}")
+    return found
+
+
 def check_ranks(config: "ModelConfig") -> None:
     """Raises EngineError where the model does not rank pairs of texts."""
     sizes = config.encoder or config.ranker
@@ -66,19 +82,19 @@ _STEPS = 2.0**40
 
 class Pool:
     """Takes a text's hidden rows chunk by chunk, and pools them: their mean, the first one (`cls`) or the last; `none`
-    keeps them all. Of `rank` each row is the outputs of the model's head so far, and the last one counts.
-
-    The mean is summed in whole numbers, so that it is the same to the last bit however the rows come. `projection`:
-    what the model makes of a pooled vector before its length is 1 (`Encoder.projected`).
+    keeps them all. Of `rank` each row is the outputs of the model's head so far, and the last one counts.  The mean
+    is summed in whole numbers, so that it is the same to the last bit however the rows come. `projection`: what the
+    model makes of a pooled vector before its length is 1 (`Encoder.projected`). `task`: what the text is embedded
+    for, with that task's adapter.
 
     Raises:
         EngineError: a pooling that there is not.
     """
 
-    def __init__(self, pooling: Pooling | Literal["rank"]) -> None:
+    def __init__(self, pooling: Pooling | Literal["rank"], task: str | None = None) -> None:
         if pooling not in (*POOLINGS, RANK):
             raise EngineError(f"pooling {pooling!r}: must be {' or '.join(POOLINGS)}")
-        self.pooling = pooling
+        self.pooling, self.task = pooling, task
         self.projection: Callable[[Tensor], Tensor] | None = None
         self._one: Tensor | None = None
         self._sums: Tensor | None = None

@@ -114,6 +114,7 @@ class Architecture:
     """A decoder by the name that GGUF has for it.
 
     model_types: the Hugging Face models of this architecture.
+    adapts: adapters for tasks may lie beside its files (`EncoderSizes.tasks`).
     projects: its files may have matrices for the pooled vector (`EncoderSizes.projections`).
     bidirectional_types: those of them whose config.json has `use_bidirectional_attention`.
     block: what each layer computes, from which its tensors follow.
@@ -172,6 +173,7 @@ class Architecture:
     draft_names: DraftNames | None = None
     bidirectional_types: Mapping[str, ModelType] = field(default_factory=dict)
     projects: bool = False
+    adapts: bool = False
 
     @property
     def may_be_dense(self) -> bool:

@@ -1,6 +1,6 @@
 """Jina Embeddings v3: XLM-RoBERTa whose positions rotate queries and keys.
 
-Of the adapters for its tasks nothing is computed: llama.cpp's converter writes them as files of their own, and the
+The adapters for its tasks are files of their own, as llama.cpp's converter writes them (models/gguf/adapters.py); the
 folders of `transformers` do without. Source: Sturua et al. 2024, "jina-embeddings-v3"; `JinaEmbeddingsV3Model` in the
 `transformers` library; llama.cpp's converter for the names of GGUF files.
 """
@@ -89,6 +89,7 @@ JINA_BERT_V3 = Architecture(
     hf_unused=("pooler.", "lm_head."),
     size_fields=sizes_of(EncoderSizes(1, rotates=True, one_segment=True)),
     gguf_keys=(CAUSAL,),
+    adapts=True,
     gguf_fields=_gguf_fields,
     synthetic={
         "jina-embeddings-v3": {

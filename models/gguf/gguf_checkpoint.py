@@ -9,8 +9,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quengine.models.architectures import DECLARED
 from quengine.models.draft_layer import DraftTensors, no_draft_layer, tensors_of_gguf
 from quengine.models.gguf import GGUFTensor, open_gguf
+from quengine.models.gguf.adapters import with_tasks
 from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.tensor_table import (
     check_tensors,
@@ -39,6 +41,8 @@ class GGUFCheckpoint:
         self.file = open_gguf(path)
         self.config = read_gguf_config(self.file)
         check_tensors(self.file, self.config)
+        if DECLARED[self.config.architecture].adapts:
+            self.config = with_tasks(self.config, path)
         self._drafts = draft_tensors(self.config, self.file.tensors)
         unused = {*self._drafts, *keys_of_sharing_layers(self.config)}
         self._stored = {name: t for name, t in self.file.tensors.items() if name not in unused}

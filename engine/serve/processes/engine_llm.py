@@ -87,7 +87,7 @@ class LLMEngine:
             self._start(request.id, self._sender.sequence(request))
             return
         if request.pooling is not None:
-            sequence = self._llm.embedding_sequence(list(request.prompt), request.pooling)
+            sequence = self._llm.embedding_sequence(list(request.prompt), request.pooling, request.task)
         else:
             if request.images and request.id not in self._prompts:
                 self.prepare_images(request)

@@ -41,6 +41,7 @@ class GenerationRequest(msgspec.Struct, tag=True):
         images: the contents of image files, one for each marker in the prompt.
         most_tokens: of a prompt with images, which the server cannot count.
         pooling: no text is wanted but the prompt's embedding, pooled so.
+        task: what the prompt is embedded for, of a model with adapters for tasks.
         slot: the one that it is to run in, -1 for any; the worker sets the one that it has.
         arrived: `time.perf_counter()` when the request was made.
         id: unique in the server's process.
@@ -53,6 +54,7 @@ class GenerationRequest(msgspec.Struct, tag=True):
     score_prompt: bool = False
     progress: bool = False
     pooling: Pooling | Literal["rank"] | None = None
+    task: str | None = None
     images: tuple[bytes, ...] = ()
     most_tokens: int = 0
     slot: int = -1

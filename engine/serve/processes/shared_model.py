@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
-from quengine.models.config import Ranker
+from quengine.models.config import Ranker, Task
 from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.chat_format import ChatFormat, Ending
-from quengine.request.pooling import pair_ids, ranks_pairs
+from quengine.request.pooling import pair_ids, ranks_pairs, tasks_of
 from quengine.request.sampling_params import SamplingParams
 from quengine.structured.answer_format import PROMPT_TOKENS, AnswerFormat
 from quengine.structured.constraint import ConstraintCompiler
@@ -65,12 +65,14 @@ class ServedModel:
         source: from what another process makes the same; None where there is none.
         pooling: what the model was made for, of embeddings; None where nothing says so.
         ranks: it has a trained head, by which pairs of texts are scored; `ranker`: of a decoder, with their prompt.
+        tasks: what it embeds texts for by adapters.
         end_of_text: the token that a text to be embedded ends with; None for no such token.
     """
 
     pooling: str | None = None
     ranks: bool = False
     ranker: Ranker | None = None
+    tasks: Sequence[Task] = ()
     end_of_text: int | None = None
     marker: str = ""
 
@@ -93,7 +95,7 @@ class ServedModel:
         self.marker, self._projector = marker, projector
         self.vocab_size = config.vocab_size
         self.pooling = config.pooling
-        self.ranks, self.ranker = ranks_pairs(config), config.ranker
+        self.ranks, self.ranker, self.tasks = ranks_pairs(config), config.ranker, tasks_of(config)
         self.template = self._chat.source
         self.notes = notes
         self.bos_id: int | None = text.tokenizer.bos_id

@@ -181,6 +181,9 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
         Literal["float", "base64"], Meta(extra={"rule": "must be float or base64"})
     ] = "float"
     dimensions: Dimensions | None = None
+    task: Annotated[
+        str | None, Meta(description="What texts are embedded for, of a model with adapters for tasks.")
+    ] = None
     embd_normalize: Annotated[Any, only(2)] = None
     truncate_prompt_tokens: Annotated[Any, only()] = None
     parse_special: bool = True

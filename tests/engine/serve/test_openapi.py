@@ -58,7 +58,7 @@ UNSAID = re.compile(
     "|no tool_use before it has this id|input holds nothing|must have a call_id or an id"
     "|tokens and the context holds|the prompt has no tokens|inputs in one request"  # lengths and sums
     "|must be a token id from|it is no JSON|are more than the .* that are accepted"  # what a value means
-    "|dimensions = .*: must be at most|pooling none gives a row"
+    "|dimensions = .*: must be at most|pooling none gives a row|task .*: this model has no adapter"
     "|suffix needs a prompt that is one text"
     "|no JSON object|grammar, line|JSON schema: must be|is no keyword"
     "|filename: it has more than"

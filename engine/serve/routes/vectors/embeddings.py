@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.errors import EngineError
-from quengine.request.pooling import Pooling, default_pooling
+from quengine.request.pooling import Pooling, default_pooling, task_prefix
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.http import json_response, off_loop, read_request, to_json, unless_gone
 from quengine.serve.processes.shared_engine import GenerationRequest
@@ -63,11 +63,11 @@ async def embed(
         )
     if body.dimensions is not None and body.dimensions > width:
         raise wrong_value(EmbeddingRequest, "dimensions", body.dimensions, f"must be at most {width}")
+    given = _begun(body.input, _task_prefix(service, body.task))
     prompts = await unless_gone(
-        request.receive,
-        read_prompts(service, body.input, "input", body.parse_special, ended=True, notes=notes),
+        request.receive, read_prompts(service, given, "input", body.parse_special, ended=True, notes=notes)
     )
-    vectors = await embedded(service, request, prompts, pooling, "input")
+    vectors = await embedded(service, request, prompts, pooling, "input", body.task)
     return [_shortened(vector, body.dimensions) for vector in vectors], sum(map(len, prompts))
 
 
@@ -104,15 +104,33 @@ def chosen_pooling(service: Service, asked: Pooling | None) -> Pooling:
         raise bad_request(str(failure), "pooling", "unsupported") from None
 
 
+def _task_prefix(service: Service, task: str | None) -> str:
+    """What texts begin with that are embedded for a task. Raises ApiError where the model has no adapter for it."""
+    try:
+        return task_prefix(service.model.tasks, task)
+    except EngineError as failure:
+        raise bad_request(str(failure), "task", "unsupported") from None
+
+
+def _begun(given: Any, prefix: str) -> Any:
+    """Inputs with a prefix before each text; token ids, and ids and texts in turns, stay as they are."""
+    if isinstance(given, str):
+        return prefix + given
+    if isinstance(given, list) and all(isinstance(each, str) for each in given):
+        return [prefix + each for each in given]
+    return given
+
+
 async def embedded(
     service: Service,
     request: Request,
     prompts: Sequence[Sequence[int]],
     pooling: Pooling | Literal["rank"],
     key: str,
+    task: str | None = None,
 ) -> list[Vector]:
-    """The vector of each prompt of the field `key`; with pooling `none` its rows, one behind the other, with `rank` the
-    outputs of the model's head.
+    """The vector of each prompt of the field `key`, embedded for `task`; with pooling `none` its rows, one behind the
+    other, with `rank` the outputs of the model's head.
 
     Raises ApiError, and ClientGoneError when the client has gone.
     """
@@ -126,7 +144,7 @@ async def embedded(
             "over_limit",
         )
     params = SamplingParams(temperature=0).with_seed()
-    requests = [GenerationRequest(prompt, params, pooling=pooling) for prompt in prompts]
+    requests = [GenerationRequest(prompt, params, pooling=pooling, task=task) for prompt in prompts]
     return await answered(service, request, requests, service.vectors)
 
 
