@@ -208,8 +208,11 @@ class CudaGraphs:
         embeds: EmbeddedRows | None = None,
         angles: Seq[int] | None = None,
     ) -> Tensor:
-        """Logits fp32 [sequences, vocab] after the last row of each of these sequences."""
-        return self._replayed(key, rows, embeds, angles).clone()
+        """Logits fp32 [sequences, vocab] after the last row of each of these sequences; valid until the next step."""
+        step = self.capture(key)
+        self.prompts.send(key, rows, embeds, angles)
+        step.graph.replay()
+        return step.logits[: len(rows)]
 
     @torch.no_grad()
     def prefill(self, rows: Seq[SequenceRows], slots: Seq[int], kind: SamplingKind) -> StepTokens:
@@ -227,7 +230,7 @@ class CudaGraphs:
                 batch = forward_batch("prefill", rows, self._backend.device, angles=angles)
                 logits = self.decoder.forward(batch, self.cache.layers)
             else:
-                logits = self._replayed(key, rows, angles=angles)
+                logits = self.replay(key, rows, angles=angles)
             if any(slot != self.inputs.slots for slot in slots):
                 self._ends.send(slots, [part.end - 1 for part in rows], number)
                 self._sample_ends(logits, kind)
@@ -414,19 +417,6 @@ class CudaGraphs:
         )
         sample_step(logits, state, buffers, pdl)
         return logits
-
-    def _replayed(
-        self,
-        key: GraphKey,
-        rows: Seq[SequenceRows],
-        embeds: EmbeddedRows | None = None,
-        angles: Seq[int] | None = None,
-    ) -> Tensor:
-        """`replay`; the next step overwrites the logits."""
-        step = self.capture(key)
-        self.prompts.send(key, rows, embeds, angles)
-        step.graph.replay()
-        return step.logits[: len(rows)]
 
     def _sample_ends(self, logits: Tensor, kind: SamplingKind) -> None:
         """Samples after the rows that `_ends` has."""
