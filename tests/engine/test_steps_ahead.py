@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from quengine import LLM, EngineError, SamplingParams
 from quengine.block_manager import CachePool
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import blocks_for
+from quengine.platform.collector import paused
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import StepTokens
@@ -347,6 +349,26 @@ def test_the_step_after_a_prompt_is_launched_before_its_first_token_is_read(mode
             llm.step()
         ahead = device.log[: device.log.index("decode 1")]
         assert ahead.count("first tokens") == 3 and len([e for e in ahead if e.startswith("prompts")]) == 4
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_is_freed_once_the_next_one_is_committed(model: Path, ahead: bool) -> None:
+    """And its logits with it, however long the garbage collector does not run."""
+    with load(model, chunk_size=24) as llm:
+        if ahead:
+            llm.runner.device_decoder = DeviceDecoder(Device(llm))  # type: ignore[arg-type]
+        launch, steps = llm.runner.launch, list[ReferenceType[StepPlan]]()
+
+        def noted(plan: StepPlan) -> StepPlan:
+            steps.append(ref(plan))
+            return launch(plan)
+
+        llm.runner.launch = noted  # type: ignore[method-assign,assignment]
+        with paused():
+            for params in (GREEDY, replace(GREEDY, logprobs=1)):
+                llm.generate(PROMPTS[:3], params)
+            left = [step for each in steps if (step := each()) is not None]
+        assert len(steps) > 40 and left == [llm.scheduler.current]
 
 
 def test_a_token_is_all_that_is_computed_where_no_more_are_wanted(model: Path) -> None:
