@@ -5,7 +5,7 @@ memory pool, since they run one after another; results for the host are copied, 
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -46,8 +46,9 @@ from quengine.runners.graph_keys import (
     prefill_key,
     rarer_keys,
 )
-from quengine.runners.static_inputs import DecodeInputs, PrefillInputs, PromptEnds, Row
+from quengine.runners.static_inputs import DecodeInputs, PrefillInputs, PromptEnds
 from quengine.sampler import NO_CHOICE, Result, Sample, Sampler
+from quengine.slot import Slot
 from quengine.step_plan import SequenceRows, angle_rows, forward_batch
 
 PENDING = 4
@@ -238,13 +239,13 @@ class CudaGraphs:
         return StepTokens(self._ends.chosen.tokens[number], self._prompt_events[number], logits)
 
     @torch.no_grad()
-    def launch(self, rows: list[Row], kind: SamplingKind) -> StepTokens:
-        """Starts a decode step of these rows, in the smallest captured step that holds them; returns without waiting.
+    def launch(self, slots: list[Slot], given: Mapping[int, SequenceRows], kind: SamplingKind) -> StepTokens:
+        """Starts a decode step of these slots, in the smallest captured step that holds its rows; returns without
+        waiting. given: as of `static_inputs.step_rows`.
 
-        Their slots' block tables have been set in `inputs`, and their sampling for `kind` by `configure`.
+        The slots' block tables have been set in `inputs`, and their sampling for `kind` by `configure`.
         """
-        self.inputs.set_rows(rows)
-        key = decode_key(padded_rows(len(rows)), kind)
+        key = decode_key(padded_rows(self.inputs.set_rows(slots, given)), kind)
         with self.together(LaunchDecode(key, self.inputs.changes)):
             step = self.decode_step(key)
             self.inputs.send()

@@ -24,8 +24,9 @@ from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import padded_rows
-from quengine.runners.static_inputs import DecodeInputs, Row
+from quengine.runners.static_inputs import DecodeInputs
 from quengine.sampler import Result, Sample, Sampler
+from quengine.slot import Slot
 from quengine.speculative.draft_length import draft_rows
 from quengine.speculative.speculation import Speculation
 from quengine.step_plan import SequenceRows, StepPlan, forward_batch
@@ -79,11 +80,10 @@ class Device:
         self._samplers[slot] = sampler
 
     @torch.no_grad()
-    def launch(self, rows: list[Row], _kind: Any) -> StepTokens:
-        self.inputs.set_rows(rows)
+    def launch(self, slots: list[Slot], given: dict[int, SequenceRows], _kind: Any) -> StepTokens:
+        size = padded_rows(self.inputs.set_rows(slots, given))
         self.inputs.send()
         self.inputs.of_slots.tokens.clamp_(min=0)
-        size = padded_rows(len(rows))
         live = self._place(size)
         batch = self.inputs.batch(size, self.shares_sequences)
         logits = self._decoder.forward(batch, self._cache.layers).float()
