@@ -245,7 +245,8 @@ class CudaGraphs:
 
         The slots' block tables have been set in `inputs`, and their sampling for `kind` by `configure`.
         """
-        key = decode_key(padded_rows(self.inputs.set_rows(slots, given)), kind)
+        rows = self.inputs.set_rows(slots, given)
+        key = decode_key(padded_rows(rows), kind)
         with self.together(LaunchDecode(key, self.inputs.changes)):
             step = self.decode_step(key)
             self.inputs.send()

@@ -81,18 +81,19 @@ class Device:
 
     @torch.no_grad()
     def launch(self, slots: list[Slot], given: dict[int, SequenceRows], _kind: Any) -> StepTokens:
-        size = padded_rows(self.inputs.set_rows(slots, given))
+        rows = self.inputs.set_rows(slots, given)
+        size = padded_rows(rows)
         self.inputs.send()
         self.inputs.of_slots.tokens.clamp_(min=0)
-        live = self._place(size)
+        assert self._place(size) == rows
         batch = self.inputs.batch(size, self.shares_sequences)
         logits = self._decoder.forward(batch, self._cache.layers).float()
-        tokens = [self._choose(row, logits[row]) if row < live else 0 for row in range(size)]
-        for row in range(live):
+        tokens = [self._choose(row, logits[row]) if row < rows else 0 for row in range(size)]
+        for row in range(rows):
             target = int(self.inputs.step.targets[row])
             self.inputs.of_slots.tokens[target] = tokens[row]
             self.inputs.of_slots.positions[target] = self.inputs.placed.positions[row] + 1
-        self.log.append(f"decode {live}")
+        self.log.append(f"decode {rows}")
         return results_of(self.log, tokens, logits)
 
     @torch.no_grad()
