@@ -577,15 +577,14 @@ class Scheduler:
         end = min(start + most, self._prompt_end(sequence))
         if sequence.images is not None:
             end = sequence.images.whole(start, end)
-        if not self.blocks.has_states:
-            angles = angles_of(sequence, start, end)
-            return SequenceRows(sequence.token_ids[start:end], start, sequence.block_tables, angles)
-        if places := self._next_checkpoints(sequence):
-            end = self._chunk_end(end, places)
-            if end < places[-1]:
-                # Up to the end of a block, where the states can be kept if the sequence is preempted.
-                end -= end % BLOCK_SIZE if end - end % BLOCK_SIZE > start else 0
-        tables = self._begin_checkpoints(sequence, range(start, end))
+        tables = sequence.block_tables
+        if self.blocks.has_states:
+            if places := self._next_checkpoints(sequence):
+                end = self._chunk_end(end, places)
+                if end < places[-1]:
+                    # Up to the end of a block, where the states can be kept if the sequence is preempted.
+                    end -= end % BLOCK_SIZE if end - end % BLOCK_SIZE > start else 0
+            tables = self._begin_checkpoints(sequence, range(start, end))
         return SequenceRows(sequence.token_ids[start:end], start, tables, angles_of(sequence, start, end))
 
     def _chunk_end(self, end: int, places: Seq[int]) -> int:

@@ -14,7 +14,7 @@ class Slot:
     Attributes:
         index: its number in the tables, which another sequence may have next; -1: that of a sequence that waits.
         end: number of positions that the sequence may come to need.
-        row: a row whose input the device has, as static_inputs.Row.
+        row: slot, target, token and position of a row whose input the device has, as in `batch_rows.StepRows`.
         launched: decode steps with a row of it that have not been committed.
         waits: whether the host has to see the result of such a step before it knows the input of the next one.
         has_token: whether the device has the input of the next step, as it samples the newest token.

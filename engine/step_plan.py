@@ -136,9 +136,11 @@ class StepPlan:
 
     @property
     def given(self) -> GivenRows:
-        """In prefill, the rows that images give as embeddings."""
+        """The rows that images give as embeddings; none in decode."""
+        if self.phase == "decode":
+            return TOKENS_ALONE
         parts, first = list[GivenRows](), 0
-        for sequence, chunk in zip(self.sequences, self.chunks, strict=False):
+        for sequence, chunk in zip(self.sequences, self.chunks, strict=True):
             parts.append(given_rows(sequence.images, chunk.ids, chunk.start, first))
             first += len(chunk.ids)
         values = [part.values for part in parts if part.values is not None]

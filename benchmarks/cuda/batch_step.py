@@ -84,10 +84,10 @@ def measure(llm: LLM, batch: int, depth: int) -> dict[str, object]:
     for event in profile.key_averages():
         kernels[event.key] = event.self_device_time_total / STEPS / 1e3
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    rows = [sequence.slot.row for sequence in sequences]
+    slots = [sequence.slot for sequence in sequences]
     start.record()
     for _ in range(STEPS):  # the rows go on by themselves
-        graphs.launch(rows, GREEDY)
+        graphs.launch(slots, {}, GREEDY)
     end.record()
     end.synchronize()
     step_ms = start.elapsed_time(end) / STEPS

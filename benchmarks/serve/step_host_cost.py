@@ -24,10 +24,11 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import SamplingKind, padded_rows
-from quengine.runners.static_inputs import DecodeInputs, Row
+from quengine.runners.static_inputs import DecodeInputs
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.processes.shared_wire import Step
+from quengine.slot import Slot
 from quengine.step_plan import SequenceRows, StepPlan
 
 PROMPT = 128
@@ -56,9 +57,9 @@ class Graphs:
         )
         self._launched = 0
 
-    def launch(self, rows: list[Row], kind: SamplingKind) -> StepTokens:
+    def launch(self, slots: list[Slot], given: dict[int, SequenceRows], kind: SamplingKind) -> StepTokens:
         del kind
-        self.inputs.set_rows(rows)
+        self.inputs.set_rows(slots, given)
         self.inputs.send()
         self._launched += 1
         return StepTokens(self._tokens[self._launched % 16], END, self._tokens)

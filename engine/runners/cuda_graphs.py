@@ -5,7 +5,7 @@ memory pool, since they run one after another; results for the host are copied, 
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -48,8 +48,9 @@ from quengine.runners.graph_keys import (
     rarer_keys,
     sharing_keys,
 )
-from quengine.runners.static_inputs import DecodeInputs, PrefillInputs, PromptEnds, Row
+from quengine.runners.static_inputs import DecodeInputs, PrefillInputs, PromptEnds
 from quengine.sampler import NO_CHOICE, Result, Sample, Sampler
+from quengine.slot import Slot
 from quengine.step_plan import SequenceRows, angle_rows, forward_batch
 
 PENDING = 4
@@ -218,8 +219,11 @@ class CudaGraphs:
         embeds: EmbeddedRows | None = None,
         angles: Seq[int] | None = None,
     ) -> Tensor:
-        """Logits fp32 [sequences, vocab] after the last row of each of these sequences."""
-        return self._replayed(key, rows, embeds, angles).clone()
+        """Logits fp32 [sequences, vocab] after the last row of each of these sequences; valid until the next step."""
+        step = self.capture(key)
+        self.prompts.send(key, rows, embeds, angles)
+        step.graph.replay()
+        return step.logits[: len(rows)]
 
     @torch.no_grad()
     def prefill(self, rows: Seq[SequenceRows], slots: Seq[int], kind: SamplingKind) -> StepTokens:
@@ -237,7 +241,7 @@ class CudaGraphs:
                 batch = forward_batch("prefill", rows, self._backend.device, angles=angles)
                 logits = self.decoder.forward(batch, self.cache.layers)
             else:
-                logits = self._replayed(key, rows, angles=angles)
+                logits = self.replay(key, rows, angles=angles)
             if any(slot != self.inputs.slots for slot in slots):
                 self._ends.send(slots, [part.end - 1 for part in rows], number)
                 self._sample_ends(logits, kind)
@@ -245,14 +249,14 @@ class CudaGraphs:
         return StepTokens(self._ends.chosen.tokens[number], self._prompt_events[number], logits)
 
     @torch.no_grad()
-    def launch(self, rows: list[Row], kind: SamplingKind, shares: bool = False) -> StepTokens:
-        """Starts a decode step of these rows, in the smallest captured step that holds them; returns without waiting.
+    def launch(self, slots: list[Slot], given: Mapping[int, SequenceRows], kind: SamplingKind) -> StepTokens:
+        """Starts a decode step of these slots, in the smallest captured step that holds its rows; returns without
+        waiting. given: as of `static_inputs.step_rows`; a slot then has one row or more.
 
-        Their slots' block tables have been set in `inputs`, and their sampling for `kind` by `configure`. shares: some
-        sequence has several of the rows.
+        The slots' block tables have been set in `inputs`, and their sampling for `kind` by `configure`.
         """
-        self.inputs.set_rows(rows)
-        key = decode_key(padded_rows(len(rows)), kind, shares)
+        rows = self.inputs.set_rows(slots, given)
+        key = decode_key(padded_rows(rows), kind, rows > len(slots))
         with self.together(LaunchDecode(key, self.inputs.changes)):
             step = self.decode_step(key)
             self.inputs.send()
@@ -432,19 +436,6 @@ class CudaGraphs:
         )
         sample_step(logits, state, buffers, pdl)
         return logits
-
-    def _replayed(
-        self,
-        key: GraphKey,
-        rows: Seq[SequenceRows],
-        embeds: EmbeddedRows | None = None,
-        angles: Seq[int] | None = None,
-    ) -> Tensor:
-        """`replay`; the next step overwrites the logits."""
-        step = self.capture(key)
-        self.prompts.send(key, rows, embeds, angles)
-        step.graph.replay()
-        return step.logits[: len(rows)]
 
     def _sample_ends(self, logits: Tensor, kind: SamplingKind) -> None:
         """Samples after the rows that `_ends` has."""

@@ -20,10 +20,9 @@ from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
 from quengine.runners.device_rows import DeviceRows, Drafted
 from quengine.runners.draft_graphs import DraftedSequence, DraftGraphs
 from quengine.runners.graph_keys import SamplingKind
-from quengine.runners.static_inputs import Row
 from quengine.sampler import NO_CHOICE, Result, Sample, Verified
 from quengine.slot import Slot
-from quengine.step_plan import StepPlan, known_ids, results_after
+from quengine.step_plan import SequenceRows, StepPlan, known_ids, results_after
 
 Results = Callable[[], list[Result]]
 """Waits for a step's results, one for each sequence; NO_CHOICE where the device found no token to sample."""
@@ -63,10 +62,9 @@ class DeviceDecoder:
         for slot in plan.slots if self.drafting is not None else ():
             slot.undrafted += slot.undrafted > 0
         changed = self._update(plan)
-        rows = [slot.row for slot in plan.slots]
         if not changed:
-            return partial(self._graphs.launch(rows, self._rows.kind).samples, len(rows))
-        return self._launch_changed(plan, changed, rows)
+            return partial(self._graphs.launch(plan.slots, {}, self._rows.kind).samples, len(plan.slots))
+        return self._launch_changed(plan, changed)
 
     def _launch_drafting(self, plan: StepPlan) -> Results:
         """Launches a step that drafts on the device, where the host gives what it knows of sequences that join."""
@@ -154,26 +152,28 @@ class DeviceDecoder:
         # Penalties count the tokens before a row, which after a drafted token may differ from the device's.
         return None if self._drafts and sequence.params.penalizes else slot.wanted
 
-    def _launch_changed(
-        self, plan: StepPlan, given: dict[int, SamplingKind | None], continued: list[Row]
-    ) -> Results:
-        """Launches a step in which the host gives the inputs of some sequences."""
-        rows, sampled, on_host = list[Row](), list[int | None](), list[int]()
-        for number, (sequence, slot) in enumerate(zip(plan.sequences, plan.slots, strict=True)):
-            if number not in given:
-                sampled.append(len(rows))
-                rows.append(continued[number])
-                continue
-            sampled.append(len(rows) + sequence.replay if sequence.next_is_newest else None)
-            ids, draft = known_ids(sequence), sequence.draft
-            ids += draft.inputs if isinstance(draft, Drafted) else draft
-            rows += self._rows.given(slot, ids, plan.starts[number])
-            if given[number] is None:
-                on_host += range(len(rows) - len(ids), len(rows)) if sequence.next_is_newest else ()
-            slot.waits = given[number] is None or len(ids) > 1
-            slot.has_token = given[number] is not None and not sequence.draft
+    def _launch_changed(self, plan: StepPlan, kinds: dict[int, SamplingKind | None]) -> Results:
+        """Launches a step in which the host gives the inputs of some sequences, whose tokens are sampled as `kinds`."""
+        given = dict[int, SequenceRows]()
+        for number, kind in kinds.items():
+            sequence, slot = plan.sequences[number], plan.slots[number]
+            draft = sequence.draft
+            ids = [*known_ids(sequence), *(draft.inputs if isinstance(draft, Drafted) else draft)]
+            given[number] = SequenceRows(ids, plan.starts[number], sequence.block_tables)
+            slot.waits = kind is None or len(ids) > 1
+            slot.has_token = kind is not None and not draft
             slot.undrafted = 0
-        step = self._graphs.launch(rows, self._rows.kind, len(rows) > len(plan.sequences))
+        sampled, on_host, first = list[int | None](), list[int](), 0
+        for number, sequence in enumerate(plan.sequences):
+            if number not in given:
+                sampled.append(first)
+                first += 1
+                continue
+            rows, is_sampled = range(first, first + len(given[number].ids)), sequence.next_is_newest
+            sampled.append(first + sequence.replay if is_sampled else None)
+            on_host += rows if is_sampled and kinds[number] is None else ()
+            first = rows.stop
+        step = self._graphs.launch(plan.slots, given, self._rows.kind)
         step.keep_logits(on_host)
         return partial(results_after, plan.sequences, plan.slots, sampled, step.after)
 

@@ -1,4 +1,4 @@
-"""The slots of a device: what it lacks of their sequences is sent, and the rows of steps name them.
+"""The slots of a device: what it lacks of their sequences is sent.
 
 The device advances a slot by itself, with the token that it sampled. Only changes are sent: a new sequence, an appended
 block, rows that are not those of the step before, an input that is not the last sampled token.
@@ -11,7 +11,6 @@ from typing import overload
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.graph_keys import GREEDY, SamplingKind
-from quengine.runners.static_inputs import Row
 from quengine.sampler import Sampler
 from quengine.slot import Slot
 
@@ -80,11 +79,3 @@ class DeviceRows:
         """Sends a slot's sampling settings for steps of the current kind; see `CudaGraphs.configure`."""
         self._graphs.configure(slot.index, self.kind, params, sampler, history, in_flight)
         slot.kind = self.kind
-
-    def given(self, slot: Slot, tokens: Seq[int], start: int) -> list[Row]:
-        """Rows of a slot whose inputs are these tokens, at positions `start`, ...: the last one moves the slot on."""
-        nowhere = self._inputs.slots
-        rows = [(slot.index, nowhere, token, at) for at, token in enumerate(tokens, start)]
-        _, _, token, position = rows[-1]
-        rows[-1] = (slot.index, slot.index, token, position)
-        return rows

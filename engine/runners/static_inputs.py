@@ -4,6 +4,7 @@ One set serves all decode steps, which read their rows from tables by slot that 
 serves all steps of prompts, rewritten for each. Both have a block table per sequence and cache group.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +21,7 @@ from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import STATE_ENTRIES, ForwardBatch, PrefillTiles, pad_block_tables
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
+from quengine.slot import Slot
 from quengine.step_plan import SequenceRows
 
 _ALIGNED_ROWS = 8
@@ -29,11 +31,25 @@ _ALIGNED = 4
 """int32 entries in 16 bytes."""
 
 
-Row: TypeAlias = tuple[int, int, int, int]
-"""A row of a decode step: slot, target, token, position, as in `batch_rows.StepRows`."""
+_Row: TypeAlias = tuple[int, int, int, int]
+"""Slot, target, token and position of a row, as in `batch_rows.StepRows`."""
 
-_UNKNOWN: Row = (-1, -1, -1, -1)
+_UNKNOWN: _Row = (-1, -1, -1, -1)
 """A row that no step has."""
+
+
+def step_rows(slots: Seq[Slot], given: Mapping[int, SequenceRows], nowhere: int) -> list[_Row]:
+    """The rows of a decode step of these slots, each with one that goes on from what the device has, or with those that
+    the host gives by its number among them: the last one moves the slot on, and what is sampled after the others goes
+    to the slot `nowhere`."""
+    rows = [slot.row for slot in slots]
+    for number in sorted(given, reverse=True):
+        slot, part = slots[number].index, given[number]
+        of_slot = [(slot, nowhere, token, at) for at, token in enumerate(part.ids, part.start)]
+        _, _, token, position = of_slot[-1]
+        of_slot[-1] = slot, slot, token, position
+        rows[number : number + 1] = of_slot
+    return rows
 
 
 class DecodeInputs:
@@ -72,7 +88,8 @@ class DecodeInputs:
             torch.full((groups, self.rows, blocks), PADDING_BLOCK, dtype=torch.int32, device=device),
         )
         self.changes: dict[int, int] = {}
-        self._sent: list[Row] = []
+        self._sent: list[_Row] = []
+        self._going_on: list[Slot] = []  # the slots of the last step, if the host gave no row of it
 
     def extend(self, slot: int, group: int, first: int, blocks: Seq[int]) -> None:
         """Sets entries `first`, ... of a slot's block table."""
@@ -91,17 +108,22 @@ class DecodeInputs:
             lags = self._lags.index_select(0, self.step.slots[:rows])
             torch.sub(self.placed.positions[:rows], lags, out=self._angles[:rows])
 
-    def set_rows(self, rows: list[Row]) -> None:
-        """Makes these the rows of the next step; all others are padding. Rows whose tokens the device puts in place of
-        what is sent, those of drafts, are sent again for the step after it."""
-        if rows == self._sent:
-            return
+    def set_rows(self, slots: list[Slot], given: Mapping[int, SequenceRows]) -> int:
+        """Makes the `step_rows` of these slots the rows of the next step, and all others padding; returns their number.
+
+        Rows whose tokens the device puts in place of what is sent, those of drafts, are sent again for the step after.
+        """
+        if not given and slots == self._going_on:
+            return len(slots)
+        rows = step_rows(slots, given, self.slots)
         padding, has_drafts = (self.slots, self.slots, 0, 0), False
         for number, (new, old) in enumerate(zip_longest(rows, self._sent, fillvalue=padding)):
             if new != old:
                 self.changes.update((part * self.rows + number, value) for part, value in enumerate(new))
                 has_drafts |= new[2] < -1
         self._sent = [row if row[2] >= -1 else _UNKNOWN for row in rows] if has_drafts else rows
+        self._going_on = [] if given else slots
+        return len(rows)
 
     def send(self) -> None:
         """Sends the changes since the last call, in stream order, without waiting for the device."""

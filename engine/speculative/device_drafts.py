@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.request.sampling_params import SamplingParams
@@ -14,6 +15,7 @@ from quengine.runners.graph_keys import SamplingKind
 from quengine.sampler import Sampler
 from quengine.slot import Slot
 from quengine.speculative.draft_model import DraftJob
+from quengine.step_plan import SequenceRows
 
 
 class DeviceDraftSteps:
@@ -40,17 +42,17 @@ class DeviceDraftSteps:
         slots = self._slots_of(jobs)
         settings = [_without_penalties(job.sampler.params) for job in jobs]
         self._rows.choose_kind(slots, {SamplingKind.of(each) for each in settings})
-        rows, newest = [], []
-        for job, slot, params in zip(jobs, slots, settings, strict=True):
+        newest = [end - 1 for end in accumulate(len(job.tokens) for job in jobs)]
+        given = dict[int, SequenceRows]()
+        for number, (job, slot, params) in enumerate(zip(jobs, slots, settings, strict=True)):
             self._rows.send_tables(slot, [job.block_table] * self._groups)
             if slot.kind != self._rows.kind:
                 self._rows.configure(slot, params, job.sampler, [])
-            rows += self._rows.given(slot, job.tokens, job.start)
-            newest.append(len(rows) - 1)
-        steps = [(self._graphs.launch(rows, self._rows.kind, len(rows) > len(jobs)), dict(enumerate(newest)))]
+            given[number] = SequenceRows(job.tokens, job.start, [job.block_table])
+        steps = [(self._graphs.launch(slots, given, self._rows.kind), dict(enumerate(newest)))]
         for made in range(1, max(job.count for job in jobs)):
             going_on = [number for number, job in enumerate(jobs) if job.count > made]
-            step = self._graphs.launch([slots[number].row for number in going_on], self._rows.kind)
+            step = self._graphs.launch([slots[number] for number in going_on], {}, self._rows.kind)
             steps.append((step, {number: row for row, number in enumerate(going_on)}))
         self._unread = [step for step, _ in steps]
         reads = [partial(_read, steps, number) for number in range(len(jobs))]

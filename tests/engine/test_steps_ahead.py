@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -17,13 +18,15 @@ from quengine import LLM, EngineError, SamplingParams
 from quengine.block_manager import CachePool
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import blocks_for
+from quengine.platform.collector import paused
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import padded_rows
-from quengine.runners.static_inputs import DecodeInputs, Row
+from quengine.runners.static_inputs import DecodeInputs
 from quengine.sampler import Result, Sample, Sampler
+from quengine.slot import Slot
 from quengine.speculative.draft_length import draft_rows
 from quengine.speculative.speculation import Speculation
 from quengine.step_plan import SequenceRows, StepPlan, forward_batch
@@ -81,20 +84,20 @@ class Device:
         self._histories.setdefault(slot, {}).update(enumerate(ids))
 
     @torch.no_grad()
-    def launch(self, rows: list[Row], _kind: Any, shares: bool = False) -> StepTokens:
-        self.inputs.set_rows(rows)
+    def launch(self, slots: list[Slot], given: dict[int, SequenceRows], _kind: Any) -> StepTokens:
+        rows = self.inputs.set_rows(slots, given)
+        size = padded_rows(rows)
         self.inputs.send()
         self.inputs.of_slots.tokens.clamp_(min=0)
-        size = padded_rows(len(rows))
-        live = self._place(size)
-        batch = self.inputs.batch(size, shares and size > 1)
+        assert self._place(size) == rows
+        batch = self.inputs.batch(size, rows > len(slots) and size > 1)
         logits = self._decoder.forward(batch, self._cache.layers).float()
-        tokens = [self._choose(row, logits[row]) if row < live else 0 for row in range(size)]
-        for row in range(live):
+        tokens = [self._choose(row, logits[row]) if row < rows else 0 for row in range(size)]
+        for row in range(rows):
             target = int(self.inputs.step.targets[row])
             self.inputs.of_slots.tokens[target] = tokens[row]
             self.inputs.of_slots.positions[target] = self.inputs.placed.positions[row] + 1
-        self.log.append(f"decode {live}")
+        self.log.append(f"decode {rows}")
         return results_of(self.log, tokens, logits)
 
     @torch.no_grad()
@@ -354,6 +357,26 @@ def test_the_step_after_a_prompt_is_launched_before_its_first_token_is_read(mode
             llm.step()
         ahead = device.log[: device.log.index("decode 1")]
         assert ahead.count("first tokens") == 3 and len([e for e in ahead if e.startswith("prompts")]) == 4
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_is_freed_once_the_next_one_is_committed(model: Path, ahead: bool) -> None:
+    """And its logits with it, however long the garbage collector does not run."""
+    with load(model, chunk_size=24) as llm:
+        if ahead:
+            llm.runner.device_decoder = DeviceDecoder(Device(llm))  # type: ignore[arg-type]
+        launch, steps = llm.runner.launch, list[ReferenceType[StepPlan]]()
+
+        def noted(plan: StepPlan) -> StepPlan:
+            steps.append(ref(plan))
+            return launch(plan)
+
+        llm.runner.launch = noted  # type: ignore[method-assign,assignment]
+        with paused():
+            for params in (GREEDY, replace(GREEDY, logprobs=1)):
+                llm.generate(PROMPTS[:3], params)
+            left = [step for each in steps if (step := each()) is not None]
+        assert len(steps) > 40 and left == [llm.scheduler.current]
 
 
 def test_a_token_is_all_that_is_computed_where_no_more_are_wanted(model: Path) -> None:

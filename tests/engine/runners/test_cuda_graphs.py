@@ -48,6 +48,7 @@ from quengine.runners.graph_keys import (
 )
 from quengine.runners.static_inputs import PrefillInputs
 from quengine.sampler import Sample, Sampler, Verified
+from quengine.slot import Slot
 from quengine.speculative.device_drafts import DeviceDraftSteps
 from quengine.speculative.draft_model import DraftJob, HostDraftSteps
 from quengine.step_plan import GivenRows, SequenceRows, StepPlan, forward_batch
@@ -522,11 +523,11 @@ def test_a_step_that_comes_often_is_captured_though_a_larger_one_is_there(
         rig.graphs.capture(key)
     captured += [(small := decode_key(8, GREEDY)), (other := decode_key(32, biased))]
     for _ in range(most // 8 + 2):
-        rig.graphs.launch([(0, 0, -1, 0)] * small.rows, GREEDY)
+        rig.graphs.launch([Slot(0)] * small.rows, {}, GREEDY)
     assert replayed == [captured[1]] * (most // 8) + [small] * 2, (
         "first by that of 16 rows, of the same sampling"
     )
-    rig.graphs.launch([(0, 0, -1, 0)] * other.rows, biased)
+    rig.graphs.launch([Slot(0)] * other.rows, {}, biased)
     assert replayed[-1] == other, "there is none of more rows"
     chunks = [SequenceRows([1] * count, 0, [[1, 2, 3]]) for count in (60, 60, 9)]
     found = [rig.graphs.lookup("prefill", chunks) for _ in range(most // 256 + 1)]

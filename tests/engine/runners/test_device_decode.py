@@ -16,7 +16,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder, Results
 from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, SamplingKind, padded_rows
-from quengine.runners.static_inputs import DecodeInputs, Row
+from quengine.runners.static_inputs import DecodeInputs, step_rows
 from quengine.sampler import NO_CHOICE, Result, Sample
 from quengine.slot import Slot
 from quengine.step_plan import SequenceRows, StepPlan
@@ -120,7 +120,7 @@ class FakeDevice:
         self.inputs = self
         self.drafted: list[FakeSlot] | None = None
         self.of_slots = self.history = [FakeSlot() for _ in range(self.slots + 1)]
-        self.step: list[Row] = []
+        self.step: list[tuple[int, ...]] = []
         self.states: dict[int, int] = {}
         """Of each sequence, by its first block, how many tokens its state stands for."""
         self.pool: dict[tuple[int, int], int] = {}
@@ -173,7 +173,8 @@ class FakeDevice:
         self.log.append("prompts")
         return fake_step(self.log, 0, tokens)
 
-    def launch(self, rows: list[Row], kind: SamplingKind, _shares: bool = False) -> StepTokens:
+    def launch(self, slots: list[Slot], given: dict[int, SequenceRows], kind: SamplingKind) -> StepTokens:
+        rows = step_rows(slots, given, self.slots)
         if rows != self.step:
             self.sent.append("rows")
         self.step = rows
@@ -612,20 +613,20 @@ def test_the_inputs_send_what_changed_and_nothing_else() -> None:
     inputs.extend(2, 0, 0, [5, 6, 7])
     inputs.extend(2, 1, 0, [1])
     inputs.extend(2, 0, 2, [8])
-    inputs.set_rows([(2, 6, 2**31 - 1, 70), (3, 3, -1, 0)])
+    slots, given = [Slot(2), Slot(3)], {0: SequenceRows([7, 2**31 - 1], 69, ())}
+    assert inputs.set_rows(slots, given) == 3
     inputs.send()
     assert tables[:, 2].tolist() == [[5, 6, 8, PADDING_BLOCK], [1, *[PADDING_BLOCK] * 3]]
     assert [part[:3].tolist() for part in inputs.step] == [
-        [2, 3, 6],
-        [6, 3, 6],
-        [2**31 - 1, -1, 0],
-        [70, 0, 0],
+        [2, 2, 3],
+        [6, 2, 3],
+        [7, 2**31 - 1, -1],
+        [69, 70, 0],
     ]
     before = inputs.all.clone()
-    inputs.set_rows([(2, 6, 2**31 - 1, 70), (3, 3, -1, 0)])
-    assert not inputs.changes
-    inputs.set_rows([(3, 3, -1, 0)])
-    assert len(inputs.changes) == 8
+    assert inputs.set_rows(slots, given) == 3 and not inputs.changes
+    assert inputs.set_rows(slots[1:], {}) == 1 and len(inputs.changes) == 12
     inputs.send()
+    assert inputs.set_rows(slots[1:], {}) == 1 and not inputs.changes
     assert [part[:3].tolist() for part in inputs.step] == [[3, 6, 6], [3, 6, 6], [-1, 0, 0], [0, 0, 0]]
     assert torch.equal(inputs.all[4 * inputs.rows :], before[4 * inputs.rows :])

@@ -160,7 +160,7 @@ def test_tokens_are_those_of_plain_steps(
 
     step([DraftedSequence(0, MOST, 64, 0, STARTS[:1])])
     step([DraftedSequence(1, 1, 64, 0, STARTS[1:]), DraftedSequence(0, MOST, 64)])
-    texts[0].append(rig.target.launch([(0, 0, -1, 0)], kind).wait()[0])
+    texts[0].append(rig.target.launch([Slot(0)], {}, kind).wait()[0])
     step([DraftedSequence(0, MOST, 64), DraftedSequence(1, MOST, len(texts[1]) + 1)])
     for ids, expected in zip(texts, wanted, strict=True):
         assert ids == expected[: len(ids)]

@@ -11,12 +11,12 @@ from quengine.runners.cuda_graphs import StepTokens
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.device_rows import Drafted
 from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, SamplingKind
-from quengine.runners.static_inputs import Row
+from quengine.runners.static_inputs import step_rows
 from quengine.sampler import NO_CHOICE, Result, Sample, Sampler, Verified
 from quengine.slot import Slot
 from quengine.speculative.device_drafts import DeviceDraftSteps
 from quengine.speculative.draft_model import DraftJob
-from quengine.step_plan import StepPlan
+from quengine.step_plan import SequenceRows, StepPlan
 from tests.engine.runners.test_device_decode import (
     DAMAGED,
     VOCAB,
@@ -50,14 +50,14 @@ class Device(FakeDevice):
         assert not params.penalizes
         super().configure(slot, kind, params, sampler, ids, in_flight)
 
-    def launch(self, rows: list[Row], kind: SamplingKind) -> StepTokens:
-        written = set()
+    def launch(self, slots: list[Slot], given: dict[int, SequenceRows], kind: SamplingKind) -> StepTokens:
+        written, rows = set(), step_rows(slots, given, self.slots)
         for slot, _, token, position in rows:
             held = self.of_slots[slot]
             at = held.position if token == -1 else position
             written.add((held.table[at // BLOCK_SIZE], at % BLOCK_SIZE))
         assert len(written) == len(rows), "two rows write one place"
-        return super().launch(rows, kind)
+        return super().launch(slots, given, kind)
 
 
 class Engine:

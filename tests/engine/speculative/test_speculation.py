@@ -308,7 +308,10 @@ def test_a_window_and_a_q8_0_cache_hold_with_drafts(folder: Path) -> None:
             assert counts(got)[0] > 0
 
 
-def test_a_step_that_fails_is_tried_for_each_text_and_again_with_drafts(model: Path, alone: LLM) -> None:
+@pytest.mark.parametrize("fails", ["the step", "its drafts"])
+def test_a_step_that_fails_is_tried_for_each_text_and_again_with_drafts(
+    model: Path, alone: LLM, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with load(model, parallel=3, draft_model=model) as llm:
         assert isinstance(llm.scheduler, Scheduler)
         streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:3]]
@@ -316,18 +319,17 @@ def test_a_step_that_fails_is_tried_for_each_text_and_again_with_drafts(model: P
             stream.start()
         while len(llm.scheduler.decoding) < 3:
             llm.step()
-        forward = llm.runner.forward
-        llm.runner.forward = _failing  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match="all of them"):
+        failing = (llm.runner, "forward") if fails == "the step" else (llm.loaded.draft, "draft")
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="all of them"):
+            patched.setattr(*failing, _failing)
             llm.step()
-        llm.runner.forward = forward  # type: ignore[method-assign]
         llm.scheduler.retry_alone()
         same([s.finish() for s in streams], alone.generate(PROMPTS[:3], GREEDY))
         assert all_free(llm)
 
 
-def _failing(phase: str, rows: object, **how: object) -> Tensor:
-    raise RuntimeError(f"a {phase} step of all of them: {rows}, {how}")
+def _failing(*what: object, **how: object) -> Tensor:
+    raise RuntimeError(f"a step of all of them: {what}, {how}")
 
 
 def test_a_cancelled_text_frees_its_blocks_and_leaves_the_others_alone(model: Path, alone: LLM) -> None:
