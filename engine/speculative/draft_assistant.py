@@ -45,7 +45,7 @@ class AssistantDrafts(DraftModel):
     def room(self, sequence: Sequence) -> int:
         return self._context - len(sequence.token_ids)
 
-    def follow(self, sequence: Sequence, end: int) -> None:
+    def follow_all(self, ends: Mapping[Sequence, int]) -> None:
         """Does nothing: what the target has computed is there."""
 
     @torch.no_grad()

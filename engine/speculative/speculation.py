@@ -122,9 +122,13 @@ class Speculation:
             return
         if self._model is None or not (self._on_host or self._will_draft()):
             return
-        for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
-            if sequence.pool is None and (self._on_host or self._leaves_to_device(sequence)):
-                self._model.follow(sequence, chunk.end)
+        self._model.follow_all(
+            {
+                sequence: chunk.end
+                for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True)
+                if sequence.pool is None and (self._on_host or self._leaves_to_device(sequence))
+            }
+        )
 
     def may_draft(self, sequence: Sequence) -> bool:
         """Whether a sequence is likely to have a draft once the results in flight are known: it would have one after

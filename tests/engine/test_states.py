@@ -270,8 +270,8 @@ class HalfRight:
         self.texts = texts
         self.random = random.Random(5)
 
-    def follow(self, sequence: Sequence, end: int) -> None:
-        del sequence, end
+    def follow_all(self, ends: Mapping[Sequence, int]) -> None:
+        del ends
 
     def most_on_device(self, _sequences: int) -> int:
         return 0
