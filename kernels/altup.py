@@ -10,7 +10,7 @@ width alone fixes. Sources: Baykal et al. 2023, "Alternating Updates for Efficie
 import torch
 from torch import Tensor
 
-_LEAST = 1e-5
+LEAST = 1e-5
 """Least mean square of a projected row, by whose root it is divided."""
 
 
@@ -39,7 +39,7 @@ def correct(predictions: Tensor, computed: Tensor, of_router: Tensor, coefficien
 def of_size(x: Tensor, like: Tensor) -> Tensor:
     """Rows x [..., W], each multiplied so that its root mean square is that of the row of `like` [..., W]."""
     wanted = like.square().mean(-1, keepdim=True).sqrt()
-    return x * wanted / x.square().mean(-1, keepdim=True).clamp(min=_LEAST).sqrt()
+    return x * wanted / x.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()
 
 
 def above_cutoff(gate: Tensor, deviations: float) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from quengine.kernels.altup_operations import AltUpOperations
 from quengine.kernels.encoder_attention import EncoderAttentionSpec
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
@@ -341,6 +342,11 @@ class Backend(Protocol[WeightT]):
         `next_norm` and the result's memory: see `linear_add`. `partial`: the experts' sum, biases included, is summed
         over the ranks.
         """
+        ...
+
+    @property
+    def altup(self) -> AltUpOperations:
+        """The operations of layers with alternating updates."""
         ...
 
     def attention(self, batch: ForwardBatch, qkv: Hidden, spec: AttentionSpec, layer: KVLayer) -> Hidden:

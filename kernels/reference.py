@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quengine.kernels.altup_operations import AltUpOperations
 from quengine.kernels.attention import attention, gate_output, mask_slice, softcap, split_gates
 from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
@@ -249,6 +250,10 @@ class ReferenceBackend(PlainRows):
     def _expert(self, weight: ReferenceExperts, expert: int, x: Tensor) -> Tensor:
         y = self._matmul(x, weight.experts[expert])
         return y if weight.bias is None else y + weight.bias[expert]
+
+    @property
+    def altup(self) -> AltUpOperations:
+        return AltUpOperations(self)
 
     def attention(self, batch: ForwardBatch, qkv: Tensor, spec: AttentionSpec, layer: KVLayer) -> Tensor:
         gates = None

@@ -7,9 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu
 
-from quengine.kernels.altup import above_cutoff
 from quengine.kernels.backend import Backend, Hidden, KVLayer
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.layer_norm import LayerNorm, Norm
@@ -173,14 +171,10 @@ class SparseEntry:
 
     def __init__(self, declared: FeedForward, tensors: LayerTensors) -> None:
         self.weight = tensors.weight("ffn_gate", "ffn_up")
-        self._length, self._deviations = declared.length, declared.cutoff
+        self._deviations = declared.cutoff
 
     def __call__(self, backend: Backend[Any], batch: ForwardBatch, x: Hidden, norm: Norm | None) -> Tensor:
-        rows = x if norm is None else backend.normed(x, norm)
-        both = backend.linear(batch, rows, self.weight)
-        gate, up = both[:, : self._length], both[:, self._length :]
-        found: Tensor = gelu(above_cutoff(gate, self._deviations), approximate="tanh") * up
-        return found
+        return backend.altup.gated(batch, x, norm, self.weight, self._deviations)
 
     @property
     def nbytes(self) -> int:

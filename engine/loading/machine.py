@@ -385,9 +385,7 @@ def _make_runner(
     from quengine.runners.cpu_steps import CpuSteps
 
     shape = decoder.config
-    if (
-        shape.ranks > 1 or shape.stage is not None or shape.altup is not None
-    ):  # between the kernels of a step it waits for other processes, or calls torch
+    if shape.ranks > 1 or shape.stage is not None:  # between kernels of a step it waits for other processes
         return ModelRunner(decoder, cache, choose=sampling.sample, packs_prompts=False)
     # A dozen rows of one prompt keep the processor as busy as those of many.
     return ModelRunner(

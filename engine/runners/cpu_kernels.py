@@ -111,6 +111,14 @@ def _name_operations(config: ModelConfig) -> None:
             _name_attention(attention)
     if config.layer_input is not None:
         table.input_glu_kernel(config.block.feed_forward.activation)
+    if config.altup is not None:
+        table.altup_open_kernel(), table.altup_predict_kernel(), table.altup_correct_kernel()
+        (
+            table.altup_join_kernel(),
+            table.altup_add_kernel(),
+            table.altup_close_kernel(),
+            table.sparse_gate_kernel(),
+        )
     if config.conv_channels:
         table.short_conv_kernel()
     if config.gated_delta is not None:

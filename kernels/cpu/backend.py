@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from quengine.kernels import cpu
+from quengine.kernels.altup_operations import AltUpOperations
 from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
+from quengine.kernels.cpu.altup import CpuAltUp
 from quengine.kernels.cpu.moe.experts import CpuExperts
 from quengine.kernels.cpu.moe.operations import (
     ExpertRows,
@@ -231,6 +233,10 @@ class CpuBackend(PlainRows):
             return prompt_experts_add(gated, routing, down, residual)
         with recorded(batch, len(routing.experts)) as step:
             return step.experts_add(gated, routing, down, residual)
+
+    @property
+    def altup(self) -> AltUpOperations:
+        return CpuAltUp(self)
 
     def attention(self, batch: ForwardBatch, qkv: Tensor, spec: AttentionSpec, layer: KVLayer) -> Tensor:
         if batch.phase == "decode":

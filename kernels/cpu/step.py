@@ -80,6 +80,8 @@ class CompiledStep:
         if self._one_earlier:
             positions = [max(0, position - 1) for position in positions]
         self._ids[:], self._positions[:] = tokens, positions
+        for held, within in self._inputs.within.items():
+            torch.mul(self._inputs.ids, self._inputs.ids < held, out=within)
         self._angles[:] = positions if angle_rows is None else angle_rows
         for i, (position, of_token) in enumerate(zip(positions, tables, strict=True)):
             used = position // BLOCK_SIZE + 1

@@ -23,6 +23,10 @@ class StepInputs(Protocol):
         """int64 [rows], below `vocabulary`."""
         ...
 
+    def tokens_within(self, rows: int) -> Tensor:
+        """int64 [rows], of tokens from `rows` on 0."""
+        ...
+
     def cache_rows(self, group: int, context: int, layer: KVLayer) -> tuple[Tensor, Tensor]:
         """Positions, below `context`, and the rows of `layer` that they are stored in: int64 [rows] both."""
         ...
@@ -63,6 +67,10 @@ class BatchInputs:
             raise ValueError(f"the embedding has rows 0 to {vocabulary - 1}, not {ids.tolist()}")
         return ids.contiguous()
 
+    def tokens_within(self, rows: int) -> Tensor:
+        ids = self._batch.token_ids
+        return ids.where(ids < rows, 0).contiguous()
+
     def cache_rows(self, group: int, context: int, layer: KVLayer) -> tuple[Tensor, Tensor]:
         return checked_slots(self._batch, group, context, layer)
 
@@ -102,11 +110,16 @@ class RunInputs:
         self.slots = torch.zeros(groups, rows, dtype=torch.int64)
         self.tables = torch.zeros(groups, rows, blocks, dtype=torch.int64)
         self.vocabulary, self.context = 0, blocks * BLOCK_SIZE
+        self.within: dict[int, Tensor] = {}
+        """Rows of a table -> tokens, of which those without a row are 0."""
         self._visible: dict[tuple[int, int, Seen], Visible] = {}
 
     def tokens(self, vocabulary: int) -> Tensor:
         self.vocabulary = vocabulary
         return self.ids
+
+    def tokens_within(self, rows: int) -> Tensor:
+        return self.within.setdefault(rows, torch.zeros_like(self.ids))
 
     def cache_rows(self, group: int, context: int, _layer: KVLayer) -> tuple[Tensor, Tensor]:
         self.context = min(self.context, context)

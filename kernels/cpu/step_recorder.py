@@ -17,6 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from quengine.kernels.altup_operations import AltUpSpec
 from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.cpu.attention.attention import (
     ALL,
@@ -39,6 +40,7 @@ from quengine.kernels.cpu.moe.experts import CpuExperts, down_launches, gate_up_
 from quengine.kernels.cpu.moe.groups import GROUP, HEAD, ExpertSlots
 from quengine.kernels.cpu.moe.operations import ExpertRows
 from quengine.kernels.cpu.moe.router import logits_launches, logits_width, router_launch
+from quengine.kernels.cpu.ops import altup
 from quengine.kernels.cpu.ops.add import add_launch, add_rows_launch, scale_launch
 from quengine.kernels.cpu.ops.gated_delta import gated_delta_launches
 from quengine.kernels.cpu.ops.glu import glu_launch, input_glu_launch
@@ -146,7 +148,7 @@ class StepRecorder:
         (part,) = table.parts
         out = self._fp32("layer inputs", part.cols)
         self._then(norm_parts_launch(projected, norm))
-        self._stage([embed_launch(part, self.inputs.tokens(part.rows), out, scale)])
+        self._stage([embed_launch(part, self.inputs.tokens_within(part.rows), out, scale)])
         self._then(add_rows_launch(out, projected))
         return out
 
@@ -362,6 +364,61 @@ class StepRecorder:
         if quantizes:
             self._stage(*([launch] for launch in quantizes))
         self._stage(*([launch] for launch in products))
+
+    def altup_opened(self, x: Tensor, project: CpuWeight) -> Tensor:
+        count, width = project.rows // x.shape[1] + 1, x.shape[1]
+        projected, out = self._fp32("projected rows", project.rows), self._altup_rows(0, count, width)
+        self._matvecs(x, project, projected)
+        self._then(altup.open_launch(x, projected, out))
+        return out
+
+    def altup_predicted(self, x: Tensor, spec: AltUpSpec) -> tuple[Tensor, Tensor]:
+        count, _, width = x.shape
+        out = self._altup_rows(1, count, width)
+        self._then(altup.predict_launch(x, out, self._fp32("altup room", width + count), spec))
+        return out, out[0]
+
+    def altup_beside(self, x: Tensor, norm: Norm, left: CpuWeight, right: CpuWeight, post: RMSNorm) -> Tensor:
+        source, low = self._normed(x, norm), self._fp32("low rank", left.rows)
+        self._matvecs(source, left, low)
+        out = self._fp32("beside", right.rows)
+        self._matvecs(low, right, out)
+        self._then(rms_norm_launch(out, post.weight, post.eps, out))
+        self._then(_add_rows(out, source))
+        return out
+
+    def altup_joined(self, y: Tensor, beside: Tensor) -> Tensor:
+        out = self._fp32("joined", y.shape[1])
+        self._then(altup.join_launch(y, beside, out))
+        return out
+
+    def sparse_gated(self, x: Tensor, norm: Norm | None, gate_up: CpuWeight, deviations: float) -> Tensor:
+        both, out = self._fp32("gate_up", gate_up.rows), self._fp32("gated", gate_up.rows // 2)
+        self._matvecs(self._normed(x, norm), gate_up, both)
+        self._then(altup.sparse_gate_launch(both, deviations, out))
+        return out
+
+    def altup_corrected(self, x: Tensor, y: Tensor, spec: AltUpSpec) -> tuple[Tensor, Tensor]:
+        count, _, width = x.shape
+        out, scaled = self._altup_rows(0, count, width), self._fp32("scaled row", width)
+        room = self._fp32("altup room", width + count)
+        self._then(altup.correct_launch(x, y, out, scaled, room, spec))
+        return out, scaled
+
+    def altup_added(self, x: Tensor, rows: Tensor) -> Tensor:
+        self._then(altup.add_launch(x, rows))
+        return x
+
+    def altup_closed(self, x: Tensor, unembed: Sequence[CpuWeight]) -> Tensor:
+        total, product = self._fp32("hidden 0", x.shape[2]), self._fp32("product", x.shape[2])
+        for number, weight in enumerate(unembed, start=1):
+            self._matvecs(x[number], weight, product)
+            self._then(altup.close_launch(x, product, total, number))
+        return total
+
+    def _altup_rows(self, which: int, count: int, width: int) -> Tensor:
+        """A buffer [count, rows, width]."""
+        return self._fp32(f"altup {which}", count * width).view(-1).view(count, self.rows, width)
 
     def short_conv(self, bcx: Tensor, spec: ShortConvSpec, layer: SlotLayer) -> Tensor:
         out = self._fp32("convolved", spec.channels)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quengine.kernels.altup_operations import AltUpOperations
 from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
@@ -316,6 +317,10 @@ class CudaBackend:
             peers = self.communicator.peers(*stream.shape)
             return self._add_sum(_stream(added), stream, peers, None, next_norm, None, None, None)
         return self._experts.add(gated, routing, down, _stream(residual), next_norm, _exact(batch))
+
+    @property
+    def altup(self) -> AltUpOperations:
+        return AltUpOperations(self)
 
     def attention(
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer

@@ -230,6 +230,8 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
         sizes[f"{a}.attention.layer_norm_epsilon"] = config.rms_eps
     if config.experts is not None:
         sizes |= {f"{a}.{key}": value for key, value in _expert_metadata(config.experts).items()}
+    without = {key: f"{a}.{key}" for key in _NEUTRAL.keys() & set(ARCHITECTURES[a].gguf_keys)}
+    sizes |= {name: _NEUTRAL[key] for key, name in without.items() if name not in sizes}
     if ARCHITECTURES[a].vocabulary == "bpe":
         vocabulary = bpe_metadata(config.vocab_size, "qwen2")
     else:
@@ -323,10 +325,16 @@ def _expert_metadata(experts: ExpertConfig) -> Metadata:
     }
     if experts.shared_feed_forward_length:
         sizes["expert_shared_feed_forward_length"] = experts.shared_feed_forward_length
+        if not experts.shared_feed_forward_length % experts.feed_forward_length:
+            count = experts.shared_feed_forward_length // experts.feed_forward_length
+            sizes["expert_shared_count"] = count
     if experts.dense_layers:
         sizes["leading_dense_block_count"] = len(experts.dense_layers)
     return sizes
 
+
+_NEUTRAL = {"embedding_length_per_layer_input": 0, "interleave_moe_layer_step": 1}
+"""What llama.cpp wants in files of architectures that have these keys, and ours do without."""
 
 _FLOAT = (
     *(".bias", "ffn_gate_inp.weight", "shortconv.conv.weight", "ssm_conv1d.weight"),

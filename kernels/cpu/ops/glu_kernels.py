@@ -30,7 +30,7 @@ def glu_kernel(activation: Activation) -> bytes:
         first, last = task * args.task_cols, min(width, (task + 1) * args.task_cols)
         for row in range(args.rows):
             gate, out = args.gate_up + 4 * parts * width * row, args.out + 4 * width * row
-            _gated(activation, gate, gate + 4 * width * (parts - 1), first, last, out)
+            gated_span(activation, gate, gate + 4 * width * (parts - 1), first, last, out)
             if args.records:
                 quantize_row(out, width, first, last, args.records + row * args.record_stride)
 
@@ -46,7 +46,7 @@ def input_glu_kernel(activation: Gating) -> bytes:
         for row in range(args.rows):
             gate, up = args.gate + row * args.gate_stride, args.up + row * args.up_stride
             out = args.out + 4 * width * row
-            _gated(activation, gate, up, first, last, out)
+            gated_span(activation, gate, up, first, last, out)
             if args.records:
                 quantize_row(out, width, first, last, args.records + row * args.record_stride)
 
@@ -54,7 +54,7 @@ def input_glu_kernel(activation: Gating) -> bytes:
 
 
 @vector_code
-def _gated(
+def gated_span(
     e: Emitter, activation: str, gate: ir.Value, up: ir.Value, first: ir.Value, last: ir.Value, out: ir.Value
 ) -> None:
     """activation(gate) * up, fp32 at addresses, elements first .. last - 1; without a gate, activation(up)."""

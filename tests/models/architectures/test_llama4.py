@@ -59,7 +59,7 @@ CASES = {
     "no norms, own layers": _case(
         False, use_qk_norm=False, no_rope_layers=[1, 0, 1, 1], moe_layers=[0, 2], attention_chunk_size=128
     ),
-    "chunks": _case(False, attention_chunk_size=32, floor_scale=8, attn_scale=0.5),
+    "chunks": _case(False, attention_chunk_size=32, floor_scale=8, attn_scale=0.5, intermediate_size=64),
     "chunks of rotated and other layers": _case(
         False, attention_chunk_size=32, layer_types=["full_attention", *3 * ["chunked_attention"]]
     ),
