@@ -384,7 +384,7 @@ class StepRecorder:
         out = self._fp32("beside", right.rows)
         self._matvecs(low, right, out)
         self._then(rms_norm_launch(out, post.weight, post.eps, out))
-        self._then(_add_rows(out, source))
+        self._then(add_rows_launch(out, source))
         return out
 
     def altup_joined(self, y: Tensor, beside: Tensor) -> Tensor:
