@@ -215,9 +215,10 @@ def main() -> None:
         began = time.perf_counter()
         path = files(folder, args.model, args.projector)
         written = time.perf_counter()
+        print(f"files {written - began:.1f} s", flush=True)
         options = {"device": args.device, "ctx_size": args.ctx_size, "parallel": max(args.streams) + 16}
         engine = ProcessEngine(str(path), options)
-        print(f"files {written - began:.1f} s, loaded in {time.perf_counter() - written:.1f} s", flush=True)
+        print(f"loaded in {time.perf_counter() - written:.1f} s", flush=True)
         print("; ".join(engine.model.notes), flush=True)
         try:
             streams, images = Streams(engine), pictures(args.size)

@@ -35,7 +35,7 @@ class _Captured:
 
 class EncoderGraphs:
     """An encoder on a CUDA device, captured for units that come a second time. One thread at a time may use it, always
-    on the same stream."""
+    on the same stream; on the default one, where nothing can be captured, it launches kernel by kernel."""
 
     def __init__(self, encoder: ImageEncoder, device: torch.device) -> None:
         self._encoder, self._device = encoder, device
@@ -47,7 +47,7 @@ class EncoderGraphs:
     def rows(self, pixels: Tensor, grid: UnitGrid, layers: int) -> Generator[None, None, Tensor]:
         """pixels [B, 3, H, W] in host memory -> rows [B, rows, N]; yields after each `layers` layers."""
         key = tuple(pixels.shape)
-        if key not in self._captured and not self._comes_again(key):
+        if self._is_default_stream or (key not in self._captured and not self._comes_again(key)):
             return (yield from in_slices(self._encoder.layers(pixels.to(self._device), grid), layers))
         if key not in self._captured:
             while len(self._captured) >= CLASSES:
@@ -55,6 +55,10 @@ class EncoderGraphs:
             self._captured[key] = self._capture(pixels, grid, layers)
         self._captured.move_to_end(key)
         return (yield from self._replayed(self._captured[key], pixels))
+
+    @property
+    def _is_default_stream(self) -> bool:
+        return torch.cuda.current_stream(self._device) == torch.cuda.default_stream(self._device)
 
     def _comes_again(self, key: tuple[int, ...]) -> bool:
         if key in self._seen:
