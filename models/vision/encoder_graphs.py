@@ -23,11 +23,12 @@ CLASSES = 8
 
 @dataclass(frozen=True, eq=False)
 class _Captured:
-    """The graphs of one number and size of units. host, pixels: what they are given, pinned and on the device; rows:
-    what they give."""
+    """The graphs of one number and size of units. host, pixels: what they are given, pinned and on the device, once
+    `copied`; rows: what they give."""
 
     host: Tensor
     pixels: Tensor
+    copied: torch.cuda.Event
     graphs: list[torch.cuda.CUDAGraph]
     grid: UnitGrid
     rows: Tensor
@@ -69,8 +70,10 @@ class EncoderGraphs:
         return False
 
     def _replayed(self, captured: _Captured, pixels: Tensor) -> Generator[None, None, Tensor]:
+        captured.copied.synchronize()  # the units before have left the host
         captured.host.copy_(pixels)
         captured.pixels.copy_(captured.host, non_blocking=True)
+        captured.copied.record()
         for graph in captured.graphs:
             graph.replay()
             yield
@@ -96,7 +99,7 @@ class EncoderGraphs:
                 finally:
                     graph.capture_end()
                 graphs.append(graph)
-        return _Captured(host, given, graphs, grid, rows)
+        return _Captured(host, given, torch.cuda.Event(), graphs, grid, rows)  # type: ignore[no-untyped-call]
 
 
 def in_slices(layers: Generator[None, None, Tensor], count: int) -> Generator[None, None, Tensor]:

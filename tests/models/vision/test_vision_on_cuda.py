@@ -65,6 +65,13 @@ def test_graphs_give_the_bits_of_the_layers(
         assert graphs._captured
         assert not torch.equal(vision.encode([others])[0], expected[0])
         assert torch.equal(vision.encode([images[0]])[0], expected[0])
+        monkeypatch.setattr(
+            "quengine.models.vision.vision_model.MAX_PATCHES", 1
+        )  # unit by unit, none waited for
+        together = vision.encode([images[0], others, images[0], others])
+        for first, second in ((0, 2), (1, 3)):
+            assert torch.equal(together[first], together[second])
+        assert nmse(together[0], expected[0]) < 1e-6 < nmse(together[1], expected[0])
     layers = vision.processor.settings.layers
     assert all(len(each.graphs) == layers + 1 for each in graphs._captured.values())
 
