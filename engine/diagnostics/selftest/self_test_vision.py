@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quengine.diagnostics.selftest.self_test import HALF, KernelCheck, checked
-from quengine.kernels.vision_rows import Norm
+from quengine.kernels.vision_rows import Norm, PatchActivation
 from quengine.models.vision.blocks import (
     Linear,
     Mlp,
@@ -72,7 +72,7 @@ class _Layer:
             norms=heads if self.gated else (None, None, None),
         )
         gate = self._linear(HIDDEN, width) if self.gated else None
-        act = "silu" if self.gated else "gelu_tanh"
+        act: PatchActivation = "silu" if self.gated else "gelu_tanh"
         mlp = Mlp(self._linear(HIDDEN, width), self._linear(width, HIDDEN), act, gate)
         post = (self._norm(width), self._norm(width)) if self.gated else None
         return VisionBlock(self._norm(width), attention, self._norm(width), mlp, post=post)
