@@ -179,8 +179,8 @@ def loaded(
     return found | {"prompts_s": round(len(waits) / seconds, 1), "answer_ms": answer}
 
 
-def files(folder: Path, model: str, projector: str) -> Path:
-    """The model's file, with that of its projector beside it."""
+def files(folder: Path, model: str, projector: str) -> tuple[Path, Path]:
+    """The files of the model and of its projector."""
     path = folder / f"{model}.gguf"
     if not path.exists():
         write_synthetic(path, model)
@@ -192,7 +192,7 @@ def files(folder: Path, model: str, projector: str) -> Path:
     beside = folder / f"mmproj-{model}-{projector}.gguf"
     if not beside.exists():
         write_synthetic_projector(beside, projector, size)
-    return path
+    return path, beside
 
 
 def main() -> None:
@@ -213,11 +213,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         began = time.perf_counter()
-        path = files(folder, args.model, args.projector)
+        path, mmproj = files(folder, args.model, args.projector)
         written = time.perf_counter()
-        options = {"device": args.device, "ctx_size": args.ctx_size, "parallel": max(args.streams) + 16}
+        print(f"files {written - began:.1f} s", flush=True)
+        options = {"device": args.device, "ctx_size": args.ctx_size, "mmproj": str(mmproj)}
+        options |= {"parallel": max(args.streams) + 16}
         engine = ProcessEngine(str(path), options)
-        print(f"files {written - began:.1f} s, loaded in {time.perf_counter() - written:.1f} s", flush=True)
+        print(f"loaded in {time.perf_counter() - written:.1f} s", flush=True)
         print("; ".join(engine.model.notes), flush=True)
         try:
             streams, images = Streams(engine), pictures(args.size)

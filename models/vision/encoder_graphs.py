@@ -23,11 +23,12 @@ CLASSES = 8
 
 @dataclass(frozen=True, eq=False)
 class _Captured:
-    """The graphs of one number and size of units. host, pixels: what they are given, pinned and on the device; rows:
-    what they give."""
+    """The graphs of one number and size of units. host, pixels: what they are given, pinned and on the device, once
+    `copied`; rows: what they give."""
 
     host: Tensor
     pixels: Tensor
+    copied: torch.cuda.Event
     graphs: list[torch.cuda.CUDAGraph]
     grid: UnitGrid
     rows: Tensor
@@ -35,7 +36,7 @@ class _Captured:
 
 class EncoderGraphs:
     """An encoder on a CUDA device, captured for units that come a second time. One thread at a time may use it, always
-    on the same stream."""
+    on the same stream; on the default one, where nothing can be captured, it launches kernel by kernel."""
 
     def __init__(self, encoder: ImageEncoder, device: torch.device) -> None:
         self._encoder, self._device = encoder, device
@@ -47,7 +48,7 @@ class EncoderGraphs:
     def rows(self, pixels: Tensor, grid: UnitGrid, layers: int) -> Generator[None, None, Tensor]:
         """pixels [B, 3, H, W] in host memory -> rows [B, rows, N]; yields after each `layers` layers."""
         key = tuple(pixels.shape)
-        if key not in self._captured and not self._comes_again(key):
+        if self._is_default_stream or (key not in self._captured and not self._comes_again(key)):
             return (yield from in_slices(self._encoder.layers(pixels.to(self._device), grid), layers))
         if key not in self._captured:
             while len(self._captured) >= CLASSES:
@@ -55,6 +56,10 @@ class EncoderGraphs:
             self._captured[key] = self._capture(pixels, grid, layers)
         self._captured.move_to_end(key)
         return (yield from self._replayed(self._captured[key], pixels))
+
+    @property
+    def _is_default_stream(self) -> bool:
+        return torch.cuda.current_stream(self._device) == torch.cuda.default_stream(self._device)
 
     def _comes_again(self, key: tuple[int, ...]) -> bool:
         if key in self._seen:
@@ -65,8 +70,10 @@ class EncoderGraphs:
         return False
 
     def _replayed(self, captured: _Captured, pixels: Tensor) -> Generator[None, None, Tensor]:
+        captured.copied.synchronize()  # the units before have left the host
         captured.host.copy_(pixels)
         captured.pixels.copy_(captured.host, non_blocking=True)
+        captured.copied.record()
         for graph in captured.graphs:
             graph.replay()
             yield
@@ -92,7 +99,7 @@ class EncoderGraphs:
                 finally:
                     graph.capture_end()
                 graphs.append(graph)
-        return _Captured(host, given, graphs, grid, rows)
+        return _Captured(host, given, torch.cuda.Event(), graphs, grid, rows)  # type: ignore[no-untyped-call]
 
 
 def in_slices(layers: Generator[None, None, Tensor], count: int) -> Generator[None, None, Tensor]:

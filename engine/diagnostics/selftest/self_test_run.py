@@ -23,6 +23,7 @@ from quengine.diagnostics.selftest.self_test_experts import (
 )
 from quengine.diagnostics.selftest.self_test_latent import LATENTS, check_latent
 from quengine.diagnostics.selftest.self_test_states import STATES, check_state
+from quengine.diagnostics.selftest.self_test_vision import VISION, check_vision
 from quengine.kernels.block_formats import FORMATS
 from quengine.platform.machine import usable_cpus
 
@@ -39,7 +40,7 @@ Unit = tuple[str, str]
 
 GPU_UNITS: tuple[Unit, ...] = (
     *((name, use.name) for name in FORMATS for use in USES),
-    *((name, "") for name in (*OPERATIONS, *PAGED, *STATES, *LATENTS)),
+    *((name, "") for name in (*OPERATIONS, *PAGED, *STATES, *LATENTS, VISION)),
     *((name, use.name) for name in SUBJECTS for use in EXPERT_USES),
     *((ROUTER, name) for name in ROUTERS),
     *((name, test) for name, tests in SAMPLING.items() for test in tests),
@@ -52,7 +53,8 @@ QUICK_FORMAT = "Q4_K"
 
 def quick_units() -> tuple[Unit, ...]:
     """One of each kind of GPU_UNITS: every use of one format, every operation, one router."""
-    kinds = {QUICK_FORMAT, *OPERATIONS, *PAGED, *STATES, *LATENTS, f"experts {QUICK_FORMAT}", *SAMPLING}
+    layers = {*OPERATIONS, *PAGED, *STATES, *LATENTS, VISION}
+    kinds = {QUICK_FORMAT, *layers, f"experts {QUICK_FORMAT}", *SAMPLING}
     return tuple(unit for unit in GPU_UNITS if unit[0] in kinds or unit == (ROUTER, next(iter(ROUTERS))))
 
 
@@ -70,6 +72,7 @@ def check_cpu(threads: int, quick: bool = False) -> Iterator[KernelCheck]:
         yield from check_state(backend, name)
     for name in LATENTS:
         yield from check_latent(backend, name)
+    yield from check_vision(torch.device("cpu"))
     for name in (f"experts {QUICK_FORMAT}",) if quick else SUBJECTS:
         for use in EXPERT_USES:
             yield check_experts(backend, name, use)
@@ -123,6 +126,8 @@ def check_on_gpu(index: int, unit: Unit) -> list[KernelCheck]:
         return list(check_state(backend, subject))
     if subject in LATENTS:
         return list(check_latent(backend, subject))
+    if subject == VISION:
+        return list(check_vision(backend.device))
     return list(check_operation(backend, subject))
 
 

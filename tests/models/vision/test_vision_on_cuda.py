@@ -52,16 +52,28 @@ def test_graphs_give_the_bits_of_the_layers(
     write_vision(tmp_path, CASES[name])
     vision = load_vision(tmp_path, "cuda")
     images = [vision.prepare(png(picture(*size))) for size in ((100, 70), (40, 40))]
-    expected = [vision.encode([image])[0] for image in images]
-    assert vision._graphs is not None and not vision._graphs._captured
-    for _ in range(3):
-        for image, rows in zip(images, expected, strict=True):
-            assert torch.equal(vision.encode([image])[0], rows)
     others = vision.prepare(png(picture(100, 70, seed=1)))
-    assert not torch.equal(vision.encode([others])[0], expected[0])
-    assert torch.equal(vision.encode([images[0]])[0], expected[0])
+    expected = [vision.encode([image])[0] for image in images]
+    graphs = vision._graphs
+    assert graphs is not None
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(4):
+            for image, rows in zip(images, expected, strict=True):
+                assert torch.equal(vision.encode([image])[0], rows)
+        assert graphs._captured
+        assert not torch.equal(vision.encode([others])[0], expected[0])
+        assert torch.equal(vision.encode([images[0]])[0], expected[0])
+        monkeypatch.setattr(
+            "quengine.models.vision.vision_model.MAX_PATCHES", 1
+        )  # unit by unit, none waited for
+        together = vision.encode([images[0], others, images[0], others])
+        for first, second in ((0, 2), (1, 3)):
+            assert torch.equal(together[first], together[second])
+        assert nmse(together[0], expected[0]) < 1e-6 < nmse(together[1], expected[0])
     layers = vision.processor.settings.layers
-    assert all(len(each.graphs) == layers + 1 for each in vision._graphs._captured.values())
+    assert all(len(each.graphs) == layers + 1 for each in graphs._captured.values())
 
 
 @pytest.mark.gpu
