@@ -92,7 +92,7 @@ class Collector:
 
     def _add(self, name: str, rows: Tensor) -> None:
         squares = rows.double().square_().sum(0, keepdim=True)
-        self._put(name, squares, torch.tensor([len(rows)], device=rows.device))
+        self._put(name, squares, torch.full((1,), len(rows), device=rows.device))
 
     def _put(self, name: str, squares: Tensor, counts: Tensor) -> None:
         if name in self.squares:

@@ -59,6 +59,17 @@ def test_strides_have_llama_perplexitys_values(smollm2: LLM, license_text: str) 
     assert found[-1].scored_tokens == 128 and found[-1].computed_tokens == 256
 
 
+@pytest.mark.parametrize("adds", [True, False])
+def test_chunks_begin_as_llama_perplexitys(adds: bool, tmp_path: Path) -> None:
+    """With the beginning-of-text token in place of their first one, where the model has it."""
+    changes = {"tokenizer.ggml.add_bos_token": adds, "tokenizer.ggml.bos_token_id": 260}
+    sizes = ModelSizes(embedding=32, feed_forward=64, heads=2, kv_heads=1, head_dim=16)
+    path = write_tiny(tmp_path / "tiny.gguf", kind="F32", sizes=sizes, changes=changes)
+    text = ("Nine wolves watched, and a tenth one slept. " * 12).rstrip()
+    found = perplexity(path, text, 64, chunks=7, device="cpu")
+    assert found.running == pytest.approx(THEIRS["tiny, -c 64 -b 64, add_bos"][str(adds).lower()], rel=1e-4)
+
+
 def test_tasks_have_llama_perplexitys_answers(smollm2: LLM) -> None:
     tasks = read_tasks("hellaswag", task_files.hellaswag())
     found = [each.accuracy for each in answer(smollm2, "hellaswag", tasks)]
