@@ -88,6 +88,9 @@ def amx_bytes_matmul_kernel(format_name: str) -> bytes:
     x_bytes, block_bytes = ROWS * ROW_BYTES, FORMATS[format_name].nbytes
     panel_floats, tile_bytes, sum_bytes = 2 * HALF_BYTES // 4, 4 * ROWS * COLUMNS, 6 * TILE_BYTES
     sum_floats = 2 * sum_bytes // 4
+    strip_bytes = (
+        COLUMNS * block_bytes
+    )  # of the next strip's run, prefetched while a super-block is multiplied
     request_at, request_floats = arguments_at(BytePanelArguments), 16  # as large as the tile configuration
 
     def amx_bytes_matmul(args: MatmulArguments, task: int) -> None:
@@ -119,7 +122,14 @@ def amx_bytes_matmul_kernel(format_name: str) -> bytes:
                         if b < blocks:
                             multiply_byte_tiles(format_name, x + b * x_bytes, panel, sums + b % 2 * sum_bytes)
                             # What is unpacked next, spread over the blocks: a burst would stall on the memory.
-                            if few or first + COLUMNS < end:
+                            if few:
+                                if first + COLUMNS < end:
+                                    ahead = weights + (first + COLUMNS) * row_bytes + k // DEPTH * strip_bytes
+                                    for line in range(
+                                        strip_bytes // 64 * b // blocks, strip_bytes // 64 * (b + 1) // blocks
+                                    ):
+                                        prefetch(ahead + 64 * line)
+                            elif first + COLUMNS < end:
                                 _prefetch_share(args, first + COLUMNS, end, k // DEPTH, b, blocks)
                             elif k + DEPTH < cols:
                                 _prefetch_share(args, begin, end, k // DEPTH + 1, b, blocks)
