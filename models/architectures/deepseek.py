@@ -414,12 +414,11 @@ DEEPSEEK2 = Architecture(
     },
 )
 
-MISTRAL4 = Architecture(
+MISTRAL4 = replace(
+    DEEPSEEK2,
     name="mistral4",
     block=BlockForm(AttentionForm(rope_layout="pairs")),
-    build=_build,
     router=RouterKind(used=4, scores="softmax", normalized=True),
-    rope_scalings=frozenset({"linear", "yarn"}),
     model_types={
         "mistral4": ModelType(
             {
@@ -448,12 +447,6 @@ MISTRAL4 = Architecture(
             fields=_mistral_fields,
         ),
     },
-    hf_modules=SHARED_EXPERTS,
-    hf_rope_pairs=True,
-    size_fields=_size_fields,
-    gguf_keys=_GGUF_KEYS,
-    gguf_fields=_gguf_fields,
-    latent=True,
     synthetic={
         "mistral-small-4": {
             "vocab_size": 131072,
