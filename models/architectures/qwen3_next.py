@@ -33,9 +33,9 @@ from quengine.models.architectures.rope_axes import (
 )
 from quengine.models.blocks import AttentionForm, BlockForm, Norms
 from quengine.models.blocks.block import Block
-from quengine.models.blocks.gated_delta import GatedDelta
+from quengine.models.blocks.gated_delta import GatedDelta, GatedDeltaSizes
 from quengine.models.blocks.uniform import hybrid_layers
-from quengine.models.config import LIMITS, GatedDeltaSizes, ModelConfig
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer
 
