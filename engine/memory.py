@@ -15,7 +15,9 @@ from quengine.kernels.moe.grouping import default_block, most_blocks
 from quengine.models.architectures import attentions_of, layers_of
 from quengine.models.blocks.block import PagedKV, SlotState, State
 from quengine.models.blocks.experts import ExpertConfig
-from quengine.models.config import AltUpSizes, CacheGroup, GatedDeltaSizes, LatentSizes, ModelConfig
+from quengine.models.blocks.gated_delta import GatedDeltaSizes
+from quengine.models.blocks.latent_attention import LatentSizes
+from quengine.models.config import AltUpSizes, CacheGroup, ModelConfig
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
 """Bytes reserved, by kind of device, for everything independent of the model's size: the process, kernels,

@@ -14,6 +14,9 @@ from typing import Literal, NamedTuple
 from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED
 from quengine.models.blocks import BlockForm
 from quengine.models.blocks.experts import ExpertConfig
+from quengine.models.blocks.gated_delta import GatedDeltaSizes
+from quengine.models.blocks.latent_attention import LatentSizes
+from quengine.models.blocks.mamba2 import Mamba2Sizes
 from quengine.models.rotation import RopeScaling, Rotation
 
 Pooling = Literal["mean", "cls", "last", "rank"]
@@ -39,110 +42,6 @@ class LayerSizes(NamedTuple):
     head_count_kv: int
     feed_forward_length: int
     head_dim: int = 0
-
-
-@dataclass(frozen=True)
-class GatedDeltaSizes:
-    """The sizes of a gated delta net (blocks/gated_delta.py).
-
-    head_dim: of queries, keys and values. taps: positions that the convolution reads, the token's own among them.
-    tiled: as GatedDeltaSpec has it, how value heads are ordered. by_key_head: one tensor has the rows that make the
-    strength and the decay of value heads, those of each key head together.
-    """
-
-    key_heads: int
-    value_heads: int
-    head_dim: int
-    taps: int
-    tiled: bool
-    by_key_head: bool = False
-
-    @property
-    def ratio(self) -> int:
-        """Value heads that read the same key head."""
-        return self.value_heads // self.key_heads
-
-    @property
-    def keys(self) -> int:
-        return self.key_heads * self.head_dim
-
-    @property
-    def values(self) -> int:
-        return self.value_heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution."""
-        return 2 * self.keys + self.values
-
-    def rows_of_qkvz(self) -> list[list[int]]:
-        """The rows of q, k, v and z in a matrix that has those of each key head together."""
-        wide = self.ratio * self.head_dim
-        return _rows_by_part((self.head_dim, self.head_dim, wide, wide), self.key_heads)
-
-    def rows_of_ba(self) -> list[list[int]]:
-        """The rows of b and a, `by_key_head`."""
-        return _rows_by_part((self.ratio, self.ratio), self.key_heads)
-
-
-@dataclass(frozen=True)
-class LatentSizes:
-    """The sizes of a latent attention (blocks/latent_attention.py).
-
-    query_rank: of the latent that queries are made of; 0: they are made of the hidden row. rank: of the latent that
-    keys and values are made of. plain, rotated: elements of a query that are not and that are rotated. values: elements
-    of a head's value. eps: of the norms of both latents.
-    """
-
-    query_rank: int
-    rank: int
-    plain: int
-    rotated: int
-    values: int
-    eps: float
-
-
-@dataclass(frozen=True)
-class Mamba2Sizes:
-    """The sizes of a Mamba2 layer (blocks/mamba2.py).
-
-    head_dim: elements of x in a head. groups: of B and C, each read by as many heads, and of the norm. state_dim:
-    elements of B and of C in a group. taps: positions that the convolution reads, the token's own among them. eps: of
-    the norm within it. conv_bias: the convolution has a bias. step_limits: the least and the largest step of time.
-    """
-
-    heads: int
-    head_dim: int
-    groups: int
-    state_dim: int
-    taps: int
-    eps: float
-    conv_bias: bool = True
-    step_limits: tuple[float, float] = (0.0, inf)
-
-    @property
-    def inner(self) -> int:
-        """Elements of x, and of the gate."""
-        return self.heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution."""
-        return self.inner + 2 * self.groups * self.state_dim
-
-    @property
-    def rows(self) -> int:
-        """Rows of the projection to gate, channels and steps of time."""
-        return self.inner + self.channels + self.heads
-
-
-def _rows_by_part(parts: tuple[int, ...], heads: int) -> list[list[int]]:
-    """The rows of each part in a matrix that has `parts` rows of each head side by side, head after head."""
-    every, first, found = sum(parts), 0, []
-    for part in parts:
-        found.append([every * head + first + row for head in range(heads) for row in range(part)])
-        first += part
-    return found
 
 
 @dataclass(frozen=True)

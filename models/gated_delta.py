@@ -8,8 +8,7 @@ from quengine.kernels.backend import Hidden, SlotLayer
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.models.blocks.gated_delta import GatedDelta
-from quengine.models.config import GatedDeltaSizes
+from quengine.models.blocks.gated_delta import GatedDelta, GatedDeltaSizes
 from quengine.models.layer_tables import LayerTables
 from quengine.models.layers import LayerTensors, MixerLayer
 

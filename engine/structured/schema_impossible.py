@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from quengine.structured.schema_dialect import Schema, without
-from quengine.structured.schema_rules import references
+from quengine.structured.schema_rules import with_users
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
@@ -31,17 +31,7 @@ def without_impossible(schema: Schema) -> Schema:
 def _impossible(definitions: Mapping[str, Schema]) -> set[str]:
     """The definitions under which nothing is valid, by themselves or for those that they refer to."""
     found = {name for name, part in definitions.items() if _possible(part, frozenset()) is False}
-    users: dict[str, list[str]] = {}
-    for user, part in definitions.items() if found else ():
-        for name in references(part):
-            users.setdefault(name, []).append(user)
-    waiting = [*found]
-    while waiting:
-        others = [user for user in users.get(waiting.pop(), ()) if user not in found]
-        more = {user for user in others if _possible(definitions[user], found) is False}
-        found |= more
-        waiting += more
-    return found
+    return with_users(definitions, found, lambda user, found: _possible(definitions[user], found) is False)
 
 
 def _possible(schema: Schema, impossible: Set[str]) -> Schema:

@@ -13,7 +13,7 @@ not compiled: llguidance leaves out of a schema what nothing is valid under, and
 
 import json
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,6 +111,24 @@ def references(schema: Schema) -> set[str]:
     return found
 
 
+def with_users(
+    definitions: Mapping[str, Schema], found: set[str], joins: Callable[[str, Set[str]], bool]
+) -> set[str]:
+    """`found`, and of the definitions that refer to some of them, or to others that joined, those that `joins` takes:
+    it is given a definition's name and what is found so far."""
+    users: dict[str, list[str]] = {}
+    for user, part in definitions.items() if found else ():
+        for name in references(part):
+            users.setdefault(name, []).append(user)
+    waiting = [*found]
+    while waiting:
+        others = [user for user in users.get(waiting.pop(), ()) if user not in found]
+        more = {user for user in others if joins(user, found)}
+        found |= more
+        waiting += more
+    return found
+
+
 def _mark_exact(schema: Schema, names: Set[str], found: set[int]) -> bool:
     """Whether a schema or one within it has EXACT, or refers to one of `names`; `found` takes the `id` of each."""
     if isinstance(schema, bool):
@@ -129,16 +147,7 @@ def _name(schema: Mapping[str, Any]) -> str:
 def _with_exact(definitions: Mapping[str, Schema]) -> frozenset[str]:
     """The definitions that have exact numbers, within them or in those that they refer to."""
     found = {name for name, part in definitions.items() if _mark_exact(part, frozenset(), set())}
-    users: dict[str, list[str]] = {}
-    for user, part in definitions.items() if found else ():
-        for name in references(part):
-            users.setdefault(name, []).append(user)
-    waiting = [*found]
-    while waiting:
-        more = {user for user in users.get(waiting.pop(), ()) if user not in found}
-        found |= more
-        waiting += more
-    return frozenset(found)
+    return frozenset(with_users(definitions, found, lambda _user, _found: True))
 
 
 def _inexact(schema: Schema, renamed: Set[str] = frozenset()) -> Any:

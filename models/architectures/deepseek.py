@@ -17,9 +17,9 @@ from quengine.models.architectures.file_traits import DRAFTS, tensor_kinds, with
 from quengine.models.architectures.mixtures import DEEPSEEK, SHARED_EXPERTS
 from quengine.models.blocks import AttentionForm, BlockForm, ExpertsForm
 from quengine.models.blocks.block import Block
-from quengine.models.blocks.latent_attention import LatentAttention
+from quengine.models.blocks.latent_attention import LatentAttention, LatentSizes
 from quengine.models.blocks.uniform import channel_mixer
-from quengine.models.config import LIMITS, LatentSizes, ModelConfig
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer, number
 from quengine.models.rotation import RopeLayout, yarn_mscale
@@ -37,7 +37,20 @@ _HF_SIZES = {"rank": "kv_lora_rank", "plain": "qk_nope_head_dim", "values": "v_h
 
 
 def _build(config: ModelConfig) -> Sequence[Block]:
-    return [Block(LatentAttention.of(config, i), channel_mixer(config, i)) for i in range(config.block_count)]
+    return [Block(_attention(config, i), channel_mixer(config, i)) for i in range(config.block_count)]
+
+
+def _attention(config: ModelConfig, layer: int) -> LatentAttention:
+    assert config.latent is not None
+    temperature, length = config.attention_temperature_scale, config.attention_temperature_length
+    return LatentAttention(
+        width=config.embedding_length,
+        heads=config.head_count,
+        sizes=config.latent,
+        rotation=config.rotation(layer),
+        scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+        temperature=(temperature, length, config.attention_temperature_offset) if temperature else None,
+    )
 
 
 def _size_fields(config: ModelConfig) -> Fields:
@@ -414,12 +427,11 @@ DEEPSEEK2 = Architecture(
     },
 )
 
-MISTRAL4 = Architecture(
+MISTRAL4 = replace(
+    DEEPSEEK2,
     name="mistral4",
     block=BlockForm(AttentionForm(rope_layout="pairs")),
-    build=_build,
     router=RouterKind(used=4, scores="softmax", normalized=True),
-    rope_scalings=frozenset({"linear", "yarn"}),
     model_types={
         "mistral4": ModelType(
             {
@@ -448,12 +460,6 @@ MISTRAL4 = Architecture(
             fields=_mistral_fields,
         ),
     },
-    hf_modules=SHARED_EXPERTS,
-    hf_rope_pairs=True,
-    size_fields=_size_fields,
-    gguf_keys=_GGUF_KEYS,
-    gguf_fields=_gguf_fields,
-    latent=True,
     synthetic={
         "mistral-small-4": {
             "vocab_size": 131072,

@@ -104,7 +104,8 @@ ERNIE4_5 = Architecture(
     },
 )
 
-ERNIE4_5_MOE = Architecture(
+ERNIE4_5_MOE = replace(
+    ERNIE4_5,
     name="ernie4_5-moe",
     block=BlockForm(AttentionForm(rope_layout="pairs"), experts=ExpertsForm(selection_bias=True)),
     router=RouterKind(used=6, scores="softmax", normalized=True),
@@ -140,8 +141,6 @@ ERNIE4_5_MOE = Architecture(
         **SHARED_EXPERTS,
     },
     hf_rows=frozenset({"exp_probs_b"}),
-    hf_rope_pairs=True,
-    vocabulary="spm",
     gguf_keys=(_STEP,),
     gguf_fields=_gguf_fields,
     synthetic={

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from quengine.models.architectures.architecture import Fields, Keys
 from quengine.models.blocks import BlockForm
-from quengine.models.config import Mamba2Sizes, ModelConfig
+from quengine.models.blocks.mamba2 import Mamba2Sizes
+from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import flag
 

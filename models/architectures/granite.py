@@ -100,9 +100,9 @@ _MIXTURE_SHARED = replace(
     expert_keys={**_MIXTURE.expert_keys, "shared_feed_forward_length": "shared_intermediate_size"},
 )
 
-GRANITEMOE = Architecture(
+GRANITEMOE = replace(
+    GRANITE,
     name="granitemoe",
-    block=BlockForm(AttentionForm(rope_layout="pairs")),
     router=RouterKind(used=2, scores="softmax_of_chosen", normalized=False),
     model_types={"granitemoe": _MIXTURE, "granitemoeshared": _MIXTURE_SHARED},
     hf_modules={
@@ -115,6 +115,4 @@ GRANITEMOE = Architecture(
         "ffn_gate_shexp.weight": HFPart("shared_mlp.input_linear.weight", "first half"),
         "ffn_up_shexp.weight": HFPart("shared_mlp.input_linear.weight", "second half"),
     },
-    gguf_keys=(*HF_SCALES, FINETUNED),
-    gguf_fields=_gguf_fields,
 )

@@ -23,9 +23,9 @@ from quengine.models.architectures.granite import (
 )
 from quengine.models.architectures.mixtures import MIXTRAL
 from quengine.models.blocks.block import Block
-from quengine.models.blocks.mamba2 import Mamba2
+from quengine.models.blocks.mamba2 import Mamba2, Mamba2Sizes
 from quengine.models.blocks.uniform import hybrid_layers
-from quengine.models.config import Mamba2Sizes, ModelConfig
+from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer
 

@@ -6,6 +6,7 @@ elements; files have the raised base. The mixture has a shared expert in every l
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Keys, ModelType
@@ -76,9 +77,9 @@ HUNYUAN_DENSE = Architecture(
     synthetic={"hunyuan-7b": _RELEASED, "hunyuan-dense-tiny": {"tied_output": True}},
 )
 
-HUNYUAN_MOE = Architecture(
+HUNYUAN_MOE = replace(
+    HUNYUAN_DENSE,
     name="hunyuan-moe",
-    block=BlockForm(AttentionForm(qk_norm="rotated head", qkv_bias=True)),
     router=RouterKind(used=8, scores="softmax", normalized=True),
     model_types={
         "hunyuan_v1_moe": ModelType(
@@ -100,7 +101,6 @@ HUNYUAN_MOE = Architecture(
         "ffn_up_shexp": "mlp.shared_mlp.up_proj",
         "ffn_down_shexp": "mlp.shared_mlp.down_proj",
     },
-    gguf_fields=gguf_attention_biases,
     synthetic={
         "hunyuan-a13b": {
             **_RELEASED,

@@ -7,6 +7,7 @@ name `token_embd_norm`. Experts are chosen by sigmoid scores, most with a bias o
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
@@ -172,10 +173,10 @@ LFM2 = Architecture(
     },
 )
 
-LFM2MOE = Architecture(
+LFM2MOE = replace(
+    LFM2,
     name="lfm2moe",
     block=BlockForm(AttentionForm(qk_norm="head"), experts=ExpertsForm(selection_bias=True)),
-    build=_build,
     router=RouterKind(used=4, scores="sigmoid", normalized=True),
     model_types={
         "lfm2_moe": ModelType(
@@ -206,10 +207,7 @@ LFM2MOE = Architecture(
         "ffn_gate_up_exps.weight": "feed_forward.experts.gate_up_proj",
         "ffn_down_exps.weight": "feed_forward.experts.down_proj",
     },
-    size_fields=_size_fields,
-    gguf_keys=(_TAPS,),
     gguf_fields=_moe_gguf_fields,
-    has_recurrent_layers=True,
     synthetic={
         "lfm2-8b-a1b": {
             "vocab_size": 65536,

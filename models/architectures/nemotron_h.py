@@ -26,9 +26,9 @@ from quengine.models.architectures.file_traits import (
 )
 from quengine.models.blocks import BlockForm, FeedForwardForm, Norms
 from quengine.models.blocks.block import Block
-from quengine.models.blocks.mamba2 import Mamba2
+from quengine.models.blocks.mamba2 import Mamba2, Mamba2Sizes
 from quengine.models.blocks.uniform import attention_of, channel_mixer
-from quengine.models.config import LIMITS, Mamba2Sizes, ModelConfig
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, flag, integer, number
 

@@ -33,9 +33,9 @@ from quengine.models.architectures.rope_axes import (
 )
 from quengine.models.blocks import AttentionForm, BlockForm, Norms
 from quengine.models.blocks.block import Block
-from quengine.models.blocks.gated_delta import GatedDelta
+from quengine.models.blocks.gated_delta import GatedDelta, GatedDeltaSizes
 from quengine.models.blocks.uniform import hybrid_layers
-from quengine.models.config import LIMITS, GatedDeltaSizes, ModelConfig
+from quengine.models.config import LIMITS, ModelConfig
 from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer
 
@@ -293,21 +293,15 @@ QWEN35 = Architecture(
     },
 )
 
-QWEN35MOE = Architecture(
+QWEN35MOE = replace(
+    QWEN35,
     name="qwen35moe",
     block=_BLOCK.with_experts(shared_gate=True),
-    build=_build,
     router=_ROUTER,
     model_types={
         "qwen3_5_moe_text": _QWEN3_5_MOE,
         "qwen3_5_moe": replace(_QWEN3_5_MOE, text_models=("qwen3_5_moe_text",)),
     },
-    hf_norm_offset=1.0,
-    hf_changes=_HF_CHANGES,
-    size_fields=_size_fields,
-    gguf_keys=_GGUF_KEYS,
-    gguf_fields=_gguf_fields,
-    draft_names=_DRAFT_NAMES,
     synthetic={
         "qwen3.6-35b-a3b": {
             **_SYNTHETIC,
@@ -341,10 +335,9 @@ def _sizes(config: ModelConfig) -> GatedDeltaSizes:
     return config.gated_delta
 
 
-QWEN3NEXT = Architecture(
+QWEN3NEXT = replace(
+    QWEN35MOE,
     name="qwen3next",
-    block=_BLOCK.with_experts(shared_gate=True),
-    build=_build,
     router=replace(_ROUTER, used=10),
     model_types={
         "qwen3_next": ModelType(
@@ -369,12 +362,6 @@ QWEN3NEXT = Architecture(
         "attn_qkv.weight": HFPart("linear_attn.in_proj_qkvz.weight", picks=_rows_of_qkv),
         "attn_gate.weight": HFPart("linear_attn.in_proj_qkvz.weight", picks=_rows_of_z),
     },
-    hf_norm_offset=1.0,
-    hf_changes=_HF_CHANGES,
-    size_fields=_size_fields,
-    gguf_keys=_GGUF_KEYS,
-    gguf_fields=_gguf_fields,
-    draft_names=_DRAFT_NAMES,
     synthetic={
         "qwen3-next-80b-a3b": {
             **_SYNTHETIC,

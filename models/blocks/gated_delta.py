@@ -11,13 +11,65 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quengine.models.blocks.block import BIAS, NORM, Axis, Cut, Mixer, Shape, SlotState, TensorSpec, Uniform
-from quengine.models.config import GatedDeltaSizes
 
 _HF = "linear_attn"
 """The module in a Hugging Face layer."""
 
 _DECAY = Uniform(-1.0, -0.02)
 """Draws for synthetic models: negative, so that a head's memory fades."""
+
+
+@dataclass(frozen=True)
+class GatedDeltaSizes:
+    """The sizes of a gated delta net.
+
+    head_dim: of queries, keys and values. taps: positions that the convolution reads, the token's own among them.
+    tiled: as GatedDeltaSpec has it, how value heads are ordered. by_key_head: one tensor has the rows that make the
+    strength and the decay of value heads, those of each key head together.
+    """
+
+    key_heads: int
+    value_heads: int
+    head_dim: int
+    taps: int
+    tiled: bool
+    by_key_head: bool = False
+
+    @property
+    def ratio(self) -> int:
+        """Value heads that read the same key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.head_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.keys + self.values
+
+    def rows_of_qkvz(self) -> list[list[int]]:
+        """The rows of q, k, v and z in a matrix that has those of each key head together."""
+        wide = self.ratio * self.head_dim
+        return _rows_by_part((self.head_dim, self.head_dim, wide, wide), self.key_heads)
+
+    def rows_of_ba(self) -> list[list[int]]:
+        """The rows of b and a, `by_key_head`."""
+        return _rows_by_part((self.ratio, self.ratio), self.key_heads)
+
+
+def _rows_by_part(parts: tuple[int, ...], heads: int) -> list[list[int]]:
+    """The rows of each part in a matrix that has `parts` rows of each head side by side, head after head."""
+    every, first, found = sum(parts), 0, []
+    for part in parts:
+        found.append([every * head + first + row for head in range(heads) for row in range(part)])
+        first += part
+    return found
 
 
 @dataclass(frozen=True)

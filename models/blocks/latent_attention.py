@@ -11,11 +11,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quengine.models.blocks.block import NORM, Mixer, PagedKV, TensorSpec
-from quengine.models.config import LatentSizes, ModelConfig
 from quengine.models.rotation import Rotation
 
 _HF = "self_attn"
 """The module in a Hugging Face layer."""
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """The sizes of a latent attention.
+
+    query_rank: of the latent that queries are made of; 0: they are made of the hidden row. rank: of the latent that
+    keys and values are made of. plain, rotated: elements of a query that are not and that are rotated. values: elements
+    of a head's value. eps: of the norms of both latents.
+    """
+
+    query_rank: int
+    rank: int
+    plain: int
+    rotated: int
+    values: int
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -31,20 +47,6 @@ class LatentAttention(Mixer):
     kind = "latent attention"
     window = None
     kv_heads = 1
-
-    @classmethod
-    def of(cls, config: ModelConfig, layer: int) -> "LatentAttention":
-        """That of a layer as the model's configuration has it."""
-        assert config.latent is not None
-        temperature, length = config.attention_temperature_scale, config.attention_temperature_length
-        return cls(
-            width=config.embedding_length,
-            heads=config.head_count,
-            sizes=config.latent,
-            rotation=config.rotation(layer),
-            scale=config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
-            temperature=(temperature, length, config.attention_temperature_offset) if temperature else None,
-        )
 
     @property
     def head_dim(self) -> int:

@@ -8,16 +8,50 @@ projected back (kernels/mamba2.py). Source: `NemotronHMamba2Mixer` and `GraniteM
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from quengine.models.blocks.block import BIAS, NORM, Axis, Cut, Mixer, Shape, SlotState, TensorSpec, Uniform
-from quengine.models.config import Mamba2Sizes
 
 _HF = "mamba"
 """The module in a Hugging Face layer."""
 
 _DECAY, _STEP = Uniform(-1.0, -0.02), Uniform(-3.0, 0.0)
 """Draws for synthetic models: negative, so that a head's memory fades; steps of time are mostly below 1."""
+
+
+@dataclass(frozen=True)
+class Mamba2Sizes:
+    """The sizes of a Mamba2 layer.
+
+    head_dim: elements of x in a head. groups: of B and C, each read by as many heads, and of the norm. state_dim:
+    elements of B and of C in a group. taps: positions that the convolution reads, the token's own among them. eps: of
+    the norm within it. conv_bias: the convolution has a bias. step_limits: the least and the largest step of time.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    taps: int
+    eps: float
+    conv_bias: bool = True
+    step_limits: tuple[float, float] = (0.0, inf)
+
+    @property
+    def inner(self) -> int:
+        """Elements of x, and of the gate."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.inner + 2 * self.groups * self.state_dim
+
+    @property
+    def rows(self) -> int:
+        """Rows of the projection to gate, channels and steps of time."""
+        return self.inner + self.channels + self.heads
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,10 @@ import numpy as np
 from quengine.models.architectures import ARCHITECTURES
 from quengine.models.architectures.architecture import Architecture
 from quengine.models.blocks.experts import ExpertConfig
-from quengine.models.config import (
-    AltUpSizes,
-    GatedDeltaSizes,
-    LatentSizes,
-    LayerInputSizes,
-    LayerSizes,
-    Mamba2Sizes,
-    ModelConfig,
-)
+from quengine.models.blocks.gated_delta import GatedDeltaSizes
+from quengine.models.blocks.latent_attention import LatentSizes
+from quengine.models.blocks.mamba2 import Mamba2Sizes
+from quengine.models.config import AltUpSizes, LayerInputSizes, LayerSizes, ModelConfig
 from quengine.models.rotation import RopeScaling, yarn_attention_factor
 from quengine.models.tensor_table import QUANT_TYPES
 

@@ -21,7 +21,8 @@ from quengine.models.architectures.rope_axes import even_sections
 from quengine.models.blocks.block import Shape, TensorSpec, Uniform
 from quengine.models.blocks.experts import ExpertConfig
 from quengine.models.blocks.layer_input import TABLE
-from quengine.models.config import Mamba2Sizes, ModelConfig
+from quengine.models.blocks.mamba2 import Mamba2Sizes
+from quengine.models.config import ModelConfig
 from quengine.models.draft_layer import stored_specs
 from quengine.models.gguf.config_experts import SCORES
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME

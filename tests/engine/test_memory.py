@@ -34,7 +34,8 @@ from quengine.memory import (
     workspace_bytes,
 )
 from quengine.models.blocks.experts import ExpertConfig
-from quengine.models.config import GatedDeltaSizes, ModelConfig
+from quengine.models.blocks.gated_delta import GatedDeltaSizes
+from quengine.models.config import ModelConfig
 from quengine.models.synthetic.presets import synthetic_preset
 from quengine.models.synthetic.synthetic import write_synthetic
 from tests.tiny_models import small_config

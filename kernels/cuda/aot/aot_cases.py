@@ -237,20 +237,19 @@ def _model_cases() -> Iterator[Case]:
 
 def _block_cases() -> Iterator[Case]:
     """Blocks with post-norms, with and without pre-norms; projections with a bias or row scales."""
+    blocks: dict[str, tuple[tuple[int, ...], Callable[..., None]]] = {
+        "feed-forward without a gate, Q4_K": ((90,), partial(_ungated, "Q4_K", 2560, 18432)),
+        "feed-forward without a gate, Q5_0": ((90,), partial(_ungated, "Q5_0", 2688, 3712)),
+        "gemma 3 and olmo 2": ((80, 90), partial(_blocks, "Q4_K", "Q6_K", 2560, 10240)),
+        "gemma4-26b-a4b, two branches": (ARCHS, partial(_branches, "Q4_0", 2816, 2112)),
+        "gemma4-e2b, inputs of layers": (ARCHS, partial(_layer_inputs, "Q4_0", "Q6_K", 1536, 256)),
+        "gpt-oss output bias, qwen2moe row scales": ((90,), partial(_projections, "Q8_0", 2880, 4096)),
+    }
     for rows in (1, 16, 64, ODD_ROWS):
-        for name, hidden, ffn in (("Q4_K", 2560, 18432), ("Q5_0", 2688, 3712)):
-            call = partial(_ungated, name, hidden, ffn, _step(rows))
-            yield Case(f"feed-forward without a gate, {name}, {_rows(rows)}", rows == 1, (90,), call)
+        for name, (archs, block) in blocks.items():
+            yield Case(f"{name}, {_rows(rows)}", rows == 1, archs, partial(block, _step(rows)))
         call = partial(_encoder_layer, "Q8_0", 768, 1152, _step(rows))
         yield Case(f"an encoder's feed-forward, exact GELU, {_rows(rows)}", False, (80, 90), call)
-        call = partial(_blocks, "Q4_K", "Q6_K", 2560, 10240, _step(rows))
-        yield Case(f"gemma 3 and olmo 2, {_rows(rows)}", rows == 1, (80, 90), call)
-        call = partial(_branches, "Q4_0", 2816, 2112, _step(rows))
-        yield Case(f"gemma4-26b-a4b, two branches, {_rows(rows)}", rows == 1, ARCHS, call)
-        call = partial(_layer_inputs, "Q4_0", "Q6_K", 1536, 256, _step(rows))
-        yield Case(f"gemma4-e2b, inputs of layers, {_rows(rows)}", rows == 1, ARCHS, call)
-        call = partial(_projections, "Q8_0", 2880, 4096, _step(rows))
-        yield Case(f"gpt-oss output bias, qwen2moe row scales, {_rows(rows)}", rows == 1, (90,), call)
     for name, step in (
         *(("decode", _decode(1)), ("drafts", _decode(BATCH, shares_sequences=True))),
         ("a prompt", _prefill(PREFILL_ROWS)),
@@ -261,40 +260,39 @@ def _block_cases() -> Iterator[Case]:
 
 
 def _gated_delta_cases() -> Iterator[Case]:
-    """The layers between their projections: of released models, and of other sizes of heads."""
-    for name, (keys, values, size) in NETS.items():
+    """Gated delta nets of released models, and of other sizes of heads."""
+    for name, sizes in NETS.items():
         main = name == "qwen3.6-35b-a3b 16/32x128"
-        archs = ARCHS if main or size > 128 else (90,)
-        steps = {"decode": _decode(1), "a prompt": _prefill(PREFILL_ROWS)}
-        if main:
-            steps |= {f"decode of {rows}": _decode(rows) for rows in (BATCH, FEW_ROWS[-1])}
-            steps |= {"rows of one sequence": _decode(BATCH, shares_sequences=True)}
-        for step, batch in steps.items():
-            call = partial(_gated_delta, keys, values, size, batch)
-            yield Case(f"gated delta {name}, {step}", batch.phase == "decode", archs, call)
-            if main and not batch.shares_sequences:
-                yield Case(f"deterministic gated delta {name}, {step}", False, archs, partial(_fixed, call))
+        archs = ARCHS if main or sizes[2] > 128 else (90,)
+        yield from _state_cases(f"gated delta {name}", main, archs, partial(_gated_delta, *sizes))
+
+
+def _mamba2_cases() -> Iterator[Case]:
+    """Mamba2 layers of released models, and of other sizes."""
+    for name, sizes in MAMBAS.items():
+        main = name.startswith("nemotron")
+        archs = ARCHS if main or name.startswith("granite") else (90,)
+        yield from _state_cases(f"mamba2 {name}", main, archs, partial(_mamba2, *sizes))
+
+
+def _state_cases(
+    name: str, main: bool, archs: tuple[int, ...], call: Callable[[ForwardBatch, MetaBackend], None]
+) -> Iterator[Case]:
+    """A mixer with a state between its projections; `main`: in all kinds of steps, deterministic too."""
+    steps = {"decode": _decode(1), "a prompt": _prefill(PREFILL_ROWS)}
+    if main:
+        steps |= {f"decode of {rows}": _decode(rows) for rows in (BATCH, FEW_ROWS[-1])}
+        steps |= {"rows of one sequence": _decode(BATCH, shares_sequences=True)}
+    for step, batch in steps.items():
+        own = partial(call, batch)
+        yield Case(f"{name}, {step}", batch.phase == "decode", archs, own)
+        if main and not batch.shares_sequences:
+            yield Case(f"deterministic {name}, {step}", False, archs, partial(_fixed, own))
 
 
 def _draft_cases() -> Iterator[tuple[str, bool, tuple[int, ...], Callable[[CudaBackend], object]]]:
     net = partial(_gated_delta, *NETS["qwen3.6-35b-a3b 16/32x128"])
     return draft_cases(CONTEXT, ARCHS, _decode(BATCH, shares_sequences=True), net)
-
-
-def _mamba2_cases() -> Iterator[Case]:
-    """The layers between their projections: of released models, and of other sizes."""
-    for name, sizes in MAMBAS.items():
-        main = name.startswith("nemotron")
-        archs = ARCHS if main or name.startswith("granite") else (90,)
-        steps = {"decode": _decode(1), "a prompt": _prefill(PREFILL_ROWS)}
-        if main:
-            steps |= {f"decode of {rows}": _decode(rows) for rows in (BATCH, FEW_ROWS[-1])}
-            steps |= {"rows of one sequence": _decode(BATCH, shares_sequences=True)}
-        for step, batch in steps.items():
-            call = partial(_mamba2, *sizes, batch)
-            yield Case(f"mamba2 {name}, {step}", batch.phase == "decode", archs, call)
-            if main and not batch.shares_sequences:
-                yield Case(f"deterministic mamba2 {name}, {step}", False, archs, partial(_fixed, call))
 
 
 def _type_cases() -> Iterator[Case]:

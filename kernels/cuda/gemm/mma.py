@@ -55,14 +55,16 @@ def _bytes(words, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _mma_int8_twin(a, b0, b1, A_SIGNED: tl.constexpr, B_SIGNED: tl.constexpr):
-    """A*B of m16n8k32 for every warp, spread over the lanes as by the instruction."""
-    THREADS: tl.constexpr = b0.shape[0]
+def _products(a, b):
+    """A*B of m16n8k32 (bytes) or m16n8k16 (fp16) for every warp, spread over the lanes as by the instruction: four
+    [threads]. a: the N elements of each word of A, [threads, 2, 2, N]; b: those of B, [threads, 2, N].
+    """
+    THREADS: tl.constexpr = a.shape[0]
     WARPS: tl.constexpr = THREADS // 32
-    both = tl.join(tl.join(a[0], a[1]), tl.join(a[2], a[3]))  # [thread, rh, half]
-    rows = tl.reshape(_bytes(both, A_SIGNED), [WARPS, 8, 4, 2, 8])  # [warp, r, q, rh, byte]
-    rows = tl.reshape(tl.permute(rows, [0, 3, 1, 2, 4]), [WARPS, 16, 1, 32])
-    columns = tl.reshape(_bytes(tl.join(b0, b1), B_SIGNED), [WARPS, 1, 8, 32])
+    DEPTH: tl.constexpr = 8 * a.shape[3]
+    rows = tl.reshape(a, [WARPS, 8, 4, 2, DEPTH // 4])  # [warp, r, q, rh, element]
+    rows = tl.reshape(tl.permute(rows, [0, 3, 1, 2, 4]), [WARPS, 16, 1, DEPTH])
+    columns = tl.reshape(b, [WARPS, 1, 8, DEPTH])
     product = tl.reshape(tl.sum(rows * columns, axis=3), [WARPS, 2, 8, 4, 2])  # [warp, rh, r, q, column]
     even, odd = tl.split(product)
     d0, d2 = tl.split(tl.permute(even, [0, 2, 3, 1]))
@@ -94,7 +96,8 @@ def mma_int8(a, b0, b1, d, A_SIGNED: tl.constexpr, B_SIGNED: tl.constexpr, ASM: 
             pack=1,
         )
     else:
-        e = _mma_int8_twin(a, b0, b1, A_SIGNED, B_SIGNED)
+        both = tl.join(tl.join(a[0], a[1]), tl.join(a[2], a[3]))  # [thread, rh, half]
+        e = _products(_bytes(both, A_SIGNED), _bytes(tl.join(b0, b1), B_SIGNED))
         return (d[0] + e[0], d[1] + e[1], d[2] + e[2], d[3] + e[3])
 
 
@@ -197,27 +200,6 @@ def _half_pair(word):
 
 
 @triton.jit
-def _mma_half_twin(a, b0, b1):
-    """A*B of m16n8k16 for every warp, spread over the lanes as by the instruction."""
-    THREADS: tl.constexpr = b0.shape[0]
-    WARPS: tl.constexpr = THREADS // 32
-    both = tl.join(tl.join(a[0], a[1]), tl.join(a[2], a[3]))  # [thread, rh, half]
-    rows = tl.reshape(_half_pair(both), [WARPS, 8, 4, 2, 4])
-    rows = tl.reshape(tl.permute(rows, [0, 3, 1, 2, 4]), [WARPS, 16, 1, 16])
-    columns = tl.reshape(_half_pair(tl.join(b0, b1)), [WARPS, 1, 8, 16])
-    product = tl.reshape(tl.sum(rows * columns, axis=3), [WARPS, 2, 8, 4, 2])
-    even, odd = tl.split(product)
-    d0, d2 = tl.split(tl.permute(even, [0, 2, 3, 1]))
-    d1, d3 = tl.split(tl.permute(odd, [0, 2, 3, 1]))
-    return (
-        tl.reshape(d0, [THREADS]),
-        tl.reshape(d1, [THREADS]),
-        tl.reshape(d2, [THREADS]),
-        tl.reshape(d3, [THREADS]),
-    )
-
-
-@triton.jit
 def mma_half(a, b0, b1, d, ASM: tl.constexpr):
     """d + A*B, m16n8k16: a is four int32 of two fp16 each, b0 and b1 likewise, d four fp32 tensors."""
     if ASM:
@@ -231,7 +213,8 @@ def mma_half(a, b0, b1, d, ASM: tl.constexpr):
             pack=1,
         )
     else:
-        e = _mma_half_twin(a, b0, b1)
+        both = tl.join(tl.join(a[0], a[1]), tl.join(a[2], a[3]))  # [thread, rh, half]
+        e = _products(_half_pair(both), _half_pair(tl.join(b0, b1)))
         return (d[0] + e[0], d[1] + e[1], d[2] + e[2], d[3] + e[3])
 
 
