@@ -8,6 +8,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import inf, isfinite
 from typing import Literal, NamedTuple
 
@@ -303,13 +304,13 @@ class ModelConfig:
         """Elements of a head of a layer."""
         return self.sizes(layer).head_dim or self.head_dim
 
-    @property
+    @cached_property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer; None is full attention."""
         full = frozenset(self.full_attention_layers)
         return tuple(None if i in full else self.sliding_window for i in range(self.block_count))
 
-    @property
+    @cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The layers grouped by what they cache: full attention comes first, if there is any, recurrent states last.
 
