@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quengine import LLM, EngineError, perplexity
+from quengine import LLM, EngineError, imatrix, perplexity
 from quengine.evaluation.perplexity import Estimate, Mean, chunks_of, measure, text_chunks, windows_of
 from quengine.evaluation.prompt_logits import PromptLogits, compute
 from quengine.evaluation.tasks import answer, read_tasks
@@ -137,6 +137,17 @@ def test_the_function_loads_a_model(tiny_path: Path, tiny: LLM) -> None:
     assert found.chunks == len(lines) == 2 and lines[-1] == found
     again = perplexity(tiny, text, 24, chunks=2)
     assert again.running == found.running  # the CPU's bits do not depend on what is computed beside
+
+
+def test_ranks_have_the_values_of_one(tmp_path: Path) -> None:
+    sizes = ModelSizes(embedding=64, feed_forward=64, heads=4, kv_heads=2, head_dim=32, context=256)
+    path = write_tiny(tmp_path / "tiny.gguf", kind="Q8_0", sizes=sizes)
+    text = "The quick brown fox jumps over the lazy dog. " * 4
+    alone = perplexity(path, text, 24, chunks=2, device="cpu")
+    with LLM(str(path), device="cpu", ctx_size=24, threads=2, tensor_parallel=2) as shared:
+        assert perplexity(shared, text, 24, chunks=2).running == pytest.approx(alone.running, rel=1e-4)
+        with pytest.raises(EngineError, match="the model is shared by several devices"):
+            imatrix(shared, text, tmp_path / "out.gguf", 24)
 
 
 def test_a_mean_has_its_error() -> None:
