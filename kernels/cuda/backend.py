@@ -21,6 +21,7 @@ from torch import Tensor
 from quengine.kernels.altup_operations import AltUpOperations
 from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
+from quengine.kernels.cuda.altup import CudaAltUp
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention.attention_decode import attention_decode
 from quengine.kernels.cuda.attention.attention_prefill import (
@@ -320,7 +321,7 @@ class CudaBackend:
 
     @property
     def altup(self) -> AltUpOperations:
-        return AltUpOperations(self)
+        return CudaAltUp(self)
 
     def attention(
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer

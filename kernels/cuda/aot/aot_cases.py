@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from quengine.kernels.altup_operations import AltUpSpec
 from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_drafts import draft_cases
@@ -254,6 +255,7 @@ def _block_cases() -> Iterator[Case]:
         *(("decode", _decode(1)), ("drafts", _decode(BATCH, shares_sequences=True))),
         ("a prompt", _prefill(PREFILL_ROWS)),
     ):
+        yield Case(f"gemma-3n-e2b, rows of a token, {name}", True, ARCHS, partial(_altup, 4, 2048, step))
         yield Case(f"lfm2-1.2b, short convolution, {name}", True, ARCHS, partial(_short_conv, 2048, 3, step))
         for width in (2048, 5120):
             yield Case(f"hidden rows of {width}, {name}", True, ARCHS, partial(_hidden_rows, width, step))
@@ -466,6 +468,16 @@ def _layer_inputs(
     gated = backend.input_glu(batch, x, gate, inputs, 1, "gelu_tanh")
     after = RMSNorm(empty(hidden), EPS, residual_scale=0.5)
     backend.linear_add(batch, gated, down, x, after, after)
+
+
+def _altup(count: int, width: int, batch: ForwardBatch, backend: MetaBackend) -> None:
+    """Gemma 3n's rows of a token, around what the layer computes."""
+    norm = RMSNorm(empty(width), EPS)
+    spec = AltUpSpec(
+        norm, empty(count, width), empty(count * count, count), empty(count, count), empty(width)
+    )
+    rows, first = backend.altup.predicted(batch, empty(count, len(batch), width), spec)
+    backend.altup.corrected(batch, rows, first, spec)
 
 
 def _short_conv(channels: int, taps: int, batch: ForwardBatch, backend: MetaBackend) -> None:
