@@ -94,7 +94,9 @@ class Streams:
                 raise SystemExit(f"a request failed: {event.message}")
             if isinstance(event, Piece) and event.request_id in self.texts and event.tokens:
                 self.texts[event.request_id].append((now, len(event.tokens)))
-            if isinstance(event, Finished):
+            if isinstance(event, Finished) and event.request_id in self.texts:
+                self.add_text(event.request_id, event.timings.generated_tokens)  # another in its place
+            elif isinstance(event, Finished):
                 self.image_tokens = self.image_tokens or event.timings.prompt_tokens
             if isinstance(event, Piece | Finished) and event.request_id in self.sent:
                 self.answered.setdefault(event.request_id, now)

@@ -5,11 +5,13 @@ some layers follows the last one once that is done, so that no step waits for mo
 """
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Generator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -22,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 TOGETHER = 1 << 21
 """Pixels of the images that are encoded together: two of 1024 x 1024, which keep a GPU busy, or 32 of 256 x 256."""
+
+
+_NICE = 5
+"""Of the thread that encodes on the CPU: it has a quarter of a processor that a thread which decodes wants as well."""
 
 
 class Encoder(Protocol):
@@ -47,7 +53,8 @@ class ImageQueue:
         self._vision, self._device, self._alone = vision, device, alone
         self._waiting: deque[tuple[PreparedImage, Future[Tensor]]] = deque()
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "images")
+        yields = device.type != "cuda"
+        self._thread = ThreadPoolExecutor(1, "images", initializer=_yield_to_steps if yields else None)
         self._stream: torch.cuda.Stream | None = None
         self.encoded = self.batches = 0
 
@@ -106,6 +113,13 @@ class ImageQueue:
                 return rows
             if self._stream is not None:
                 self._stream.synchronize()
+
+
+def _yield_to_steps() -> None:
+    """Lowers the priority of this thread, and of those that its operations start: on a processor that decodes as well,
+    steps would wait for a turn of the scheduler's, which is longer than they are."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
 
 
 def _to_host(values: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Images that wait for the encoder: their order, which are encoded together, and what becomes of one that fails."""
 
+import os
+import threading
 from collections.abc import Generator, Sequence
 from threading import Event
 from typing import Any
@@ -20,10 +22,12 @@ class Encoder:
 
     def __init__(self) -> None:
         self.calls: list[list[bytes]] = []
+        self.nice = 0
         self.began, self.let = Event(), Event()
 
     def slices(self, images: Sequence[FakeImage]) -> Generator[None, None, list[Tensor]]:
         self.calls.append([image.digest for image in images])
+        self.nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         self.began.set()
         assert self.let.wait(60)
         yield
@@ -54,6 +58,14 @@ def test_images_of_one_size_are_encoded_together_and_the_oldest_first() -> None:
     assert [each.tolist() for each in rows] == [[[1]], [[2, 3]], [[4]], [[5, 6]], [[7]]]
     assert all(each.dtype == torch.float32 for each in rows)
     assert (queue.encoded, queue.batches) == (6, 3)
+
+
+def test_on_the_cpu_steps_come_before_the_encoder() -> None:
+    encoder = Encoder()
+    encoder.let.set()
+    ImageQueue(encoder, CPU, alone=True).add([image("a", 1)])[0].result(60)
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert encoder.nice == min(19, own + image_queue._NICE)
 
 
 def test_what_is_encoded_together_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
