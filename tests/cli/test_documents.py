@@ -12,7 +12,6 @@ import typer
 
 from quengine.cli import main
 from quengine.cli.foreign_flags import FOREIGN
-from quengine.models.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -84,11 +83,6 @@ def command_lines(text: str) -> Iterator[list[str]]:
         if found := LINE.match(line):
             for part in found[1].split("; engine "):
                 yield shlex.split(re.split(r" [<>|] ", part)[0], comments=True)
-
-
-def test_the_readme_names_every_architecture() -> None:
-    named = set(re.findall(r"`([^`]+)`", (ROOT / "README.md").read_text()))
-    assert set(ARCHITECTURES) - named == set()
 
 
 def test_the_servers_limits_have_the_defaults_that_are_shown() -> None:

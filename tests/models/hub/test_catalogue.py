@@ -1,5 +1,7 @@
 """The catalogue's data file says what it must, and near misses find the right names."""
 
+from pathlib import Path
+
 import pytest
 
 from quengine.models.architectures import ARCHITECTURES
@@ -20,6 +22,13 @@ def test_every_entry_names_a_repository_a_gguf_file_and_where_they_were_looked_u
     assert 0.05 < entry.gigabytes < 200
     assert (entry.package is None) == (entry.package_file is None)
     assert hub_name(entry.alias).file == entry.file
+
+
+def test_the_page_of_models_has_every_architecture_and_alias_with_its_size():
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    assert [name for name in ARCHITECTURES if f"`{name}`" not in page] == []
+    rows = [f"| `{entry.alias}` | {entry.about} | {entry.gigabytes:.2f} GB |" for entry in ENTRIES]
+    assert [row for row in rows if row not in page] == []
 
 
 def test_the_two_names_the_documentation_uses_are_there():
