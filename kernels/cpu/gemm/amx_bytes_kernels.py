@@ -86,8 +86,7 @@ def amx_bytes_matmul_kernel(format_name: str) -> bytes:
     strip is prefetched meanwhile. With many, the activations of DEPTH columns stay in the L2 cache for all strips.
     """
     x_bytes, block_bytes = ROWS * ROW_BYTES, FORMATS[format_name].nbytes
-    panel_floats, tile_bytes, sum_bytes = 2 * HALF_BYTES // 4, 4 * ROWS * COLUMNS, 6 * TILE_BYTES
-    sum_floats = 2 * sum_bytes // 4
+    panel_floats, tile_bytes, sum_floats = 2 * HALF_BYTES // 4, 4 * ROWS * COLUMNS, 6 * TILE_BYTES // 4
     strip_bytes = (
         COLUMNS * block_bytes
     )  # of the next strip's run, prefetched while a super-block is multiplied
@@ -117,26 +116,23 @@ def amx_bytes_matmul_kernel(format_name: str) -> bytes:
                     for half in range(2):
                         call_kernel(args.panel_kernel, request, half)
                     x = args.packed + k // DEPTH * blocks * x_bytes
-                    # A block's sums are scaled while the next block is multiplied, which keeps both units busy.
-                    for b in range(blocks + 1):
-                        if b < blocks:
-                            multiply_byte_tiles(format_name, x + b * x_bytes, panel, sums + b % 2 * sum_bytes)
-                            # What is unpacked next, spread over the blocks: a burst would stall on the memory.
-                            if few:
-                                if first + COLUMNS < end:
-                                    ahead = weights + (first + COLUMNS) * row_bytes + k // DEPTH * strip_bytes
-                                    for line in range(
-                                        strip_bytes // 64 * b // blocks, strip_bytes // 64 * (b + 1) // blocks
-                                    ):
-                                        prefetch(ahead + 64 * line)
-                            elif first + COLUMNS < end:
-                                _prefetch_share(args, first + COLUMNS, end, k // DEPTH, b, blocks)
-                            elif k + DEPTH < cols:
-                                _prefetch_share(args, begin, end, k // DEPTH + 1, b, blocks)
-                        if b > 0:
-                            rows, scales = min(ROWS, x_rows - (b - 1) * ROWS), x + (b - 1) * x_bytes + SCALE
-                            place, done = total + (b - 1) * tile_bytes, sums + (b - 1) % 2 * sum_bytes
-                            add_scaled(format_name, rows, done, scales, panel, place)
+                    for b in range(blocks):
+                        multiply_byte_tiles(format_name, x, panel, sums)
+                        # What is unpacked next, spread over the blocks: a burst would stall on the memory.
+                        if few:
+                            if first + COLUMNS < end:
+                                ahead = weights + (first + COLUMNS) * row_bytes + k // DEPTH * strip_bytes
+                                for line in range(
+                                    strip_bytes * b // blocks, strip_bytes * (b + 1) // blocks, 64
+                                ):
+                                    prefetch(ahead + line)
+                        elif first + COLUMNS < end:
+                            _prefetch_share(args, first + COLUMNS, end, k // DEPTH, b, blocks)
+                        elif k + DEPTH < cols:
+                            _prefetch_share(args, begin, end, k // DEPTH + 1, b, blocks)
+                        rows, place = min(ROWS, x_rows - b * ROWS), total + b * tile_bytes
+                        add_scaled(format_name, rows, sums, x + SCALE, panel, place)
+                        x += x_bytes
                 total += tile_bytes * blocks
         release_tiles()
         for first in range(begin, end, COLUMNS):

@@ -8,6 +8,7 @@ from quengine.kernels.activations import quantize_activations
 from quengine.kernels.block_formats import FORMATS, dequantize, unpack
 from quengine.kernels.cpu import prompt_linear, set_threads
 from quengine.kernels.cpu.gemm.amx import has_amx
+from quengine.kernels.cpu.gemm.amx_bytes import uses_amx_bytes
 from quengine.kernels.cpu.gemm.vnni import uses_vnni
 from quengine.kernels.cpu.gemv import matmul
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
@@ -90,11 +91,13 @@ def test_parts_of_different_types_lie_side_by_side(batch: int) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_prefill_multiplies_in_fp32(name: str) -> None:
-    """Or nearly: on AMX an fp32 is two bf16 (test_cpu_amx.py), among int16 it has 15 bits (test_cpu_vnni.py)."""
+    """Or nearly: on AMX an operand is two bytes (test_cpu_amx_bytes.py) or two bf16 (test_cpu_amx.py), among int16 it
+    has 15 bits (test_cpu_vnni.py)."""
     w = random_weight(name, 77, max(1, 512 // FORMATS[name].block))
     x = activations(33, w.cols)
     y = linear(x, [w])
-    most = 2e-9 if has_amx() else 1e-8 if uses_vnni(w) else 1e-12
+    others = 2e-9 if has_amx() else 1e-8 if uses_vnni(w) else 1e-12
+    most = 2e-8 if uses_amx_bytes(w) else others
     assert nmse(y, x.double() @ dequantize(w.format, w.data).double().T) <= most
 
 
