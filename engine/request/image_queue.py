@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOGETHER = 1 << 21
-"""Pixels of the images that are encoded together: two of 1024 x 1024, which keep a GPU busy, or 32 of 256 x 256."""
+TOGETHER = 1 << 20
+"""Pixels of the images that are encoded together: one of 1024 x 1024, which keeps an H200 busy, or 16 of 256 x 256."""
 
 
 _NICE = 5

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quengine.errors import CannotRunError
+from quengine.kernels.cuda.launch.one_capture import CAPTURING
 from quengine.platform.collector import paused
 
 KERNEL, MEMCPY, MEMSET = 0, 1, 2
@@ -61,7 +62,7 @@ def capture_step(warm: Callable[[], object], step: Callable[[], Tensor], pool: A
     # A collection may destroy CUDA objects of an engine that is gone, which no thread may do during a capture. What
     # the thread that encodes images does meanwhile is none of this capture.
     capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-    with paused(), capture:
+    with CAPTURING, paused(), capture:
         logits = step()
     graph.instantiate()
     return CapturedStep(graph, logits, count_nodes(graph.raw_cuda_graph()))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quengine.kernels.cuda.launch.one_capture import CAPTURING
 from quengine.models.vision.blocks import UnitGrid
 from quengine.models.vision.projector import ImageEncoder
 
@@ -87,7 +88,7 @@ class EncoderGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         graphs, computed = list[torch.cuda.CUDAGraph](), in_slices(self._encoder.layers(given, grid), layers)
         rows: Tensor | None = None
-        with _no_collection():
+        with CAPTURING, _no_collection():
             while rows is None:
                 graph = torch.cuda.CUDAGraph()
                 # Steps of the engine's thread go on meanwhile: their calls are none of this capture.
