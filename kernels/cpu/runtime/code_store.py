@@ -35,6 +35,7 @@ _OTHER_SOURCES = tuple(
     f"{name}.py"
     for name in (
         "activations",
+        "altup",
         "block_formats",
         "codebooks",
         "glu",
