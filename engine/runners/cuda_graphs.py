@@ -316,7 +316,8 @@ class CudaGraphs:
             self._drop_stale()
         step = self._steps.get(key)
         if step is None:
-            if self._pool is None and self._history.is_cuda:
+            # Torch frees the memory of a pool without graphs, also once it is used again.
+            if self._history.is_cuda and (self._pool is None or not self._steps):
                 self._pool = torch.cuda.graph_pool_handle()
             if key.sampling is not None:
                 self.sampling_buffers(key.sampling)  # outside the capture: graphs of other sizes share them

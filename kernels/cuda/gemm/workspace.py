@@ -42,8 +42,8 @@ class MatmulWorkspace:
     use.
 
     Up to FEW_ROWS rows have separate buffers: CUDA graphs of batched decode keep their addresses, whatever chunks run
-    in between. Graphs of prompts are valid until `rooms_left`, the number of times that a buffer of many rows was
-    replaced by a larger one, changes.
+    in between, and one that is outgrown stays allocated for those captured with it. Graphs of prompts are valid until
+    `rooms_left`, the number of times that a buffer of many rows was replaced by a larger one, changes.
 
     `batch_invariant`: a row's result is bit-identical for any number of rows; nothing is dequantized to a buffer.
     `packed`: whether some weights are packed; if all are plain floats, many rows stay row-major for cuBLAS.
@@ -64,6 +64,7 @@ class MatmulWorkspace:
         self.rooms_left = 0
         self._weights: Tensor | None = None
         self._buffers: dict[str, Tensor] = {}
+        self._outgrown = list[Tensor]()  # of few rows: graphs that were captured with them write there
         self._views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         self._few_ones = torch.ones(FEW_ROWS, dtype=torch.float32, device=device)
         self._ones = self._few_ones
@@ -145,7 +146,7 @@ class MatmulWorkspace:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers of rows and weights."""
-        held = [*self._buffers.values(), *([] if self._weights is None else [self._weights])]
+        held = [*self._buffers.values(), *self._outgrown, *([] if self._weights is None else [self._weights])]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def _take(self, name: str, dtype: torch.dtype, rows: int, *shape: int) -> Tensor:
@@ -166,8 +167,10 @@ class MatmulWorkspace:
         if held is None or held.numel() < size:
             self._views.clear()
             self.rooms_left += not few and key in self._buffers
-            self._buffers.pop(key, None)  # free the smaller one first
-            del held
+            smaller = self._buffers.pop(key, None)
+            if few and smaller is not None:
+                self._outgrown.append(smaller)
+            del held, smaller  # the smaller one of many rows is freed first
             if self.device.type == "cuda" and not few:
                 # no other allocation has its size: cached, it would only take memory
                 torch.cuda.empty_cache()

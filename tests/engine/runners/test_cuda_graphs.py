@@ -288,6 +288,33 @@ def test_steps_whose_memory_was_replaced_are_captured_again(
     assert captured == [0, 0, 0, 1, 1]
 
 
+def test_memory_of_graphs_that_are_all_gone_is_not_used_again(
+    make_rig: Callable[[int], Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a layer that drafts, which has captured prompts alone."""
+    rig, pools, moves = make_rig(4), list[Any](), [0]
+    monkeypatch.setattr(CudaBackend, "rooms_left", property(lambda _: moves[0]))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+
+    def noted(_warm: Any, _step: Any, pool: Any) -> CapturedStep:
+        pools.append(pool)
+        return CapturedStep(
+            Again(lambda: torch.ones(4, 8), torch.ones(4, 8)), torch.ones(4, 8), GraphNodes(0, 0, 0, 0)
+        )
+
+    rig.graphs = CudaGraphs(rig.decoder, rig.cache, 1, capture=noted)
+    rig.graphs._history = MagicMock(is_cuda=True)
+    prompts = [GraphKey("prefill", rows, 1) for rows in (32, 16)]
+    for key in prompts:
+        rig.graphs.capture(key)
+    assert pools[0] is pools[1] is not None
+    moves[0] = 1
+    rig.graphs.capture(prompts[0])
+    assert pools[2] is not pools[1]
+    rig.graphs.capture(prompts[1])
+    assert pools[3] is pools[2]
+
+
 def test_a_step_that_is_captured_ahead_rounds_as_a_prompts_does(
     make_rig: Callable[[int], Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -603,3 +603,16 @@ def test_a_pdl_consumer_keeps_few_multiprocessors_busy_rather_than_many_for_less
 def empty_part(name: str, rows: int, cols: int) -> PackedPart:
     plane = torch.empty(0, dtype=torch.uint8)
     return PackedPart(packed_layout(FORMATS[name], cols), rows, cols, plane, plane, plane, plane, 1.0, 1.0)
+
+
+def test_buffers_of_few_rows_stay_where_more_of_a_wider_layer_come_later() -> None:
+    """As captured steps of fewer rows write to them; those of many rows are counted and given back."""
+    room = MatmulWorkspace(0, "cpu")
+    few = room.product(4, 64).data_ptr()
+    room.product(512, 64)
+    before = room.rooms_left
+    room.product(128, 256)
+    assert room._outgrown[0].data_ptr() == few and room.rooms_left == before
+    room.product(512, 256)
+    assert room.rooms_left == before + 1
+    assert room.nbytes == 4 * (128 * 64 + 128 * 256 + 512 * 256)
