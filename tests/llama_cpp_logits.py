@@ -55,15 +55,17 @@ def _library() -> ctypes.CDLL:
 class LlamaCpp:
     """A file in llama.cpp, with a context of its default 512 positions. Raises ValueError where it is not loaded.
 
-    width: of the rows of an encoder; 0: it has logits.
+    width: of the rows of an encoder; 0: it has logits. context: positions in place of the default's.
     """
 
-    def __init__(self, path: Path, vocab: int, width: int = 0) -> None:
+    def __init__(self, path: Path, vocab: int, width: int = 0, context: int = 0) -> None:
         self._lib, self._columns, self._position = _library(), width or vocab, 0
         self._model = self._lib.llama_model_load_from_file(
             str(path).encode(), self._lib.llama_model_default_params()
         )
         defaults = self._lib.llama_context_default_params()
+        if context:  # the first field
+            ctypes.cast(ctypes.pointer(defaults), ctypes.POINTER(ctypes.c_uint32))[0] = context
         self._context = self._model and self._lib.llama_init_from_model(self._model, defaults)
         if not self._context:
             raise ValueError(f"llama.cpp does not load {path}")

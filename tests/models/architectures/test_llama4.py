@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,9 +16,10 @@ from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.hf.config_hf import read_hf_config
 from tests.gguf_builder import ModelSizes, model_builder
-from tests.llama_cpp_convert import VOCAB
+from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_tokenizer
+from tests.llama_cpp_logits import LlamaCpp
 from tests.models.architectures.both_files import KINDS, Case, SameLogits, opened, path_of
-from tests.transformers_models import nmse, token_ids, transformers_model
+from tests.transformers_models import nmse, token_ids, transformers_model, write_model
 
 SIZES = {
     "num_hidden_layers": 4,
@@ -59,7 +61,15 @@ CASES = {
     "no norms, own layers": _case(
         False, use_qk_norm=False, no_rope_layers=[1, 0, 1, 1], moe_layers=[0, 2], attention_chunk_size=128
     ),
-    "chunks": _case(False, attention_chunk_size=32, floor_scale=8, attn_scale=0.5, intermediate_size=64),
+    # With one expert: no rounding tips the choice of experts.
+    "chunks": _case(
+        False,
+        attention_chunk_size=32,
+        floor_scale=8,
+        attn_scale=0.5,
+        intermediate_size=64,
+        num_local_experts=1,
+    ),
     "chunks of rotated and other layers": _case(
         False, attention_chunk_size=32, layer_types=["full_attention", *3 * ["chunked_attention"]]
     ),
@@ -124,6 +134,22 @@ def test_logits_beyond_a_chunk_are_those_of_transformers(root: Path, decode: boo
     with LLM(path, device="cpu", threads=1, ctx_size=128, chunk_size=48) as llm:
         found = llm.logits(ids, decode=decode)
     assert nmse(found.double(), expected) < 5e-6
+
+
+def test_a_file_beyond_its_chunk_is_computed_as_llama_cpp_does(tmp_path: Path) -> None:
+    """Files say nothing of chunks: both take 8,192 positions for granted. In steps of few rows llama.cpp
+    rounds more."""
+    folder, path = tmp_path / "model", tmp_path / "model.gguf"
+    sizes = {**SIZES, "max_position_embeddings": 16384}
+    write_model(folder, "llama4_text", vocab=VOCAB, change=_clear, **sizes)
+    write_tokenizer(folder)
+    convert([Conversion(folder, path, "llama-bpe")])
+    ids = torch.randint(0, 250, (8192 + 256,), generator=torch.Generator().manual_seed(3)).tolist()
+    with LLM(path, device="cpu", threads=1, ctx_size=8512) as llm:
+        found = llm.logits(ids)[8150:].double()
+    with LlamaCpp(path, VOCAB, context=8704) as model:
+        expected = [model.step(ids[start : start + 512]) for start in range(0, len(ids), 512)]
+    assert nmse(found, torch.from_numpy(np.concatenate(expected)[8150:]).double()) < 1e-6
 
 
 def test_chunks_that_are_no_whole_blocks_are_refused_by_name(root: Path) -> None:
