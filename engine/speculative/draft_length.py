@@ -38,6 +38,9 @@ _TIME_MEMORY, _LINE_MEMORY, _COMPARED = 8, 64, 4
 """Steps over which a time is averaged; of other lengths, which are taken to lie on a line in the end, and are tried
 again; and steps after a change that show how a length compares with others."""
 
+_OUTLIER = 0.5
+"""The part of a known time below which a new one takes its place."""
+
 _TOKEN_SHARE = 0.08
 """Of a step without drafts, what a drafted token takes: a layer and a quarter of an output matrix, and its row."""
 
@@ -208,7 +211,9 @@ class TimedLength:
         if length not in self._seconds:
             self._seconds[length] = min(seconds, 2 * self._time_of(length)) if self._seconds else seconds
             return
-        change = 1 + (min(seconds / self._seconds[length], 2) - 1) / _TIME_MEMORY
+        ratio = seconds / self._seconds[length]
+        # Of half the time or less, what was known was of a step in which a graph was captured, say.
+        change = ratio if ratio < _OUTLIER else 1 + (min(ratio, 2) - 1) / _TIME_MEMORY
         if self._run <= _COMPARED:
             self._seconds[length] *= change
             return

@@ -181,6 +181,17 @@ def test_what_drafts_cost_is_measured_again() -> None:
     assert sum(run(made, 3000, 0.7, cheap)[-600:]) > 1500
 
 
+def test_first_steps_that_capture_graphs_say_nothing_of_later_ones() -> None:
+    """Alone, as the first plain step is, and among steps of other lengths."""
+    seconds = [1.0, 1.4, 1.8, 2.2]
+    made = TimedLength(3)
+    for length, first in ((0, 60.0), (3, 90.0)):
+        made.note(length, first)
+        made.note(length, seconds[length])
+    found = run(made, 400, 0.0, seconds)
+    assert found.count(0) > 390 and made.due is False
+
+
 def test_a_step_that_took_long_once_changes_little() -> None:
     for length in range(4):
         made = timed(1.0, 1.1, 1.2, 1.3)
