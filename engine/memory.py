@@ -36,6 +36,9 @@ sampling. Measured with all of them captured: see tests/engine/test_memory.py.
 _DRAFT_LOGIT_BYTES = 48
 """Bytes per logit of a layer that drafts: LOGIT_BYTES without penalties."""
 
+_DRAFT_POOL = 96 * 2**20
+"""By what torch's allocator rounds up the memory of captured steps that draft."""
+
 DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """WORKSPACE of a draft model beside its target."""
 
@@ -416,7 +419,7 @@ def draft_step_bytes(config: ModelConfig, layer: ModelConfig, parallel: int, row
     if net is not None:  # what states advance over once it is accepted, of all layers
         each = 4 * (2 * net.channels + 2 * net.value_heads)
         waiting = len(config.recurrent_layers) * rows * each
-    return logits + tokens + waiting
+    return logits + tokens + waiting + _DRAFT_POOL
 
 
 def _altup_row_bytes(config: ModelConfig, sizes: AltUpSizes) -> int:

@@ -220,7 +220,8 @@ class DraftGraphs:
 
     @torch.no_grad()
     def run(self, key: DraftKey) -> Tensor:
-        """Runs a step, uncaptured, on the sequences that were sent; returns the model's logits."""
+        """Runs a step, uncaptured, on the sequences that were sent; returns where steps' results are stored: the model's
+        logits are not kept, so that all captured steps share their memory."""
         drafting, pdl = self._drafting(key), has_dependent_launch(self._device)
         enter(drafting, self._newest, self._turn, len(self._results), pdl)
         self._draft(key, drafting, pdl)
@@ -237,7 +238,7 @@ class DraftGraphs:
         accept(drafting, self._newest, drafted, sampled, accepted, self._results, self._turn, pdl)
         for states in pending:
             states.advance(accepted)
-        return logits
+        return self._results
 
     def _draft(self, key: DraftKey, drafting: Drafting, pdl: bool) -> None:
         """The layer's steps: over the newest tokens, whose rows of the model are complete by now, then one by one."""
