@@ -68,6 +68,9 @@ SWEPT = {
     "bench": Command("bench -m {model} -p 64 -n 64 -r 1000 --device cpu -t 1"),
     "bench --synthetic": Command("bench --synthetic llama-3.2-1b -p 64 -n 8 -r 1000 --device cpu -t 1"),
     "parity": Command("parity -m {model} --texts 14 --prompts 50 --b cpu -t 1"),
+    "perplexity": Command("perplexity -m {model} -f {text} --device cpu -t 1"),
+    "compare": Command("compare {model} {model} -f {text} --device cpu -t 1"),
+    "imatrix": Command("imatrix -m {model} -f {text} -o {folder}/imatrix.gguf --device cpu -t 1"),
     "tokenize": Command("tokenize -m {model} hello"),
     "kernels": Command("kernels list"),
     "doctor": Command("doctor"),
@@ -76,13 +79,14 @@ SWEPT = {
 
 @dataclass
 class Place:
-    """What the commands find: a model, a checkpoint, a preset, a port where nothing answers, a folder of their own, and
-    in `folder` programs that end at once."""
+    """What the commands find: a model, a checkpoint, a preset, a text, a port where nothing answers, a folder of their
+    own, and in `folder` programs that end at once."""
 
     folder: Path
     model: Path
     checkpoint: Path
     preset: Path
+    text: Path
     stalled: int
 
     def arguments(self, command: Command, own: Path) -> list[str]:
@@ -90,6 +94,7 @@ class Place:
             "model": self.model,
             "checkpoint": self.checkpoint,
             "preset": self.preset,
+            "text": self.text,
             "stalled": self.stalled,
             "port": 0,
             "folder": own,
@@ -134,7 +139,10 @@ def place() -> Iterator[Place]:
         agent = folder / "codex"
         agent.write_text("#!/bin/sh\n")
         agent.chmod(0o755)
-        yield Place(folder, model, write_convertible(folder / "checkpoint"), preset, stalled.getsockname()[1])
+        text = folder / "text.txt"
+        text.write_text("the cat sat on the mat\n" * 20_000)
+        checkpoint = write_convertible(folder / "checkpoint")
+        yield Place(folder, model, checkpoint, preset, text, stalled.getsockname()[1])
 
 
 def strike(where: Place, command: Command, number: int, after: float, within: float) -> tuple[str, float]:

@@ -157,7 +157,7 @@ def main() -> int:
     for count in args.t:
         os.sched_setaffinity(0, cpus[:count])
         positions = args.d + max(args.p, args.n) + 2
-        with LLM(model, "cpu", positions, count, mmap=not args.no_mmap) as llm:
+        with LLM(model, "cpu", positions, count, mmap=not args.no_mmap, reuse_prefix=True) as llm:
             print(f"== {count} threads, {cpu_model()}, {model.name}", flush=True)
             found = {test.name: profile(llm, test, args.r) for test in tests}
         for test in tests:
