@@ -156,6 +156,7 @@ def test_a_mean_has_its_error() -> None:
     mean.add([6.0])
     assert mean.estimate.value == 3 and mean.estimate.error == pytest.approx(math.sqrt(14 / 3 / 2))
     assert Estimate(0.0, 0.5).exponential == Estimate(1.0, 0.5)
+    assert Estimate(1000.0, 0.5).exponential == Estimate(math.inf, math.inf)
 
 
 def test_what_cannot_be_computed_is_refused(tiny: LLM) -> None:
