@@ -311,7 +311,8 @@ class EngineConfig:
             )
         if self.draft_vocab is not None and self.draft_mtp == 0:
             raise EngineError(
-                f"draft_vocab {self.draft_vocab}: the model's own layer drafts from these; ask for it (--draft-mtp)"
+                f"draft_vocab {self.draft_vocab}: the model's own layer drafts from these; request its drafts "
+                "(--draft-mtp)"
             )
         if self.draft_mtp and self.draft_model is not None:
             raise EngineError(

@@ -30,7 +30,7 @@ _WORKER = Path(__file__).with_name("decode_worker.py")
 _MEMORY_BYTES = max(MAX_BYTES, 3 * MAX_PIXELS)
 _KEPT_BYTES = 16 << 20
 """Of shared memory, between images."""
-_MOST_SAID = 300
+_LONGEST_ERROR = 300
 """Characters of an error's line."""
 
 
@@ -90,8 +90,9 @@ class LimitedDecoder:
         os.close(self._descriptor)
 
 
-def _line(said: object) -> str:
-    return " ".join(str(said)[:_MOST_SAID].split())
+def _line(error: object) -> str:
+    """An error of the process, which a file may have taken over, as one short line."""
+    return " ".join(str(error)[:_LONGEST_ERROR].split())
 
 
 @cache
@@ -101,7 +102,7 @@ def _warn_unsealed(why: str) -> None:
 
 
 def _is_side(side: object) -> TypeGuard[int]:
-    """Whether what the process, which a file may have taken over, says is a side of an image."""
+    """Whether an answer of the process, which a file may have taken over, is a side of an image."""
     return isinstance(side, int) and 0 < side <= MAX_SIDE
 
 
@@ -119,7 +120,7 @@ class LimitedDecoders:
 
     def start(self) -> None:
         """Have a process for the first image, which starts meanwhile."""
-        with self._taken() as decoder, suppress(ProcessStoppedError):  # that image says why
+        with self._taken() as decoder, suppress(ProcessStoppedError):  # the first image has that error
             decoder.start()
 
     @contextmanager
