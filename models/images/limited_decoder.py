@@ -9,7 +9,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
@@ -35,14 +35,23 @@ _LONGEST_ERROR = 300
 
 
 class LimitedDecoder:
-    """One process, started with its first image. For one thread at a time."""
+    """One process, started with its first image. For one thread at a time.
+
+    Raises ImageError where this process has no more descriptors or addresses.
+    """
 
     def __init__(self, limits: ProcessLimits = LIMITS) -> None:
-        self._descriptor = os.memfd_create("quengine-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._descriptor, _MEMORY_BYTES)  # taken as it is used
-        # A process that shortens the file would end this one, which has it mapped, with SIGBUS.
-        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._memory = mmap.mmap(self._descriptor, _MEMORY_BYTES)
+        try:
+            with ExitStack() as made:
+                self._descriptor = os.memfd_create("quengine-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                made.callback(os.close, self._descriptor)
+                os.ftruncate(self._descriptor, _MEMORY_BYTES)  # taken as it is used
+                # A process that shortens the file would end this one, which has it mapped, with SIGBUS.
+                fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+                self._memory = mmap.mmap(self._descriptor, _MEMORY_BYTES)
+                made.pop_all()
+        except OSError as failure:
+            raise ImageError(f"image: no memory to decode it in: {failure.strerror or failure}") from None
         setup = {"descriptor": self._descriptor, "size": _MEMORY_BYTES}
         self.process = LimitedProcess(_WORKER, setup, limits, (self._descriptor,))
 
@@ -120,7 +129,10 @@ class LimitedDecoders:
 
     def start(self) -> None:
         """Have a process for the first image, which starts meanwhile."""
-        with self._taken() as decoder, suppress(ProcessStoppedError):  # the first image has that error
+        with (
+            suppress(ProcessStoppedError, ImageError),
+            self._taken() as decoder,
+        ):  # the first image has that error
             decoder.start()
 
     @contextmanager
