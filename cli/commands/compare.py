@@ -43,7 +43,9 @@ class CompareFlags:
         int, Range(4), Flag("-c --ctx --ctx-size", "Tokens of a chunk, whose second half is scored.", TEXT)
     ] = 512
     chunks: Annotated[
-        int | None, Range(1), Flag("--chunks", "Chunks to compute, at most. (default: all)", TEXT, "N")
+        int | None,
+        Range(1),
+        Flag("--chunks", "Chunks to compute, at most. (default: all; by tensor 1)", TEXT, "N"),
     ] = None
     by_tensor: Annotated[
         bool,

@@ -123,7 +123,8 @@ class _ObservedBackend:
     @property
     def altup(self) -> AltUpOperations:
         """The backend's, whose matrix products are this object's."""
-        return type(self._backend.altup)(self)
+        kind: type[AltUpOperations] = type(self._backend.altup)
+        return kind(self)
 
     def linear(self, batch: Any, x: Hidden, weight: Any) -> Any:
         self._collector.dense(weight, x)
