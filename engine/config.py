@@ -83,7 +83,7 @@ class EngineConfig:
         cpu_moe, n_cpu_moe: on a CUDA device, the experts of all layers, or of the first N, stay in host memory and are
             computed by the CPU, for a mixture of experts that does not fit the GPU. Steps are then not captured.
         tensor_parallel: how many devices share the model, each a process with its part of every layer
-            (docs/tensor-parallel.md). On the CPU the number of processes, which share the threads. None: on CUDA
+            (docs/tensor-parallel.md). On the CPU they are processes, which share its threads. None: on CUDA
             devices the fewest that hold it, or as many as `devices` names; on the CPU one.
         expert_parallel: of a mixture of experts, each of these devices has some experts whole, in place of a part of
             all.
@@ -311,7 +311,8 @@ class EngineConfig:
             )
         if self.draft_vocab is not None and self.draft_mtp == 0:
             raise EngineError(
-                f"draft_vocab {self.draft_vocab}: the model's own layer drafts from these; ask for it (--draft-mtp)"
+                f"draft_vocab {self.draft_vocab}: the model's own layer drafts from these; request its drafts "
+                "(--draft-mtp)"
             )
         if self.draft_mtp and self.draft_model is not None:
             raise EngineError(

@@ -150,9 +150,9 @@ def load_model(
     with on_device(device):
         shared = part is not checkpoint
         runner = made.ranks(path, part, ctx_size, pools) if shared else made.runner(part, ctx_size, pools)
-        drafts, said = made.drafts_beside(runner, draft, pools)
+        drafts, of_drafts = made.drafts_beside(runner, draft, pools)
     notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts)]
-    notes += [*short, *said, *sees]
+    notes += [*short, *of_drafts, *sees]
     load_s = time.perf_counter() - began
     in_vain = experts.note() if config.places_experts and not experts.layers else None
     for note in notes:

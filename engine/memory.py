@@ -66,7 +66,7 @@ _SLAB = 512 * 2**20
 """Bytes that are pinned at once, at most, unless a single state takes more: some 0.1 seconds."""
 
 USABLE_CONTEXT = 8192
-"""Tokens of context for which another device is used, or drafts are given up that are not asked for, where the model
+"""Tokens of context for which another device is used, or drafts that no option requests are given up, where the model
 was made for a context of at least this length."""
 
 CONTEXT_STEP = 256

@@ -214,8 +214,8 @@ class ModelConfig:
     `logit_scale` the logits. `attention_softcap` c, where not 0, makes of scaled scores s `c tanh(s / c)`,
     `logit_softcap` the same of logits. `attention_temperature_scale` b, where not 0, multiplies the rotated query at
     position p by `1 + b ln(1 + floor((p + offset) / attention_temperature_length))` (Ministral 3;
-    `attention_temperature_offset` is 1 in Llama 4, in layers that do not rotate). `attention_chunk`: layers with a
-    window, which is of so many positions, attend within chunks of them; 0: there are none.
+    `attention_temperature_offset` is 1 in Llama 4, in layers that do not rotate). `attention_chunk`: positions of
+    the chunks within which layers with a window, of the same length, attend; 0: there are none.
     `tied_output`: the output matrix is the embedding. `experts`: the mixture of experts, None in a
     dense model. `draft_layers`: how many layers the files have after the `block_count`, which draft tokens further
     ahead; the decoder passes them over. `pooling`: what a model that was made for embeddings makes of a text's hidden

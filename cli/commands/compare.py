@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quengine.evaluation.perplexity import Estimate
     from quengine.evaluation.suggested_mix import SuggestedMix
     from quengine.llm import LLM
+    from quengine.models.quantize.imatrix import Imatrix
 
 TENSORS = "Tensor by tensor"
 
@@ -42,7 +43,9 @@ class CompareFlags:
         int, Range(4), Flag("-c --ctx --ctx-size", "Tokens of a chunk, whose second half is scored.", TEXT)
     ] = 512
     chunks: Annotated[
-        int | None, Range(1), Flag("--chunks", "Chunks to compute, at most. (default: all)", TEXT, "N")
+        int | None,
+        Range(1),
+        Flag("--chunks", "Chunks to compute, at most. (default: all; by tensor 1)", TEXT, "N"),
     ] = None
     by_tensor: Annotated[
         bool,
@@ -119,13 +122,10 @@ def compare(
     def load(model: str, ctx: int) -> "LLM":
         return load_llm(model, replace(config, ctx_size=ctx, reuse_prefix=not flags.tensors))
 
-    if flags.plot is not None:
-        from quengine.evaluation.cost_chart import check_chart
-
-        check_chart(flags.plot)
+    importance = _read_files(flags)
     with Comparison(a, b, text, flags.ctx, load) as comparison:
         if flags.tensors:
-            _by_tensor(flags, comparison, a)
+            _by_tensor(flags, comparison, a, importance)
             return
         found = last_shown(comparison.measure(flags.chunks), _running)
     if flags.as_json:
@@ -135,7 +135,20 @@ def compare(
         write_line(line)
 
 
-def _by_tensor(flags: CompareFlags, comparison: "Comparison", a: str) -> None:
+def _read_files(flags: CompareFlags) -> "Imatrix | None":
+    """The importances of --imatrix. Raises EngineError where they or --plot are wrong, before models are loaded."""
+    if flags.plot is not None:
+        from quengine.evaluation.cost_chart import check_chart
+
+        check_chart(flags.plot)
+    if flags.imatrix is None:
+        return None
+    from quengine.models.quantize.imatrix import read_imatrix
+
+    return read_imatrix(flags.imatrix)
+
+
+def _by_tensor(flags: CompareFlags, comparison: "Comparison", a: str, importance: "Imatrix | None") -> None:
     from quengine.cli.terminal import json_line, write_line
     from quengine.evaluation.by_tensor import of_comparison
     from quengine.evaluation.cost_chart import write_chart
@@ -149,7 +162,7 @@ def _by_tensor(flags: CompareFlags, comparison: "Comparison", a: str) -> None:
     try:
         *_, found = of_comparison(comparison, flags.chunks or 1, step, alone=flags.bits is not None)
         progress("measuring errors of types")
-        mix = None if flags.bits is None else _mix(flags, comparison, found, flags.bits)
+        mix = None if flags.bits is None else _mix(comparison, found, flags.bits, importance)
     finally:
         progress.clear()
     if flags.plot is not None:
@@ -161,11 +174,11 @@ def _by_tensor(flags: CompareFlags, comparison: "Comparison", a: str) -> None:
         write_line(line)
 
 
-def _mix(flags: CompareFlags, comparison: "Comparison", costs: "TensorCosts", bits: float) -> "SuggestedMix":
+def _mix(
+    comparison: "Comparison", costs: "TensorCosts", bits: float, importance: "Imatrix | None"
+) -> "SuggestedMix":
     from quengine.evaluation.suggested_mix import suggest
-    from quengine.models.quantize.imatrix import read_imatrix
 
-    importance = None if flags.imatrix is None else read_imatrix(flags.imatrix)
     assert comparison.other is not None
     a, b = (llm.loaded.checkpoint.tensors for llm in (comparison.other, comparison.llm))
     return suggest(costs, a, b, bits, importance)

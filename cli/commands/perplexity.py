@@ -76,6 +76,11 @@ class PerplexityFlags:
         if len(given) != 1:
             what = "give one of them" if given else "give a text (-f FILE), or a file of tasks"
             raise EngineError(f"{' and '.join(given) or 'nothing to compute'}: {what}")
+        if self.files and self.tasks is not None:
+            raise EngineError(f"--tasks {self.tasks}: it goes with a file of tasks, not with a text")
+        for name in ("stride", "chunks"):
+            if not self.files and (value := getattr(self, name)):
+                raise EngineError(f"--{name} {value}: it goes with a text, not with {given[0]}")
 
     @property
     def task_file(self) -> "tuple[TaskKind, Path] | None":

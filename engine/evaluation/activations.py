@@ -13,6 +13,7 @@ from torch import Tensor
 from quengine.diagnostics.parity.parity_operations import rows_of
 from quengine.errors import EngineError
 from quengine.evaluation.loaded_weights import LoadedWeights
+from quengine.kernels.altup_operations import AltUpOperations
 from quengine.kernels.backend import Hidden
 from quengine.kernels.moe.router import Router, Routing
 from quengine.models.experts import MixtureOfExperts
@@ -118,6 +119,12 @@ class _ObservedBackend:
 
     def _normed(self, x: Hidden, norm: Any) -> Tensor:
         return rows_of(x) if norm is None else self._collector.backend.normed(x, norm)
+
+    @property
+    def altup(self) -> AltUpOperations:
+        """The backend's, whose matrix products are this object's."""
+        kind: type[AltUpOperations] = type(self._backend.altup)
+        return kind(self)
 
     def linear(self, batch: Any, x: Hidden, weight: Any) -> Any:
         self._collector.dense(weight, x)

@@ -201,7 +201,9 @@ def measure(
             for place, (unit, own) in enumerate(zip(exchange.units, values, strict=True), 1):
                 step(number * each + place, each * len(chunks))
                 with exchange.exchanged(unit):
-                    kl = part_rows(base, changed, chunk, ids, first).kl
+                    found = part_rows(base, changed, chunk, ids, first)
+                check_finite(found, number, first + 1)
+                kl = found.kl
                 own.append(kl if alone else rows.kl - kl)
         costs = [_cost(exchange, unit, own, alone) for unit, own in zip(exchange.units, values, strict=True)]
         kl = np.concatenate(plain)

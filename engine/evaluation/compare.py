@@ -161,11 +161,15 @@ def check_tokens(a: "LLM", b: "LLM", text: str) -> None:
 
 
 def file_chunks(file: LogitsFile, llm: "LLM") -> list[Chunk]:
-    """The chunks of a file of log-probabilities. Raises EngineError where they are of another vocabulary."""
+    """The chunks of a file of log-probabilities. Raises EngineError where their tokens are of another vocabulary."""
     vocab = llm.model_config.vocab_size
     if file.vocab != vocab:
         raise EngineError(
             f"{file.path}: of a vocabulary of {file.vocab} tokens, {llm.loaded.path.name} has {vocab}"
+        )
+    for token in (token for ids in file.chunks for token in ids if not 0 <= token < vocab):
+        raise EngineError(
+            f"{file.path}: token id {token} is not in the vocabulary of {vocab}: a damaged file"
         )
     bos = llm.tokenizer.bos_id if llm.tokenizer.add_bos else None
     heads = [ids[:1] if bos is None else [bos] for ids in file.chunks]

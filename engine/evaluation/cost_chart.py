@@ -5,16 +5,17 @@ from pathlib import Path
 
 from quengine.errors import EngineError
 from quengine.evaluation.by_tensor import TensorCost, TensorCosts
-from quengine.models.gguf.whole_file import whole_file
+from quengine.models.gguf.whole_file import check_disk, whole_file
 
 _CELL, _LEFT, _TOP = 22, 150, 60
 _ENDS = (".svg", ".html")
 
 
 def check_chart(path: Path) -> None:
-    """Raises EngineError where a chart cannot have this name."""
+    """Raises EngineError where a chart cannot have this name, or its folder is missing."""
     if path.suffix.lower() not in _ENDS:
         raise EngineError(f"{path}: a chart is a file {' or '.join(_ENDS)}")
+    check_disk(path, 0)
 
 
 def write_chart(path: Path, costs: TensorCosts) -> None:

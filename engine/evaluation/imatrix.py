@@ -15,6 +15,7 @@ import numpy as np
 
 from quengine.errors import EngineError
 from quengine.evaluation.perplexity import DEFAULT_CTX, Chunk, text_chunks
+from quengine.models.gguf.whole_file import check_disk
 from quengine.models.quantize.imatrix import ImatrixSums, Sums, read_sums, write_sums
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class ImatrixRun:
     Attributes:
         chunks, total_chunks: done, and to do in the end, with those of an earlier run that is resumed.
         begun: chunks that an earlier run has done.
-        tensors: with values so far. untouched: experts that no token was routed to, of all tensors.
+        tensors: with values so far. untouched: experts that no token was routed to, of all layers.
         seconds: time of the computation, without loading.
     """
 
@@ -77,18 +78,26 @@ def collect(
         save_every: chunks after which the file is written; 0: at the end alone.
 
     Raises:
-        EngineError: the file to go on with is of another text; sums of another model; activations are not finite.
+        EngineError: the file to go on with is of other texts; sums of another model; activations are not finite; or
+            the file's folder is missing.
         CannotRunError: too little free disk.
     """
     from quengine.evaluation.activations import Collector
 
+    check_disk(path, 0)  # before the computation
     began, done = time.perf_counter(), 0
     collector = Collector(llm)
     earlier = list(before)
     if resume and path.exists():
-        added = sum(each.chunks for each in before)
-        found = _resumed(path, dataset, ctx, added + len(chunks))
-        earlier, done = [found], found.chunks - added
+        found = _resumed(path, (*(name for each in before for name in each.datasets), dataset), ctx)
+        done = found.chunks - sum(each.chunks for each in before)
+        if not 0 <= done < len(chunks):
+            raise EngineError(
+                f"{path}: has {found.chunks} chunks already, of {len(chunks) + found.chunks - done} to compute"
+                if done > 0
+                else f"{path}: has {found.chunks} chunks, fewer than the files to add: leave --resume out"
+            )
+        earlier = [found]
     begun = done
     for number in range(begun, len(chunks)):
         with collector.collecting():
@@ -116,16 +125,15 @@ def _compute(llm: "LLM", ids: list[int]) -> None:
         llm.cancel(sequence)
 
 
-def _resumed(path: Path, dataset: str, ctx: int, total: int) -> ImatrixSums:
+def _resumed(path: Path, datasets: Seq[str], ctx: int) -> ImatrixSums:
+    """The sums of an unfinished file of these texts, those of added files first."""
     found = read_sums(path)
-    if found.chunk_size != ctx or found.datasets[-1:] != (dataset,):
+    if found.chunk_size != ctx or found.datasets != tuple(datasets):
         names = ", ".join(found.datasets) or "no text"
         raise EngineError(
-            f"{path}: is of {names} in chunks of {found.chunk_size}, not of {dataset} in chunks of {ctx}: "
+            f"{path}: is of {names} in chunks of {found.chunk_size}, not of {', '.join(datasets)} in chunks of {ctx}: "
             "give another file to write, or leave --resume out"
         )
-    if found.chunks >= total:
-        raise EngineError(f"{path}: has {found.chunks} chunks already, of {total} to compute")
     return found
 
 
@@ -162,7 +170,8 @@ def _added(name: str, earlier: Sums, own: Sums | None) -> Sums:
 
 
 def _untouched(collector: "Collector") -> int:
-    return sum(int((counts == 0).sum()) for counts in collector.counts.values())
+    """Experts without a token; each has one down matrix."""
+    return sum(int((counts == 0).sum()) for name, counts in collector.counts.items() if ".ffn_down" in name)
 
 
 def imatrix(

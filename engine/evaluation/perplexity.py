@@ -32,8 +32,11 @@ class Estimate:
 
     @property
     def exponential(self) -> "Estimate":
-        """e to this power: a perplexity of a mean negative log-probability."""
-        value = math.exp(self.value)
+        """e to this power: a perplexity of a mean negative log-probability; infinite beyond what fp64 holds."""
+        try:
+            value = math.exp(self.value)
+        except OverflowError:
+            return Estimate(math.inf, math.inf)
         return Estimate(value, value * self.error)
 
 

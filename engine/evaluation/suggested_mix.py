@@ -10,6 +10,7 @@ import heapq
 import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -223,9 +224,8 @@ def suggest_types(
     from quengine.models.quantize.imatrix import read_imatrix
 
     importance = None if imatrix is None else read_imatrix(Path(imatrix))
-    of_a, of_b = (open_checkpoint(resolve_model(str(each))) for each in (a, b))
-    try:
+    with ExitStack() as stack:
+        of_a, of_b = (
+            stack.enter_context(closing(open_checkpoint(resolve_model(str(each))))) for each in (a, b)
+        )
         return suggest(costs, of_a.tensors, of_b.tensors, bits_per_weight, importance)
-    finally:
-        of_a.close()
-        of_b.close()

@@ -17,6 +17,7 @@ import numpy as np
 
 from quengine.errors import EngineError
 from quengine.evaluation.prompt_logits import TargetLogprobs, compute
+from quengine.platform.input_files import decoded
 
 if TYPE_CHECKING:
     from quengine.llm import LLM
@@ -178,7 +179,7 @@ def _common(ids: Seq[Seq[int]]) -> int:
 
 
 def _hellaswag(data: bytes) -> list[Task]:
-    lines = _text("hellaswag", data).removesuffix("\n").split("\n") if data else []
+    lines = decoded(data, "--hellaswag").removesuffix("\n").split("\n") if data else []
     if len(lines) % 6:
         raise EngineError(f"--hellaswag: {len(lines)} lines, and a task has 6")
     tasks = []
@@ -194,7 +195,7 @@ def _hellaswag(data: bytes) -> list[Task]:
 def _winogrande(data: bytes) -> list[Task]:
     return [
         _winogrande_task(line, place)
-        for place, line in enumerate(_text("winogrande", data).split("\n"), 1)
+        for place, line in enumerate(decoded(data, "--winogrande").split("\n"), 1)
         if line
     ]
 
@@ -267,13 +268,6 @@ def _multiple_choice(data: bytes) -> list[Task]:
         right = frozenset(number for number, label in enumerate(labels) if label == 1)
         tasks.append(Task([Choice(f"{question} {each}") for each in answers], right, place))
     return tasks
-
-
-def _text(kind: TaskKind, data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise EngineError(f"--{kind}: not UTF-8 at byte {error.start}") from None
 
 
 def _without_repeats(

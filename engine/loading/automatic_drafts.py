@@ -1,5 +1,5 @@
-"""Drafts by the model's own layer (MTP) where they are not asked for: whether its steps can draft by themselves, and
-whether memory has room for them."""
+"""Drafts by the model's own layer (MTP) where no option requests or excludes them: whether its steps can draft by
+themselves, and whether memory has room for them."""
 
 from dataclasses import replace
 
@@ -35,8 +35,8 @@ def settle_drafts(
             problem = str(error)
     if config.draft_vocab is not None:
         raise EngineError(
-            f"draft_vocab {config.draft_vocab}: the model's own layer drafts from these, and does not here: "
-            f"{problem}; ask for it (--draft-mtp)"
+            f"draft_vocab {config.draft_vocab}: the model's own layer drafts from these, and by default it does not "
+            f"here: {problem}; request its drafts (--draft-mtp)"
         )
     return replace(config, draft_mtp=0), None
 
@@ -49,7 +49,7 @@ def _why_not(
     if not shape.draft_layers:
         return f"{checkpoint.path.name} has no layer that drafts tokens (MTP)"
     if config.speculates:
-        return "other drafts are asked for"
+        return "other drafts are requested"
     if device.type != "cuda" or config.backend != "auto":
         return "the model runs on no CUDA device"
     if config.ranks > 1:
@@ -71,7 +71,7 @@ def fit_drafts(
     free: int,
     experts: ExpertPlacement,
 ) -> tuple[EngineConfig, Checkpoint | None, int, list[CachePool], list[str]]:
-    """`choose_cache`, which gives up drafts that are not asked for where memory is short: where weights and the
+    """`choose_cache`, which gives up drafts that no option requests where memory is short: where weights and the
     requested context would not fit beside them, or only a context below USABLE_CONTEXT.
 
     Returns configuration and draft as they are then, the context, the pools, and lines for the user.

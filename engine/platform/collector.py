@@ -4,8 +4,10 @@ What a start makes (torch, a vocabulary, a model) lasts to the end; each collect
 """
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+
+from quengine.kernels.collection_pause import paused
+
+__all__ = ["AT_START", "AT_WORK", "ending", "paused", "starting", "working"]
 
 AT_START = 1_000_000
 """Objects made between two collections; a start with torch makes fewer."""
@@ -21,18 +23,6 @@ def working() -> None:
     """What there is now stays for good; what is made from now on is collected while it is little."""
     gc.freeze()
     gc.set_threshold(AT_WORK)
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """No collection while the block makes many objects at once, all of which are needed."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def ending() -> None:

@@ -21,7 +21,7 @@ def read_text(path: Path, failure: str, limit: int = MAX_INPUT_BYTES) -> str:
         EngineError: it is something else (a device may never end), too large, not UTF-8, or cannot be read.
     """
     data = read_bytes(path, failure, limit)
-    return universal_newlines(_decoded(data, f"{failure} {_shown(path)}"))
+    return universal_newlines(decoded(data, f"{failure} {_shown(path)}"))
 
 
 def read_bytes(path: Path, failure: str, limit: int = MAX_INPUT_BYTES) -> bytes:
@@ -51,7 +51,7 @@ def read_stream(
     Raises:
         EngineError: it is too large, not UTF-8, or cannot be read.
     """
-    return _decoded(_read(stream, failure, limit), failure, replace)
+    return decoded(_read(stream, failure, limit), failure, replace)
 
 
 def _read(stream: IO[bytes], failure: str, limit: int) -> bytes:
@@ -64,7 +64,9 @@ def _read(stream: IO[bytes], failure: str, limit: int) -> bytes:
     return data
 
 
-def _decoded(data: bytes, failure: str, replace: bool = False) -> str:
+def decoded(data: bytes, failure: str, replace: bool = False) -> str:
+    """The UTF-8 text `data`; with `replace` other bytes become U+FFFD. Raises EngineError, which begins with
+    `failure`."""
     try:
         return data.decode(errors="replace" if replace else "strict")
     except UnicodeDecodeError as error:

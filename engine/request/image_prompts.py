@@ -5,8 +5,10 @@ An image is decoded in the thread of the request that needs it, and encoded besi
 """
 
 import threading
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from contextlib import contextmanager
 from hashlib import sha256
 from io import BytesIO
 from typing import TYPE_CHECKING, Protocol
@@ -159,13 +161,19 @@ class ImagePrompts:
         return [wanted[name].result() for name in names]
 
     def _encode_new(self, images: dict[bytes, bytes], mine: dict[bytes, "Future[EncodedImage]"]) -> None:
+        """An error is that of its image alone: other requests may wait for the others."""
+        prepared = dict[bytes, "PreparedImage"]()
         try:
-            prepared = [self._vision.prepare(images[name]) for name in mine]
-            for name, image, rows in zip(mine, prepared, self._queue.add(prepared), strict=True):
-                encoded = _encoded(image, rows.result())
-                with self._lock:
-                    self._kept.add(name, encoded)
-                mine[name].set_result(encoded)
+            for name, future in mine.items():
+                with _errors_of(future):
+                    prepared[name] = self._vision.prepare(images[name])
+            queued = self._queue.add([*prepared.values()])
+            for (name, image), rows in zip(prepared.items(), queued, strict=True):
+                with _errors_of(mine[name]):
+                    encoded = _encoded(image, rows.result())
+                    with self._lock:
+                        self._kept.add(name, encoded)
+                    mine[name].set_result(encoded)
         except BaseException as error:
             for future in mine.values():
                 if not future.done():
@@ -174,6 +182,15 @@ class ImagePrompts:
             with self._lock:
                 for name in mine:
                     self._under_way.pop(name, None)
+
+
+@contextmanager
+def _errors_of(future: "Future[EncodedImage]") -> Iterator[None]:
+    """What is raised is the future's."""
+    try:
+        yield
+    except Exception as error:
+        future.set_exception(error)
 
 
 def _encoded(image: "PreparedImage", rows: Tensor) -> EncodedImage:

@@ -1,7 +1,7 @@
 """Images that a request names by http and https addresses (--image-urls), from public hosts alone.
 
-Redirects are few, and each leads to a host that is checked as the first was. What a server says of the content's type
-is passed over: the bytes are decoded as those of any image file.
+Redirects are few, and each leads to a host that is checked as the first was. The content type that a server gives is
+ignored: the bytes are decoded as those of any image file.
 """
 
 import asyncio

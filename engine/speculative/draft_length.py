@@ -46,7 +46,7 @@ _TOKEN_SHARE = 0.08
 
 
 AUTOMATIC_MTP = 3
-"""Default maximum length of a draft of a model's own layer where it drafts without being asked to."""
+"""Maximum length of a draft of a model's own layer where no option requests its drafts."""
 
 DEVICE_ROWS = 64
 """DRAFT_ROWS of steps that draft on a device alone: drafts are as long as they are measured to pay."""
@@ -62,7 +62,7 @@ def draft_vocab(config: EngineConfig) -> int:
 
 
 def draft_tokens(config: EngineConfig, kind: str) -> int:
-    """Maximum length of a draft. By a layer of the model alone, it is the one that the options say."""
+    """Maximum length of a draft. By a layer of the model alone, it is `draft_mtp`."""
     by_layer = 0 if config.draft_ngram else config.draft_mtp or 0
     return config.draft_tokens or by_layer or DRAFT_TOKENS[kind]
 
@@ -176,7 +176,7 @@ class TimedLength:
             self._left -= 1
 
     def retry(self, sequences: int) -> None:
-        """Shortens a pause, as the texts of these many sequences are other ones."""
+        """Shortens a pause, as this number of sequences have new texts."""
         self._left = min(self._left, NEW_PLAIN * min(2, sequences))
 
     def next(self, rates: Sequence[float], most: int) -> int:

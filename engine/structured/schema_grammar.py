@@ -500,7 +500,7 @@ def _contains(values: Iterable[Any], value: Any) -> bool:
 
 
 def _exact_range(schema: Mapping[str, Any]) -> Schema | None:
-    """A schema with bounds that the compiler does not read, where its numbers can be told apart from other values."""
+    """A schema with bounds that the compiler does not read, whose numbers can be distinguished from other values."""
     if not any(map(is_large, (schema[key] for key in NUMERIC & schema.keys()))):
         return None
     types = _list(schema.get("type", list(_TYPES)))

@@ -31,7 +31,7 @@ from quengine.models.hf.hf_keys import config_error, integer, number
 _PERIOD = 5
 _BASE, _LOCAL_BASE = 1e6, 1e4
 _SPARSE_LAYERS, _SPARSITY = 10, 0.95
-"""Of models with more layers, how many have sparse activations where config.json does not say, and their share of 0."""
+"""Layers with sparse activations of models with more layers, and the share of zeros, where config.json gives none."""
 
 _CAP = "final_logit_softcapping"
 _SHARED, _PER_LAYER = "attention.shared_kv_layers", "embedding_length_per_layer_input"
@@ -101,8 +101,8 @@ def _layer_sizes(config: ModelConfig, lengths: Sequence[int]) -> tuple[LayerSize
 
 
 def _cutoffs(keys: Keys, blocks: int) -> tuple[float, ...]:
-    """Of each layer, the standard deviations that a share of a normal distribution's values is below, as `transformers`
-    rounds them."""
+    """Each layer's cutoff in standard deviations: the share of a normal distribution's values that config.json gives is
+    below it, rounded as in `transformers`."""
     shares: Any = keys.get("activation_sparsity_pattern")
     if shares is None:
         sparse = _SPARSE_LAYERS if blocks > _SPARSE_LAYERS else 0

@@ -2,7 +2,7 @@
 
 Every fourth layer does not rotate and sees everything; its queries grow with the position. The others rotate,
 normalize rotated queries and keys without weights (not with 128 experts), and attend within chunks of 8,192
-positions. GGUF files say none of this; llama.cpp takes it for granted.
+positions. GGUF files have no keys for this; llama.cpp takes it for granted.
 Source: `Llama4TextModel` in the `transformers` library.
 """
 
@@ -26,7 +26,7 @@ _MOST = LIMITS["block_count"][1]
 _STEP = "interleave_moe_layer_step"
 _WINDOW = "attention.sliding_window"
 _WITHOUT_NORMS = 128
-"""Experts of the model whose queries and keys have no norms, which is how llama.cpp tells it."""
+"""Experts of the model whose queries and keys have no norms, by which llama.cpp recognizes it."""
 
 
 def _layers(config: ModelConfig) -> Sequence[Block]:
@@ -129,7 +129,7 @@ def _size_fields(config: ModelConfig) -> Fields:
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    """The chunk is called a window; one of 0 says that there are none."""
+    """The chunk has the key of a window. One of 0, with which llama.cpp rotates in all layers, is not implemented."""
     window = file.get_int(f"llama4.{_WINDOW}")
     if window not in (None, _CHUNK):
         raise file.error(f"llama4.{_WINDOW}", f"{window}: only chunks of {_CHUNK} positions are implemented")

@@ -40,7 +40,7 @@ from quengine.models.gguf import GGUFFile
 from quengine.models.hf.hf_keys import config_error, integer
 
 _INTERVAL = 4
-"""One layer of this many has attention, where neither file says otherwise."""
+"""The interval of layers with attention, where neither file gives one."""
 
 _RECURRENT, _EVERY = "attention.recurrent_layers", "full_attention_interval"
 _SSM = {

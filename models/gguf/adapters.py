@@ -73,7 +73,7 @@ def _check(file: GGUFFile, config: ModelConfig) -> None:
 
     if (kind := file.get_str("adapter.type")) != "lora":
         raise file.error("adapter.type", f"{kind} is not implemented, only lora is")
-    specs = {**tensor_specs(config), **joined_specs(config)}
+    specs, ranks = {**tensor_specs(config), **joined_specs(config)}, dict[str, int]()
     for name, tensor in file.tensors.items():
         base, _, letter = name.rpartition(".lora_")
         other = f"{base}.lora_{'b' if letter == 'a' else 'a'}"
@@ -89,9 +89,11 @@ def _check(file: GGUFFile, config: ModelConfig) -> None:
         if base not in (_EMBEDDING, _TYPES) and base.split(".")[-2] not in _ADAPTED:
             raise file.tensor_error(name, "a change of this tensor is not implemented")
         rows, columns = specs[base].shape
-        rank = tensor.shape[1] if letter == "b" or base == _EMBEDDING else tensor.shape[0]
+        rank = tensor.shape[-1] if letter == "b" or base == _EMBEDDING else tensor.shape[0]
         wanted = (rank, columns) if letter == "a" else (rows, rank)
         if base == _EMBEDDING:
             wanted = (rows, rank) if letter == "a" else (columns, rank)
         if tensor.shape != wanted or not 1 <= rank <= _MOST_RANK:
             raise file.tensor_error(name, f"shape {list(tensor.shape)}, of a matrix {[rows, columns]}")
+        if ranks.setdefault(base, rank) != rank:
+            raise file.tensor_error(name, f"rank {rank}, and the other half's is {ranks[base]}")

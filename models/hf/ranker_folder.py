@@ -18,7 +18,8 @@ _ANSWERS = ("yes", "no")
 def read_ranker(folder: Path, keys: Mapping[str, Any], config: ModelConfig) -> Ranker | None:
     """What a folder scores pairs by; None: it is no such model. keys: of its config.json.
 
-    Such folders are told by their name, that in config.json or the title of README.md, as llama.cpp's converter does.
+    Such folders are recognized by their name, that in config.json or the title of README.md, as in llama.cpp's
+    converter.
 
     Raises EngineError where an answer is not one token of its vocabulary.
     """

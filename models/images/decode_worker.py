@@ -28,8 +28,8 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 
 
 def seal() -> str:
-    """Give up all but memory, time and open descriptors. Why the kernel does not refuse all other system calls; "":
-    it does."""
+    """Give up all but memory, time and open descriptors. Returns why the kernel does not refuse all other system calls;
+    "": it refuses them."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if landlock.version() > 0:
         with suppress(OSError):

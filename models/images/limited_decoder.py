@@ -9,7 +9,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
@@ -30,19 +30,28 @@ _WORKER = Path(__file__).with_name("decode_worker.py")
 _MEMORY_BYTES = max(MAX_BYTES, 3 * MAX_PIXELS)
 _KEPT_BYTES = 16 << 20
 """Of shared memory, between images."""
-_MOST_SAID = 300
+_LONGEST_ERROR = 300
 """Characters of an error's line."""
 
 
 class LimitedDecoder:
-    """One process, started with its first image. For one thread at a time."""
+    """One process, started with its first image. For one thread at a time.
+
+    Raises ImageError where this process has no more descriptors or addresses.
+    """
 
     def __init__(self, limits: ProcessLimits = LIMITS) -> None:
-        self._descriptor = os.memfd_create("quengine-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self._descriptor, _MEMORY_BYTES)  # taken as it is used
-        # A process that shortens the file would end this one, which has it mapped, with SIGBUS.
-        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._memory = mmap.mmap(self._descriptor, _MEMORY_BYTES)
+        try:
+            with ExitStack() as made:
+                self._descriptor = os.memfd_create("quengine-image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+                made.callback(os.close, self._descriptor)
+                os.ftruncate(self._descriptor, _MEMORY_BYTES)  # taken as it is used
+                # A process that shortens the file would end this one, which has it mapped, with SIGBUS.
+                fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+                self._memory = mmap.mmap(self._descriptor, _MEMORY_BYTES)
+                made.pop_all()
+        except OSError as failure:
+            raise ImageError(f"image: no memory to decode it in: {failure.strerror or failure}") from None
         setup = {"descriptor": self._descriptor, "size": _MEMORY_BYTES}
         self.process = LimitedProcess(_WORKER, setup, limits, (self._descriptor,))
 
@@ -90,8 +99,9 @@ class LimitedDecoder:
         os.close(self._descriptor)
 
 
-def _line(said: object) -> str:
-    return " ".join(str(said)[:_MOST_SAID].split())
+def _line(error: object) -> str:
+    """An error of the process, which a file may have taken over, as one short line."""
+    return " ".join(str(error)[:_LONGEST_ERROR].split())
 
 
 @cache
@@ -101,7 +111,7 @@ def _warn_unsealed(why: str) -> None:
 
 
 def _is_side(side: object) -> TypeGuard[int]:
-    """Whether what the process, which a file may have taken over, says is a side of an image."""
+    """Whether an answer of the process, which a file may have taken over, is a side of an image."""
     return isinstance(side, int) and 0 < side <= MAX_SIDE
 
 
@@ -119,7 +129,10 @@ class LimitedDecoders:
 
     def start(self) -> None:
         """Have a process for the first image, which starts meanwhile."""
-        with self._taken() as decoder, suppress(ProcessStoppedError):  # that image says why
+        with (
+            suppress(ProcessStoppedError, ImageError),
+            self._taken() as decoder,
+        ):  # the first image has that error
             decoder.start()
 
     @contextmanager

@@ -4,16 +4,15 @@ A layer is some ten launches of 50 microseconds; in a graph the host, whose inte
 one launch for a slice.
 """
 
-import gc
 from collections import OrderedDict
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quengine.kernels.collection_pause import paused
 from quengine.kernels.cuda.launch.one_capture import CAPTURING
 from quengine.models.vision.blocks import UnitGrid
 from quengine.models.vision.projector import ImageEncoder
@@ -88,7 +87,7 @@ class EncoderGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         graphs, computed = list[torch.cuda.CUDAGraph](), in_slices(self._encoder.layers(given, grid), layers)
         rows: Tensor | None = None
-        with CAPTURING, _no_collection():
+        with CAPTURING, paused():
             while rows is None:
                 graph = torch.cuda.CUDAGraph()
                 # Steps of the engine's thread go on meanwhile: their calls are none of this capture.
@@ -115,15 +114,3 @@ def in_slices(layers: Generator[None, None, Tensor], count: int) -> Generator[No
         done += 1
         if done % count == 0:
             yield
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A collection may destroy CUDA objects, which no thread may do during its capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

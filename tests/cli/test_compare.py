@@ -64,6 +64,10 @@ def test_costs_by_tensor(tmp_path: Path) -> None:
     assert result.exit_code == 0 and f"{found['bits_per_weight']:.2f} bits a weight" in result.stderr
     with pytest.raises(EngineError, match=r"--budget 4\.5q: must be bits a weight, such as 4\.5bpw"):
         run(*flags, "--budget", "4.5q")
+    with pytest.raises(EngineError, match=r"none\.gguf: no imatrix file here"):  # no model is loaded
+        run("a", "b", "-f", text, "--budget", "4bpw", "--imatrix", tmp_path / "none.gguf")
+    with pytest.raises(EngineError, match=r"costs\.svg: no such folder as .*none"):
+        run("a", "b", "-f", text, "--by-tensor", "--plot", tmp_path / "none" / "costs.svg")
     with pytest.raises(EngineError, match=r"--imatrix x: it goes with --budget"):
         run(*flags, "--imatrix", "x")
     with pytest.raises(EngineError, match=r"--plot x\.svg: a chart is of --by-tensor; add that"):

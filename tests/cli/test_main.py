@@ -256,7 +256,7 @@ def test_a_model_that_is_not_named_by_its_flag_gets_that_hint(capsys):
 def test_the_help_wraps_its_paragraphs_itself(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert main.run(["pull", "--help"]) == 0
-    assert "their digests are checked. Prints the path of each model." in capsys.readouterr().out
+    assert "their digests are checked. A model's projector (mmproj) comes with it" in capsys.readouterr().out
 
 
 def test_the_readme_has_every_exit_code():

@@ -56,6 +56,10 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         run("-m", "x")
     with pytest.raises(EngineError, match="--file and --hellaswag: give one of them"):
         run("-m", "x", "-f", "a", "--hellaswag", "b")
+    with pytest.raises(EngineError, match="--tasks 3: it goes with a file of tasks, not with a text"):
+        run("-m", "x", "-f", "a", "--tasks", 3)
+    with pytest.raises(EngineError, match="--chunks 2: it goes with a text, not with --winogrande"):
+        run("-m", "x", "--winogrande", "a", "--chunks", 2)
     with pytest.raises(EngineError, match=r"cannot read the text from .*none.txt: No such file"):
         run("-m", "x", "-f", tmp_path / "none.txt")
     with pytest.raises(EngineError, match=r"cannot read the tasks of --hellaswag from .*: No such file"):

@@ -1,6 +1,8 @@
 """Prompts with images: answers, shared beginnings, encoded images that are kept, preemption and context shift."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -178,6 +180,29 @@ def test_an_image_that_two_threads_ask_for_is_encoded_once(llm: LLM, vision: Fak
         thread.start()
     for thread in threads:
         thread.join()
+    assert vision.encoded == [1]
+
+
+def test_a_file_that_is_no_image_is_an_error_of_its_request_alone(
+    llm: LLM, vision: FakeVision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another request waits meanwhile for an image that both have."""
+    assert llm.images is not None
+    good, bad, prepare, images = b"\x06" + PICTURE, b"no image", vision.prepare, llm.images
+    before, others = images.counts.found, list[Any]()
+
+    def prepared(data: bytes) -> Any:
+        if data == bad:
+            others.append(threads.submit(llm.with_images, "<image>", [good]))
+            while images.counts.found == before and not others[0].done():
+                time.sleep(0.001)
+        return prepare(data)
+
+    monkeypatch.setattr(vision, "prepare", prepared)
+    with ThreadPoolExecutor(1) as threads:
+        with pytest.raises(EngineError, match="none that is read here"):
+            llm.with_images("<image><image>", [bad, good])
+        assert others[0].result(60).images.images[0].values.shape[0] == len(good)
     assert vision.encoded == [1]
 
 

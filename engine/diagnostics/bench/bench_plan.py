@@ -142,7 +142,7 @@ class BenchPlan:
         ):
             if least is not None and least < 1:
                 raise EngineError(f"{flag} {least}: must be at least 1")
-        if self.config.draft_mtp is None:  # the figures are of the model alone, unless drafts are asked for
+        if self.config.draft_mtp is None:  # the figures are of the model alone, unless drafts are requested
             object.__setattr__(self, "config", replace(self.config, draft_mtp=0))
         if self.config.speculates and self.profiled:
             raise EngineError("--profile and --trace time steps without drafts; leave out the --draft flags")

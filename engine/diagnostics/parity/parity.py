@@ -207,19 +207,19 @@ def _rounding(
 ) -> PhaseMetrics:
     """The effect of rounding once on side a, over the same rows as the phase of that name."""
 
-    def told(what: str) -> None:
+    def rounded(what: str) -> None:
         progress(f"rounded once, {what}")
 
     # The prompt of a greedy text comes through prefill, so it is rounded as that.
     phase: Phase = "decode" if name == "decode" else "prefill"
     pair = Pair(a, RoundedSide(a, phase))
     if name == "images":
-        return _with_images(pair, prompts, told)
+        return _with_images(pair, prompts, rounded)
     if name != "greedy":
-        return _teacher_forced(pair, workload.windows, phase, told).metrics()
+        return _teacher_forced(pair, workload.windows, phase, rounded).metrics()
     comparison = Comparison()
     for index, (prompt, text) in enumerate(zip(workload.prompts, greedy, strict=True)):
-        told(f"greedy: prompt {index + 1} of {len(greedy)}")
+        rounded(f"greedy: prompt {index + 1} of {len(greedy)}")
         for logits in paired_blocks(*pair.continuations(prompt, text.tokens)):
             comparison.add(*logits)
     return comparison.metrics()

@@ -168,6 +168,8 @@ def compare_images(a: LLMSide, b: LLMSide, progress: Progress) -> ComparedImages
     median, p99, most = (percentile(every, percent) for percent in (50, 99, 100))
     narrow = {a.device, b.device} <= {REFERENCE, "cpu"}
     metrics = ImageMetrics(len(files), len(every), median, p99, most, NARROW if narrow else WIDE, unlike)
+    if errors and not narrow and len(metrics.failures) > len(unlike):
+        metrics = replace(metrics, budget=_widened(a, files, progress))
     return ComparedImages(metrics, prompts)
 
 

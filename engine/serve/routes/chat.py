@@ -67,7 +67,7 @@ async def chat_tokens(service: Service, request: Request) -> Response:
     """Tokens of a conversation's prompt, of a request that would be answered."""
     body = await read_request(request, ChatRequest, service.limits)
     requests, _ = await unless_gone(request.receive, prepare_chat(service, body))
-    tokens = await counted(service, requests[0].prompt, requests[0].images)
+    tokens = await counted(service, requests[0].prompt, requests[0].images, "messages")
     return json_response(token_count(tokens))
 
 

@@ -110,12 +110,9 @@ def _media_file(service: Service, url: str) -> Path:
     return found
 
 
-async def counted(service: Service, ids: Sequence[int], images: Sequence[bytes]) -> int:
-    """Tokens of a prompt, rows of its images among them. Raises ApiError for what is no image."""
+async def counted(service: Service, ids: Sequence[int], images: Sequence[bytes], param: str) -> int:
+    """Tokens of a prompt, rows of its images among them. Raises ApiError of the field `param` for what is no image."""
     model = service.model
     if not images:
         return len(ids)
-    try:
-        return len(ids) + await off_loop(lambda: sum(map(model.image_tokens, images)))
-    except EngineError as error:
-        raise bad_request(str(error), "messages", "invalid_value") from None
+    return len(ids) + await off_loop(lambda: sum(map(model.image_tokens, images)), param, "invalid_value")

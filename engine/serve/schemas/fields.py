@@ -351,7 +351,7 @@ class Tools(Generation, frozen=True):
 
 
 Messages = list[Annotated[dict[str, Any], component("Message")]]
-Dimensions = Annotated[int, Meta(ge=1, description="The first so many values, of unit length.")]
+Dimensions = Annotated[int, Meta(ge=1, description="Leading values to keep, scaled to unit length again.")]
 PoolingField = Annotated[
     Pooling,
     Meta(

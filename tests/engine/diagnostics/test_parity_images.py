@@ -166,3 +166,18 @@ def test_what_amplifies_rounding_has_a_wider_budget(reference: LLMSide) -> None:
     """By what fp16 matrices do to side a; here there is less than the budget."""
     found = parity_images._widened(reference, parity_images.pictures()[:1], quiet)
     assert found == parity_images.WIDE
+
+
+def test_a_gpu_beyond_the_budget_is_judged_by_the_wider_one(
+    reference: LLMSide, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp32 is nearer than fp16 matrices, whatever the budget was."""
+    monkeypatch.setattr(parity_images, "WIDE", parity_images.FeatureBudget(0.0, 0.0, 0.0))
+    with LLM(model, "cpu", CONTEXT, 1) as llm:
+        found = compare_images(reference, LLMSide("b", llm, "cuda"), quiet)
+        assert found is not None and found.metrics.failures == []
+        assert found.metrics.budget.median > found.metrics.nmse_median > 0
+        assert llm.images is not None
+        _swapped(llm.images._vision)
+        found = compare_images(reference, LLMSide("b", llm, "cuda"), quiet)
+    assert found is not None and any("NMSE" in failure for failure in found.metrics.failures)

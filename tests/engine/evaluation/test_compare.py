@@ -163,6 +163,17 @@ def test_a_file_of_log_probabilities_stands_for_a_model(
         compare(cut, b, device="cpu")
 
 
+def test_tokens_of_a_damaged_file_are_named(folder: Path, a: Path, logits: list[list[torch.Tensor]]) -> None:
+    """The last token of a chunk, which is scored and not computed."""
+    vocab = logits[0][0].shape[1]
+    for token in (vocab, -1):
+        chunk = logits[2][0].clone()
+        chunk[-1] = token
+        write_logits_file(folder / "damaged.kld", [chunk], logits[0][:1])
+        with pytest.raises(EngineError, match=rf"damaged\.kld: token id {token} is not in the vocabulary"):
+            compare(folder / "damaged.kld", a, device="cpu")
+
+
 def test_models_with_other_tokens_are_refused(folder: Path, a: Path) -> None:
     from tests.tiny_models import harmony_vocabulary
 

@@ -14,7 +14,7 @@ import torch
 
 from quengine import LLM, EngineError, imatrix, quantize
 from quengine.evaluation.activations import Collector
-from quengine.evaluation.imatrix import collect
+from quengine.evaluation.imatrix import _untouched, collect
 from quengine.evaluation.perplexity import text_chunks
 from quengine.models.gguf import open_gguf
 from quengine.models.quantize.imatrix import ImatrixSums, Sums, read_imatrix, read_sums, write_sums
@@ -136,6 +136,37 @@ def test_an_interrupted_run_is_resumed(dense: LLM, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="is of text in chunks of 32, not of other in chunks of 32"):
         list(collect(dense, chunks, cut, 32, "other", resume=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "whole.gguf"]
+
+
+def test_a_run_with_other_files_added_is_not_resumed(dense: LLM, tmp_path: Path) -> None:
+    chunks, out = text_chunks(dense, TEXT, 32), tmp_path / "out.gguf"
+    list(collect(dense, chunks[:1], out, 32, "text"))
+    theirs = read_sums(HERE / "dense.imatrix")
+    wanted = rf"is of text in chunks of 32, not of {theirs.datasets[0]}, text in chunks"
+    with pytest.raises(EngineError, match=wanted):
+        list(collect(dense, chunks, out, 32, "text", before=[theirs], resume=True))
+    cut = replace(read_sums(out), datasets=(*theirs.datasets, "text"))
+    write_sums(out, cut)
+    with pytest.raises(EngineError, match="has 1 chunks, fewer than the files to add"):
+        list(collect(dense, chunks, out, 32, "text", before=[theirs], resume=True))
+
+
+def test_a_missing_folder_is_named_before_the_computation(dense: LLM, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"out\.gguf: no such folder as .*none"):
+        next(collect(dense, text_chunks(dense, TEXT, 32), tmp_path / "none" / "out.gguf", 32, "text"))
+
+
+def test_an_expert_without_tokens_counts_once(models: dict[str, Path]) -> None:
+    with LLM(str(models["experts"]), device="cpu", ctx_size=32) as llm:
+        collector = Collector(llm)
+        with collector.collecting():
+            sequence = llm.embedding_sequence(llm.encode("a"), "last")
+            llm.add(sequence)
+            while not sequence.finished:
+                llm.step()
+            llm.end_step()
+        unused = [int((each == 0).sum()) for name, each in collector.counts.items() if "_up_exps" in name]
+    assert sum(unused) > 0 and _untouched(collector) == sum(unused)
 
 
 def test_nothing_is_left_of_a_run_that_fails(

@@ -156,6 +156,7 @@ def test_a_mean_has_its_error() -> None:
     mean.add([6.0])
     assert mean.estimate.value == 3 and mean.estimate.error == pytest.approx(math.sqrt(14 / 3 / 2))
     assert Estimate(0.0, 0.5).exponential == Estimate(1.0, 0.5)
+    assert Estimate(1000.0, 0.5).exponential == Estimate(math.inf, math.inf)
 
 
 def test_what_cannot_be_computed_is_refused(tiny: LLM) -> None:
@@ -194,7 +195,7 @@ def test_logits_that_are_not_finite_are_named(tiny: LLM, monkeypatch: pytest.Mon
         ("winogrande", b"0,a _ b,c,d\n", "line 1: must be number,sentence"),
         ("winogrande", b"0,a b,c,d,1\n", "line 1: the sentence has no gap"),
         ("winogrande", b"0,a _,c,d,3\n", "answer '3': must be 1 or 2"),
-        ("winogrande", b"\xff", "not UTF-8 at byte 0"),
+        ("winogrande", b"\xff", "not UTF-8, byte 0xff at 0"),
         ("multiple-choice", b"\x01\x00", "cut short in the header"),
         ("multiple-choice", task_files.multiple_choice()[:-3], "cut short in task 6"),
         ("multiple-choice", b"\1\0\0\0\0\0\0\0" + b"\1\0\0\0a" + b"\xff\0\0\0", "255 answers"),

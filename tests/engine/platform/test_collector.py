@@ -49,3 +49,14 @@ def test_a_command_begins_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> N
         main.main()
     assert seen == [(["list"], collector.AT_START)]
     assert gc.get_freeze_count() > frozen
+
+
+def test_a_pause_lasts_until_the_last_thread_has_ended_it() -> None:
+    one, other = collector.paused(), collector.paused()
+    assert gc.isenabled()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert not gc.isenabled()
+    other.__exit__(None, None, None)
+    assert gc.isenabled()

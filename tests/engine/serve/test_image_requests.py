@@ -21,6 +21,7 @@ PICTURE = bytes(range(40, 90))
 DATA = base64.b64encode(PICTURE).decode()
 URL = f"data:image/png;base64,{DATA}"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+NO_IMAGE = "data:image/png;base64,bm8gaW1hZ2U="
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +240,7 @@ def test_what_a_model_reads_is_listed(served: Served) -> None:
     [
         ("https://example.org/a.png", "data: URLs"),
         ("data:image/png;base64,@@@", "no base64"),
-        ("data:image/png;base64,bm8gaW1hZ2U=", "none that is read here"),
+        (NO_IMAGE, "none that is read here"),
         ("file:///../outside.png", "not below --media-path"),
         ("file:///missing.png", "cannot read the image"),
     ],
@@ -248,6 +249,22 @@ def test_images_that_cannot_be_read_are_bad_requests(served: Served, url: str, m
     content = [{"type": "image_url", "image_url": {"url": url}}]
     body = {"messages": [{"role": "user", "content": content}], **GREEDY}
     assert message in post(served, "/v1/chat/completions", body, 400)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "part"),
+    [
+        ("/v1/chat/completions", "messages", {"type": "image_url", "image_url": {"url": NO_IMAGE}}),
+        ("/v1/responses", "input", {"type": "input_image", "image_url": NO_IMAGE}),
+    ],
+)
+def test_counting_tokens_of_what_is_no_image_names_the_field(
+    served: Served, path: str, field: str, part: dict[str, Any]
+) -> None:
+    body = {field: [{"role": "user", "content": [part]}]}
+    error = post(served, f"{path}/input_tokens", body, 400)["error"]
+    assert error["param"] == field and error["code"] == "invalid_value"
+    assert "none that is read here" in error["message"]
 
 
 def test_rows_of_images_count_for_the_limits_of_a_prompt(served: Served) -> None:

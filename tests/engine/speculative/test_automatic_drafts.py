@@ -1,4 +1,4 @@
-"""Drafts by a model's own layer where none are asked for: where they are made, and that they give way to the model."""
+"""Drafts by a model's own layer where none are requested: where they are made, and that they give way to the model."""
 
 from collections.abc import Callable
 from dataclasses import replace

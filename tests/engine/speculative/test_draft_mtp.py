@@ -240,7 +240,7 @@ def test_what_cannot_be_is_said_in_a_line(folder: Path, model: Path) -> None:
     plain = write_synthetic(folder / "plain.gguf", "tiny")
     for path, options, message in [
         (model, {"draft_mtp": 32}, r"draft_mtp 32: must be 0 \(off\) to 31 tokens"),
-        (model, {"draft_vocab": 64}, r"draft_vocab 64: .*ask for it \(--draft-mtp\)"),
+        (model, {"draft_vocab": 64}, r"draft_vocab 64: .*request its drafts \(--draft-mtp\)"),
         (model, {"draft_mtp": 2, "draft_model": plain}, "draft_mtp 2: the draft model .* drafts"),
         (model, {"draft_mtp": 2, "tensor_parallel": 2}, "draft_mtp 2: .* a model that 2 devices share"),
         (

@@ -129,6 +129,8 @@ def test_a_task_without_an_adapter_is_refused_by_name(root: Path, tmp_path: Path
         ({"blk.0.ffn_up.weight.lora_a": (4, 64)}, {}, "no half of a change"),
         ({"blk.9.ffn_up.weight.lora_a": (4, 64), "blk.9.ffn_up.weight.lora_b": (96, 4)}, {}, "no half of a change"),
         ({"blk.0.ffn_up.weight.lora_a": (4, 32), "blk.0.ffn_up.weight.lora_b": (96, 4)}, {}, r"shape \[4, 32\]"),
+        ({"blk.0.ffn_up.weight.lora_a": (4, 64), "blk.0.ffn_up.weight.lora_b": (96,)}, {}, r"shape \[96\]"),
+        ({"blk.0.ffn_up.weight.lora_a": (4, 64), "blk.0.ffn_up.weight.lora_b": (96, 5)}, {}, "rank 5, and the other"),
         ({"token_embd.weight.lora_a": (4, 64), "token_embd.weight.lora_b": (3000, 4)}, {}, r"shape \[4, 64\]"),
         (
             {"token_embd_norm.weight.lora_a": (4, 64), "token_embd_norm.weight.lora_b": (64, 4)}, {},
@@ -139,7 +141,7 @@ def test_a_task_without_an_adapter_is_refused_by_name(root: Path, tmp_path: Path
     ],
 )  # fmt: skip
 def test_adapters_that_are_not_computed_are_refused(
-    root: Path, tmp_path: Path, tensors: dict[str, tuple[int, int]], keys: dict[str, Any], problem: str
+    root: Path, tmp_path: Path, tensors: dict[str, tuple[int, ...]], keys: dict[str, Any], problem: str
 ) -> None:
     path = shutil.copy(root / "files" / "model.gguf", tmp_path / "model.gguf")
     shutil.copy(root / "files" / "lora-retrieval.query-model.gguf", tmp_path)

@@ -1,6 +1,8 @@
 """Image files decoded in a process of their own: the same pixels, and whatever a file does there is one line here."""
 
+import errno
 import io
+import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -227,3 +229,21 @@ def test_an_image_of_a_processor_is_decoded_in_a_limited_process() -> None:
     decode_limited(encoded(picture(3, 3)))
     (decoder,) = limited_decoder._decoders._free[-1:]
     assert decoder.process._process is not None and (not before or before == [decoder])
+
+
+def test_without_memory_to_share_an_image_has_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = list[int]()
+
+    def full(descriptor: int, _size: int) -> mmap.mmap:
+        opened.append(descriptor)
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(limited_decoder.mmap, "mmap", full)
+    decoders = LimitedDecoders()
+    decoders.start()
+    for _ in range(limited_decoder.MOST_PROCESSES + 1):  # none of which is held
+        with pytest.raises(ImageError, match="image: no memory to decode it in: Cannot allocate memory"):
+            decoders.decode(encoded(picture(3, 3)))
+    for descriptor in set(opened):
+        with pytest.raises(OSError):
+            os.fstat(descriptor)

@@ -45,7 +45,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     await answer_constraint(use, service.model, await read_constraint(chat))
     await sampling_params(service, chat, logprobs=None, constraint=None)
     prompt = await unless_gone(request.receive, chat_prompt(service, chat, use, limited=False))
-    return json_response({"input_tokens": await counted(service, prompt.ids, prompt.images)})
+    return json_response({"input_tokens": await counted(service, prompt.ids, prompt.images, "messages")})
 
 
 class _Form(ChunkForm):

@@ -44,7 +44,8 @@ async def response_tokens(service: Service, request: Request) -> Response:
     """Tokens of the prompt of a response."""
     body = await read_request(request, ResponseRequest, service.limits)
     form = await unless_gone(request.receive, _prepared(service, body, []))
-    return json_response(token_count(await counted(service, form.request.prompt, form.request.images)))
+    tokens = await counted(service, form.request.prompt, form.request.images, "input")
+    return json_response(token_count(tokens))
 
 
 async def stored_response(models: Models, request: Request) -> Response:

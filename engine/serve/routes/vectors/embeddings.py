@@ -129,8 +129,8 @@ async def embedded(
     key: str,
     task: str | None = None,
 ) -> list[Vector]:
-    """The vector of each prompt of the field `key`, embedded for `task`; with pooling `none` its rows, one behind the
-    other, with `rank` the outputs of the model's head.
+    """The vector of each prompt of the field `key`, embedded for `task`; with pooling `none` its rows, one after
+    the other, with `rank` the outputs of the model's head.
 
     Raises ApiError, and ClientGoneError when the client has gone.
     """

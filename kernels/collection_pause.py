@@ -1,0 +1,28 @@
+"""Python's garbage collection, paused by any number of threads at once."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+_lock = Lock()
+_pauses, _was_enabled = 0, False
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """No collection in any thread until this block and all others have ended: while one makes many objects at once, or
+    captures CUDA graphs, during which a collection might destroy CUDA objects."""
+    global _pauses, _was_enabled
+    with _lock:
+        if not _pauses:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _pauses += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _pauses -= 1
+            if not _pauses and _was_enabled:
+                gc.enable()
