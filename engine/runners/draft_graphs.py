@@ -220,8 +220,10 @@ class DraftGraphs:
 
     @torch.no_grad()
     def run(self, key: DraftKey) -> Tensor:
-        """Runs a step, uncaptured, on the sequences that were sent; returns where steps' results are stored: the model's
-        logits are not kept, so that all captured steps share their memory."""
+        """Runs a step, uncaptured, on the sequences that were sent; returns where its results are stored.
+
+        The model's logits are not kept, so that captured steps share their memory.
+        """
         drafting, pdl = self._drafting(key), has_dependent_launch(self._device)
         enter(drafting, self._newest, self._turn, len(self._results), pdl)
         self._draft(key, drafting, pdl)
