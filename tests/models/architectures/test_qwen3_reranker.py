@@ -164,6 +164,10 @@ def test_heads_and_answers_of_another_kind_are_refused(root: Path, tmp_path: Pat
     write_tokenizer(folder)
     with pytest.raises(EngineError, match="a reranker's answer 'yes' is 3 tokens"):
         open_checkpoint(folder)
+    folder = write_model(tmp_path / "qwen3-reranker-small", "qwen3", **{**SIZES, "vocab_size": 32})
+    write_reranker_tokenizer(folder)
+    with pytest.raises(EngineError, match=r"answer 'yes' is token \d+, and the output matrix has 32 rows"):
+        open_checkpoint(folder)
 
 
 @pytest.fixture(scope="module")
