@@ -21,7 +21,8 @@ def read_ranker(folder: Path, keys: Mapping[str, Any], config: ModelConfig) -> R
     Such folders are recognized by their name, that in config.json or the title of README.md, as in llama.cpp's
     converter.
 
-    Raises EngineError where an answer is not one token of its vocabulary, or none that the output matrix has.
+    Raises EngineError where an answer is not one token of its vocabulary, or none that the output matrix has, and where
+    the template lacks a text of the pair.
     """
     if config.architecture != "qwen3" or config.ranker is not None or not _is_named(folder, keys):
         return None
@@ -38,7 +39,10 @@ def read_ranker(folder: Path, keys: Mapping[str, Any], config: ModelConfig) -> R
                 f"{config.vocab_size} rows"
             )
         found += ids
-    return Ranker(2, True, read_templates(folder).get("rerank", RANK_TEMPLATE), tuple(found))
+    ranker = Ranker(2, True, read_templates(folder).get("rerank", RANK_TEMPLATE), tuple(found))
+    if ranker.missing:
+        raise EngineError(f"{folder}: the chat template rerank has no {ranker.missing}")
+    return ranker
 
 
 def _is_named(folder: Path, keys: Mapping[str, Any]) -> bool:
