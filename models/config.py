@@ -105,6 +105,11 @@ class Ranker:
     template: str
     tokens: tuple[int, ...] = ()
 
+    @property
+    def missing(self) -> str:
+        """What the template lacks, for people; "": nothing."""
+        return " and no ".join(part for part in ("{query}", "{document}") if part not in self.template)
+
     def filled(self, part: str, query: str, document: str) -> str:
         """A part of the template with the texts of a pair, in which braces stay as they are."""
         given = {"{query}": query, "{document}": document}

@@ -7,7 +7,9 @@ for cannot change between the two (DNS rebinding).
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -21,6 +23,8 @@ _UNICAST = ip_network("2000::/3")
 """Of IPv6, all that is in the internet."""
 _MOST_ADDRESSES = 4
 """Of a name, that are tried one after another."""
+_MOST_LOOK_UPS = 16
+"""At once; others wait."""
 
 
 class PrivateAddressError(EngineError):
@@ -40,11 +44,17 @@ def is_public(address: IPv4Address | IPv6Address) -> bool:
     return address.is_global and not address.is_multicast
 
 
+@cache
+def _resolvers() -> ThreadPoolExecutor:
+    """Threads for look-ups alone: a name whose server does not answer takes one for many seconds."""
+    return ThreadPoolExecutor(_MOST_LOOK_UPS, "resolver")
+
+
 async def addresses_of(host: str, port: int) -> list[str]:
     """Raises OSError where the name has none."""
-    loop = asyncio.get_running_loop()
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(_resolvers(), look_up)
     except UnicodeError:
         raise OSError("no such name") from None
     return [str(each[4][0]).partition("%")[0] for each in found]

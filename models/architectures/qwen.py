@@ -24,7 +24,7 @@ _DEFAULTS = {
     "max_window_layers": 28,
 }
 
-_HEAD = "cls.output.weight"
+_HEAD, _TEMPLATE = "cls.output.weight", "tokenizer.chat_template.rerank"
 RANK_TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Given a web '
@@ -62,8 +62,10 @@ def _gguf_fields(file: "GGUFFile", _config: ModelConfig) -> Fields:
     if head.shape[0] != 2:
         problem = f"{head.shape[0]} outputs are not implemented, only two are: yes and no"
         raise file.tensor_error(_HEAD, problem)
-    template = file.get_str("tokenizer.chat_template.rerank") or RANK_TEMPLATE
-    return {"ranker": Ranker(2, True, template), "pooling": "rank"}
+    ranker = Ranker(2, True, file.get_str(_TEMPLATE) or RANK_TEMPLATE)
+    if ranker.missing:
+        raise file.error(_TEMPLATE, f"has no {ranker.missing}: all pairs would have the same score")
+    return {"ranker": ranker, "pooling": "rank"}
 
 
 QWEN2 = Architecture(

@@ -21,7 +21,8 @@ def read_ranker(folder: Path, keys: Mapping[str, Any], config: ModelConfig) -> R
     Such folders are recognized by their name, that in config.json or the title of README.md, as in llama.cpp's
     converter.
 
-    Raises EngineError where an answer is not one token of its vocabulary.
+    Raises EngineError where an answer is not one token of its vocabulary, or none that the output matrix has, and where
+    the template lacks a text of the pair.
     """
     if config.architecture != "qwen3" or config.ranker is not None or not _is_named(folder, keys):
         return None
@@ -32,8 +33,16 @@ def read_ranker(folder: Path, keys: Mapping[str, Any], config: ModelConfig) -> R
             raise EngineError(
                 f"{folder}: a reranker's answer {answer!r} is {len(ids)} tokens of its vocabulary, not 1"
             )
+        if ids[0] >= config.vocab_size:
+            raise EngineError(
+                f"{folder}: a reranker's answer {answer!r} is token {ids[0]}, and the output matrix has "
+                f"{config.vocab_size} rows"
+            )
         found += ids
-    return Ranker(2, True, read_templates(folder).get("rerank", RANK_TEMPLATE), tuple(found))
+    ranker = Ranker(2, True, read_templates(folder).get("rerank", RANK_TEMPLATE), tuple(found))
+    if ranker.missing:
+        raise EngineError(f"{folder}: the chat template rerank has no {ranker.missing}")
+    return ranker
 
 
 def _is_named(folder: Path, keys: Mapping[str, Any]) -> bool:

@@ -1,6 +1,8 @@
 """Images fetched from the network: from a local server that counts as public, by a resolver of the test's own."""
 
+import asyncio
 import base64
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +15,7 @@ import pytest
 
 from quengine import LLM
 from quengine.serve import image_fetch
-from quengine.serve.outbound import Reach, is_public
+from quengine.serve.outbound import Reach, addresses_of, is_public
 from quengine.serve.processes.engine_llm import LLMEngine
 from tests.engine.fake_vision import FakeVision, seeing, write_model
 from tests.engine.serve.serving import Served, serving
@@ -257,3 +259,24 @@ def test_nothing_is_fetched_without_the_flag(tmp_path: Path, names: Names, port:
 )
 def test_addresses_of_the_internet_are_told_from_others(address: str, public: bool) -> None:
     assert is_public(ip_address(address)) is public
+
+
+def test_names_that_are_slow_to_resolve_hold_up_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+
+    def slow(*_given: Any, **_named: Any) -> list[Any]:
+        held.wait(60)
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+
+    async def other_work() -> int:
+        names = [asyncio.create_task(addresses_of(f"{number}.test", 80)) for number in range(64)]
+        await asyncio.sleep(0)
+        try:
+            return await asyncio.wait_for(asyncio.to_thread(lambda: 7), 30)
+        finally:
+            held.set()
+            await asyncio.gather(*names)
+
+    assert asyncio.run(other_work()) == 7

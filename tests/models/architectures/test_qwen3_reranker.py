@@ -148,10 +148,18 @@ def test_heads_and_answers_of_another_kind_are_refused(root: Path, tmp_path: Pat
     builder = GGUFBuilder()
     with open_gguf(root / f"{next(iter(MODELS))}.gguf") as file:
         for key, value in file.metadata.items():
-            builder.kv(key, list(value) if isinstance(value, StringArray) else value)
+            changed = "{query}?" if key == "tokenizer.chat_template.rerank" else value
+            builder.kv(key, list(changed) if isinstance(changed, StringArray) else changed)
         for name, tensor in file.tensors.items():
             if name != "cls.output.weight":
                 builder.tensor(name, tensor.shape, tensor.type_name, tensor.data)
+    builder.tensor("cls.output.weight", (2, 64))
+    with (
+        open_gguf(builder.write(tmp_path / "template.gguf")) as file,
+        pytest.raises(GGUFError, match=r"chat_template\.rerank .*: has no \{document\}"),
+    ):
+        read_gguf_config(file)
+    builder.tensors.pop()
     builder.tensor("cls.output.weight", (3, 64))
     with (
         open_gguf(builder.write(tmp_path / "three.gguf")) as file,
@@ -163,6 +171,10 @@ def test_heads_and_answers_of_another_kind_are_refused(root: Path, tmp_path: Pat
 
     write_tokenizer(folder)
     with pytest.raises(EngineError, match="a reranker's answer 'yes' is 3 tokens"):
+        open_checkpoint(folder)
+    folder = write_model(tmp_path / "qwen3-reranker-small", "qwen3", **{**SIZES, "vocab_size": 32})
+    write_reranker_tokenizer(folder)
+    with pytest.raises(EngineError, match=r"answer 'yes' is token \d+, and the output matrix has 32 rows"):
         open_checkpoint(folder)
 
 
