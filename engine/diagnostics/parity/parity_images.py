@@ -143,7 +143,7 @@ def compare_images(a: LLMSide, b: LLMSide, progress: Progress) -> ComparedImages
     Raises:
         EngineError: one side has a projector and the other has none.
     """
-    of_a, of_b = a.llm.images, b.llm.images
+    of_a, of_b = a.encoder, b.encoder
     if of_a is None and of_b is None:
         return None
     if of_a is None or of_b is None:
@@ -178,7 +178,7 @@ def _widened(a: LLMSide, files: list[bytes], progress: Progress) -> FeatureBudge
     operations on the CPU, in which what is to be judged has no part."""
     from quengine.models.vision import load_vision
 
-    of_a = a.llm.images
+    of_a = a.encoder
     assert of_a is not None and a.llm.loaded.projector is not None
     progress("images: the same in fp16 by torch's operations")
     rounded, errors = load_vision(a.llm.loaded.projector, "cpu", dtype=torch.float16), list[Tensor]()

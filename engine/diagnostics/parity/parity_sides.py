@@ -40,7 +40,8 @@ class SideSpec:
 
 class LLMSide:
     """A loaded model as one of the two sides: `name` for the report, `device` as in `SideSpec`; `has_experts`: it is a
-    mixture of experts; `images`: those whose rows its prefill steps have.
+    mixture of experts; `encoder`: of images, None where it reads text alone; `images`: those whose rows its
+    prefill steps have.
 
     The reference is one definition, not an implementation of phases: it runs in chunks, which is quick, but where a
     state goes from one side to the other.
@@ -53,6 +54,7 @@ class LLMSide:
         self.decoder = llm.runner.decoder
         self.has_experts = llm.model_config.experts is not None
         self.images: PromptImages | None = None
+        self.encoder = llm.images
 
     @property
     def watchable(self) -> bool:

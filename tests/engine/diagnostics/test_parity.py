@@ -33,6 +33,7 @@ from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.models.gguf import open_gguf
 from quengine.models.synthetic.synthetic import SyntheticModel, write_synthetic
+from quengine.request.prompt_images import PromptImages
 
 MODEL = SyntheticModel(
     "synthetic parity",
@@ -188,8 +189,8 @@ def decode_one_position_ahead(llm: LLM) -> None:
     """Right in the prompt and right within the answer, but the answer stands one position too far."""
     logits = llm.runner.logits
 
-    def ahead(ids: list[int], start: int, phase: Phase) -> Tensor:
-        return logits(ids, start + (phase == "decode"), phase)
+    def ahead(ids: list[int], start: int, phase: Phase, images: PromptImages | None) -> Tensor:
+        return logits(ids, start + (phase == "decode"), phase, images)
 
     llm.runner.logits = ahead  # type: ignore[method-assign,assignment]
 
@@ -353,6 +354,7 @@ class TableSide:
     """A side whose logits and cached rows come from tables; notes what it is asked for."""
 
     has_experts = False
+    encoder = None
     are_states: tuple[bool, ...] = ()
     watchable = False
 

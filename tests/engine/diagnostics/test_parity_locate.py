@@ -156,8 +156,8 @@ def test_an_operation_that_gives_nan_is_found(
 def test_a_recorded_step_that_is_not_its_operations_is_found(reference: LLMSide, model: Path) -> None:
     def spoil(llm: LLM) -> None:
         logits = llm.runner.logits
-        llm.runner.logits = lambda ids, start, phase: (  # type: ignore[method-assign]
-            logits(ids, start, phase) * (1.001 if phase == "decode" else 1.0)
+        llm.runner.logits = lambda ids, start, phase, images: (  # type: ignore[method-assign]
+            logits(ids, start, phase, images) * (1.001 if phase == "decode" else 1.0)
         )
 
     found = located(reference, model, spoil)
