@@ -13,6 +13,7 @@ from quengine.diagnostics.selftest.self_test_experts import ROUTER, SUBJECTS
 from quengine.diagnostics.selftest.self_test_latent import LATENTS
 from quengine.diagnostics.selftest.self_test_run import GPU_UNITS, check_cpu, quick_units
 from quengine.diagnostics.selftest.self_test_states import STATES
+from quengine.diagnostics.selftest.self_test_vision import VISION
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.reference import ReferenceBackend
 from quengine.parallel.sum_times import SumTime, SumTimes
@@ -97,6 +98,7 @@ def test_json_has_the_machine_the_models_and_every_kernel(capsys):
         *LATENTS,
         *SUBJECTS,
         ROUTER,
+        VISION,
     }
 
 
@@ -180,7 +182,7 @@ def test_quick_is_one_check_of_a_kind(capsys):
     assert run(["doctor", "--quick", "--json", "-t", "1"]) == 0
     checks = json.loads(capsys.readouterr().out)["kernels"]
     subjects = [check["subject"] for check in checks]
-    assert set(subjects) == {"Q4_K", *OPERATIONS, *STATES, *LATENTS, "experts Q4_K", ROUTER}
+    assert set(subjects) == {"Q4_K", *OPERATIONS, *STATES, *LATENTS, "experts Q4_K", ROUTER, VISION}
     assert [check["test"] for check in checks if check["subject"] == "Q4_K"] == [use.name for use in USES]
     units = quick_units()
     assert len(units) < len(GPU_UNITS) / 4 and {unit[0] for unit in units} == {*subjects, *PAGED, "sampling"}

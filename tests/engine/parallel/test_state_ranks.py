@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from quengine import LLM, SamplingParams, load
+from quengine import LLM, SamplingParams
 from quengine.block_manager import CachePool
+from quengine.loading import automatic_drafts
 from quengine.parallel.cached_rows import read_cached, write_cached
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
@@ -56,13 +57,13 @@ def test_they_are_copied_on_both(pair: tuple[LLM, LLM]) -> None:
 
 def test_checkpoints_move_to_host_memory_on_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA devices: each rank has host memory for its part of as many states."""
-    choose = load.choose_cache
+    choose = automatic_drafts.choose_cache
 
     def with_cold(*given: Any) -> tuple[int, list[CachePool]]:
         ctx_size, pools = choose(*given)
         return ctx_size, [replace(pool, cold=8) if pool.is_state else pool for pool in pools]
 
-    monkeypatch.setattr(load, "choose_cache", with_cold)
+    monkeypatch.setattr(automatic_drafts, "choose_cache", with_cold)
     sizes = ModelSizes("qwen35", context=256)
     path = write_tiny(tmp_path / "tiny.gguf", "qwen35", sizes=sizes)
     options = {"parallel": 2, "state_checkpoints": 1, "ctx_size": 256, "tensor_parallel": 2}

@@ -73,7 +73,7 @@ class SpeakingEngine(FakeEngine):
     model: SpeakingModel
 
     def __init__(self, says: Mapping[str, str], model: SpeakingModel | None = None) -> None:
-        super().__init__(step_s=0.0)
+        super().__init__(step_s=0.001)  # else the loop, in the same process, gets pieces together
         self.model = model or SpeakingModel(4096)
         self._says = {key: self.model.spoken(text) for key, text in says.items()}
 

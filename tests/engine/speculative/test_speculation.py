@@ -107,6 +107,9 @@ class Drafter:
     def follow(self, sequence: Sequence, end: int) -> None:
         del sequence, end
 
+    def follow_all(self, ends: Mapping[Sequence, int]) -> None:
+        del ends
+
     def room(self, sequence: Sequence) -> int:
         return CTX - len(sequence.token_ids)
 

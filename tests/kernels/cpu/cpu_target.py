@@ -187,6 +187,13 @@ def collect_libraries() -> list[Any]:
     return libraries
 
 
+_PAUSES = (
+    ("declare void @llvm.x86.sse2.pause()", "declare void @llvm.aarch64.hint(i32)"),
+    ("@llvm.x86.sse2.pause()", "@llvm.aarch64.hint(i32 1)"),
+)
+"""The one instruction that kernels name for a processor (`atomics.pause`), as either has it."""
+
+
 def compile_for(triple: str, cpu: str) -> None:
     """Emit the kernels' code as it would be for the target, and assemble it with LLVM's code generator for it."""
     libraries = collect_libraries()
@@ -199,7 +206,10 @@ def compile_for(triple: str, cpu: str) -> None:
     machines = set()
     for library in libraries:
         lines = [line for line in library.get_llvm_str().splitlines() if not line.startswith("target ")]
-        module = binding.parse_assembly("\n".join(lines))
+        code = "\n".join(lines)
+        for here, there in _PAUSES:
+            code = code.replace(here, there)
+        module = binding.parse_assembly(code)
         module.triple, module.data_layout = triple, str(machine.target_data)
         module.verify()
         machines.add(int.from_bytes(machine.emit_object(module)[18:20], "little"))

@@ -258,7 +258,7 @@ def test_what_batches_launch_is_compiled() -> None:
     assert met("qk_row_norm_kernel", "PDL") == {("True",)}
     assert met("attention_warps_kernel", "REGISTERS") == {("128",), ("168",), ("255",)}
     assert {form for (form,) in met("rms_norm_kernel", "KIND")} == {"0", "1", "2"}
-    assert {kind for (kind,) in met("post_norm_add_kernel", "KIND")} == {"0", "1", "2"}
+    assert {kind for (kind,) in met("post_norm_add_kernel", "KIND")} == {"-1", "1", "2"}
     assert met("norm_wgmma_kernel", "PDL") == {("True",)}
     assert {
         "float_matmul_kernel",

@@ -74,6 +74,8 @@ def test_a_decoder_is_the_reference(name: str, tmp_path: Path, device: torch.dev
 
 def test_other_heads_are_refused_at_load(tmp_path: Path, device: torch.device) -> None:
     model = written(tmp_path, "nemotron-h-tiny", head_dim=24)
-    with pytest.raises(EngineError, match="elements, and this model's have 24; use --device cpu"):
+    with pytest.raises(
+        EngineError, match="of 16 elements, up to 256, and this model's have 24; use --device cpu"
+    ):
         Decoder(model.config, model.tensors, CudaBackend(device), 128, 128)
     assert Decoder(model.config, model.tensors, ReferenceBackend(keep=False), 128, 128)
