@@ -134,11 +134,11 @@ class AcceptRate:
 class TimedLength:
     """The length of drafts of a step that give most tokens a second, of up to `most` tokens; 0: plain steps.
 
-    Steps of each length are timed. One that was not is taken to differ from those that were by a share of a step for
-    each drafted token. After a change between plain steps and drafts, the first ones of the new length show how it
-    compares with the others; what makes later ones slower, as a longer context does, is taken to make all so, and each
-    further drafted token to take as long as the one before. The first steps of all are plain, and two after 32 with
-    drafts, then after 64, and so on up to 512.
+    Steps of each length are timed, at first two in turn, of which the first may have captured a graph. A length that was
+    not timed is taken to differ from those that were by a share of a step for each drafted token. After a change between
+    plain steps and drafts, the first ones of the new length show how it compares with the others; what makes later ones
+    slower, as a longer context does, is taken to make all so, and each further drafted token to take as long as the one
+    before. The first steps of all are plain, and two after 32 with drafts, then after 64, and so on up to 512.
 
     Where drafts do not pay, steps are plain for a pause, after which two have drafts of one token, so that a change of
     the text is noticed, and two more where the rates have risen. Pauses are twice as long each time, up to
@@ -151,6 +151,7 @@ class TimedLength:
         self._pause = self._left = self._trial = 0
         self._before = 0.0  # sum of the rates before a trial
         self._untimed = _FIRST_PLAIN
+        self._again: int | None = None  # a length that was timed once
         self._streak, self._check = 0, FIRST_PLAIN
         self._drafted, self._run = False, 0  # whether the last steps had drafts, and how many had, or had not
 
@@ -185,6 +186,8 @@ class TimedLength:
             self.skip()
             return 0
         lengths = range(min(self._most, most) + 1)
+        if self._again in lengths:
+            return self._again
         best = max(lengths, key=lambda length: _tokens(rates, length) / self._time_of(length))
         if best:
             self._pause = self._trial = 0
@@ -210,6 +213,10 @@ class TimedLength:
         self._drafted = length > 0
         if length not in self._seconds:
             self._seconds[length] = min(seconds, 2 * self._time_of(length)) if self._seconds else seconds
+            self._again = length
+            return
+        if length == self._again:
+            self._seconds[length], self._again = min(seconds, self._seconds[length]), None
             return
         ratio = seconds / self._seconds[length]
         # Of half the time or less, what was known was of a step in which a graph was captured, say.

@@ -85,6 +85,7 @@ def timed(plain: float, *drafting: float) -> TimedLength:
     made = TimedLength(len(drafting))
     for length, seconds in enumerate((plain, *drafting)):
         made.note(length, seconds)
+        made.note(length, seconds)
     return made
 
 
@@ -109,6 +110,8 @@ def test_drafts_are_as_long_as_they_pay() -> None:
 def test_first_steps_are_plain_until_one_was_timed() -> None:
     made = TimedLength(3)
     assert not made.due and made.pays and made.next([0.9], 3) == 0
+    made.note(0, 1.0)
+    assert made.due and made.next([0.9], 3) == 0, "the first may have captured a graph"
     made.note(0, 1.0)
     assert made.due and made.next([0.9], 3) > 0
     untimed = TimedLength(3)
@@ -190,6 +193,15 @@ def test_first_steps_that_capture_graphs_say_nothing_of_later_ones() -> None:
         made.note(length, seconds[length])
     found = run(made, 400, 0.0, seconds)
     assert found.count(0) > 390 and made.due is False
+
+
+def test_a_length_whose_first_step_captured_a_graph_is_chosen_where_it_pays() -> None:
+    seconds, made, seen, found = [1.0, 1.25, 1.3, 1.35], TimedLength(3), set[int](), list[int]()
+    for _ in range(200):
+        found.append(made.next([0.8], 3))
+        made.note(found[-1], seconds[found[-1]] if found[-1] in seen else 50.0)
+        seen.add(found[-1])
+    assert found.count(3) > 180
 
 
 def test_a_step_that_took_long_once_changes_little() -> None:
