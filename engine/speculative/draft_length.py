@@ -38,9 +38,6 @@ _TIME_MEMORY, _LINE_MEMORY, _COMPARED = 8, 64, 4
 """Steps over which a time is averaged; of other lengths, which are taken to lie on a line in the end, and are tried
 again; and steps after a change that show how a length compares with others."""
 
-_OUTLIER = 0.5
-"""The part of a known time below which a new one takes its place."""
-
 _TOKEN_SHARE = 0.08
 """Of a step without drafts, what a drafted token takes: a layer and a quarter of an output matrix, and its row."""
 
@@ -134,11 +131,12 @@ class AcceptRate:
 class TimedLength:
     """The length of drafts of a step that give most tokens a second, of up to `most` tokens; 0: plain steps.
 
-    Steps of each length are timed, at first two in turn, of which the first may have captured a graph. A length that was
-    not timed is taken to differ from those that were by a share of a step for each drafted token. After a change between
-    plain steps and drafts, the first ones of the new length show how it compares with the others; what makes later ones
-    slower, as a longer context does, is taken to make all so, and each further drafted token to take as long as the one
-    before. The first steps of all are plain, and two after 32 with drafts, then after 64, and so on up to 512.
+    Steps of each length are timed, at first two in turn, of which the first may have captured a graph. A length that
+    was not timed is taken to differ from those that were by a share of a step for each drafted token. After a change
+    between plain steps and drafts, the first ones of the new length show how it compares with the others; what makes
+    later ones slower, as a longer context does, is taken to make all so, and each further drafted token to take as long
+    as the one before. The first steps of all are plain, and two after 32 with drafts, then after 64, and so on up to
+    512.
 
     Where drafts do not pay, steps are plain for a pause, after which two have drafts of one token, so that a change of
     the text is noticed, and two more where the rates have risen. Pauses are twice as long each time, up to
@@ -218,9 +216,7 @@ class TimedLength:
         if length == self._again:
             self._seconds[length], self._again = min(seconds, self._seconds[length]), None
             return
-        ratio = seconds / self._seconds[length]
-        # Of half the time or less, what was known was of a step in which a graph was captured, say.
-        change = ratio if ratio < _OUTLIER else 1 + (min(ratio, 2) - 1) / _TIME_MEMORY
+        change = 1 + (min(seconds / self._seconds[length], 2) - 1) / _TIME_MEMORY
         if self._run <= _COMPARED:
             self._seconds[length] *= change
             return

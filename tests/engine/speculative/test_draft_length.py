@@ -196,7 +196,7 @@ def test_first_steps_that_capture_graphs_say_nothing_of_later_ones() -> None:
 
 
 def test_a_length_whose_first_step_captured_a_graph_is_chosen_where_it_pays() -> None:
-    seconds, made, seen, found = [1.0, 1.25, 1.3, 1.35], TimedLength(3), set[int](), list[int]()
+    seconds, made, seen, found = [1.0, 1.25, 1.55, 1.8], TimedLength(3), set[int](), list[int]()
     for _ in range(200):
         found.append(made.next([0.8], 3))
         made.note(found[-1], seconds[found[-1]] if found[-1] in seen else 50.0)
