@@ -184,7 +184,7 @@ class TimedLength:
             self.skip()
             return 0
         lengths = range(min(self._most, most) + 1)
-        if self._again in lengths:
+        if self._again is not None and self._again in lengths:
             return self._again
         best = max(lengths, key=lambda length: _tokens(rates, length) / self._time_of(length))
         if best:
