@@ -16,7 +16,6 @@ from benchmarks.charts import PICTURES
 
 COMMANDS = (
     'engine generate -m smollm2-135m --temp 0 "What is the capital of France?"',
-    "engine bench -m smollm2-135m -p 128 -n 64 -b 1,8 -r 3",
     "engine parity -m smollm2-135m --quick",
 )
 SIZE, LINE, LEFT, TOP, COLUMNS = 13, 19, 18, 44, 100
