@@ -224,3 +224,16 @@ def float_at(e: Emitter, array: ir.Value, index: ir.Value) -> ir.Value:
 def store_f32(e: Emitter, value: ir.Value, address: ir.Value) -> None:
     """Stores an fp32 at an address."""
     e.store(value, address)
+
+
+@vector_code
+def multiply_span(
+    e: Emitter, x: ir.Value, y: ir.Value, out: ir.Value, first: ir.Value, last: ir.Value
+) -> None:
+    """out = x * y, fp32 at addresses, elements first .. last - 1."""
+
+    def multiply(i: ir.Value, lanes: int) -> None:
+        at, lane = e.b.mul(i, e.i64(4)), vec(F32, lanes)
+        e.store(e.b.fmul(e.load(lane, e.at(x, at)), e.load(lane, e.at(y, at))), e.at(out, at))
+
+    e.spans(first, last, multiply)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 
 from quengine.kernels.altup import LEAST
 from quengine.kernels.cpu.ir.gate_ir import emit_tanh
-from quengine.kernels.cpu.ir.row_ir import dot_float_row, scale_row, store_f32
+from quengine.kernels.cpu.ir.row_ir import dot_float_row, multiply_span, scale_row, store_f32
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
 from quengine.kernels.cpu.ops.altup import AltUpArguments, RowsArguments
@@ -26,13 +27,8 @@ def altup_predict_kernel() -> bytes:
     def predict(args: AltUpArguments, task: int) -> None:
         count, cols, at = args.count, args.cols, 4 * args.cols * task
         work = args.work + 4 * (cols + count) * task
-        norm_row(args.x + at, args.norm, cols, args.eps, work)
         numbers = work + 4 * cols
-        for n in range(count):
-            store_f32(
-                hyperbolic(dot_float_row("F32", "row", args.router + 4 * cols * n, cols, work)),
-                numbers + 4 * n,
-            )
+        route(args.x + at, args, work, numbers)
         for n in range(count):
             out = args.out + n * args.stride + at
             scale_row(args.x + n * args.stride + at, 1.0, cols, out)
@@ -49,13 +45,8 @@ def altup_correct_kernel() -> bytes:
     def correct(args: AltUpArguments, task: int) -> None:
         count, cols, at = args.count, args.cols, 4 * args.cols * task
         work = args.work + 4 * (cols + count) * task
-        norm_row(args.y + at, args.norm, cols, args.eps, work)
         numbers = work + 4 * cols
-        for n in range(count):
-            store_f32(
-                hyperbolic(dot_float_row("F32", "row", args.router + 4 * cols * n, cols, work)),
-                numbers + 4 * n,
-            )
+        route(args.y + at, args, work, numbers)
         scale_row(args.y + at, 1.0, cols, work)
         add_scaled(work, args.x + at, -1.0, cols)
         for n in range(count):
@@ -64,9 +55,20 @@ def altup_correct_kernel() -> bytes:
             add_scaled(
                 out, work, one_more(short_dot(args.coefficients + 4 * count * n, numbers, count)), cols
             )
-        multiply_rows(args.out + at, args.scale, cols, args.scaled + at)
+        multiply_span(args.out + at, args.scale, args.scaled + at, 0, cols)
 
     return compile_kernel(correct, AltUpArguments)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def route(row: int, args: Any, work: int, numbers: int) -> None:
+    """The numbers by which a row mixes those of its token: tanh of the router's products with the row, normed to
+    `work`."""
+    count, cols = args.count, args.cols
+    norm_row(row, args.norm, cols, args.eps, work)
+    for n in range(count):
+        product = dot_float_row("F32", "row", args.router + 4 * cols * n, cols, work)
+        store_f32(hyperbolic(product), numbers + 4 * n)
 
 
 def altup_open_kernel() -> bytes:
@@ -144,17 +146,6 @@ def add_scaled(e: Emitter, y: ir.Value, x: ir.Value, scale: ir.Value, count: ir.
         )
 
     e.spans(e.i64(0), count, add)
-
-
-@vector_code
-def multiply_rows(e: Emitter, x: ir.Value, y: ir.Value, count: ir.Value, out: ir.Value) -> None:
-    """x * y, `count` fp32 at addresses."""
-
-    def multiply(i: ir.Value, lanes: int) -> None:
-        at, lane = e.b.mul(i, e.i64(4)), vec(F32, lanes)
-        e.store(e.b.fmul(e.load(lane, e.at(x, at)), e.load(lane, e.at(y, at))), e.at(out, at))
-
-    e.spans(e.i64(0), count, multiply)
 
 
 @vector_code(result=types.float32)

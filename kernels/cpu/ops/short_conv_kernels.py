@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from quengine.kernels.cpu.ir.row_ir import int64_at
+from quengine.kernels.cpu.ir.row_ir import int64_at, multiply_span
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
 from quengine.kernels.cpu.ops.short_conv import ShortConvArguments
@@ -22,7 +22,7 @@ def short_conv_kernel() -> bytes:
             position, b = int64_at(args.positions, row), args.bcx + 3 * row * width
             slot = int64_at(args.tables + row * args.table_stride, 0)
             state, out = args.state + slot * args.history * width, args.out + row * width
-            _multiply(b, b + 2 * width, state + position % args.history * width, first, last)
+            multiply_span(b, b + 2 * width, state + position % args.history * width, first, last)
             _clear(out, first, last)
             for tap in range(args.taps):
                 read = position - args.taps + 1 + tap
@@ -30,20 +30,9 @@ def short_conv_kernel() -> bytes:
                     _add_product(
                         args.weight + tap * width, state + read % args.history * width, out, first, last
                     )
-            _multiply(b + width, out, out, first, last)
+            multiply_span(b + width, out, out, first, last)
 
     return compile_kernel(short_conv_span, ShortConvArguments)
-
-
-@vector_code
-def _multiply(e: Emitter, x: ir.Value, y: ir.Value, out: ir.Value, first: ir.Value, last: ir.Value) -> None:
-    """out = x * y, fp32 at addresses, elements first .. last - 1."""
-
-    def multiply(i: ir.Value, lanes: int) -> None:
-        at, lane = e.b.mul(i, e.i64(4)), vec(F32, lanes)
-        e.store(e.b.fmul(e.load(lane, e.at(x, at)), e.load(lane, e.at(y, at))), e.at(out, at))
-
-    e.spans(first, last, multiply)
 
 
 @vector_code
