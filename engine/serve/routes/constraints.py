@@ -3,6 +3,7 @@
 A request that wants what the model cannot do is refused; nothing is answered without the constraint that was given.
 """
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from quengine.serve.schemas.fields import Generation, Tools
 from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.requests import TemplateRequest
 from quengine.serve.service import Service
-from quengine.structured.answer_format import NO_CALLS, answer_violation
+from quengine.structured.answer_format import NO_CALLS, AnswerFormat, answer_violation
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import ToolUse
 
@@ -124,6 +125,19 @@ async def answer_constraint(
     """
     if use.choice == "required" and text is not None and text.kind != "JSON schema":
         raise bad_request(f"tool_choice requires a call, and the {text.kind} something else", "tool_choice")
-    form = model.answer_format
-    spec = await off_loop(lambda: form.constraint(use, text, prompt), "tools")
-    return await off_loop(lambda: form.bounded(spec, prompt, budget), "reasoning_budget", "unsupported")
+    if text is None and not use.callable:
+        return _held(model.answer_format, use, text, prompt, budget)
+    return await asyncio.to_thread(_held, model.answer_format, use, text, prompt, budget)
+
+
+def _held(
+    form: AnswerFormat, use: ToolUse, text: ConstraintSpec | None, prompt: str, budget: int
+) -> ConstraintSpec | None:
+    try:
+        spec = form.constraint(use, text, prompt)
+    except EngineError as error:
+        raise bad_request(str(error), "tools") from None
+    try:
+        return form.bounded(spec, prompt, budget)
+    except EngineError as error:
+        raise bad_request(str(error), "reasoning_budget", "unsupported") from None

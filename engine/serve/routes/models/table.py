@@ -9,7 +9,7 @@ from starlette.responses import Response
 from quengine.models.hub.hub_name import quant_of
 from quengine.models.hub.projectors import find_projector
 from quengine.serve.guard import check_may_change
-from quengine.serve.http import json_response, read_request
+from quengine.serve.http import json_response, off_loop, read_request
 from quengine.serve.models.model_entry import ModelEntry
 from quengine.serve.models.registry import Models
 from quengine.serve.schemas.errors import ApiError
@@ -24,12 +24,10 @@ async def models(models: Models, request: Request) -> Response:
     if request.query_params.get("reload", "0") not in ("0", "false", ""):
         check_may_change(request.scope, "look for models")
         await models.rescan()
-    return json_response(
-        {
-            "object": "list",
-            "data": [_model(models, each, name) for each in models.entries for name in _ids(each)],
-        }
-    )
+    entries = list(models.entries)
+    seeing = await off_loop(lambda: {each for each in entries if _may_see(each)})
+    rows = [_model(models, each, name, each in seeing) for each in entries for name in _ids(each)]
+    return json_response({"object": "list", "data": rows})
 
 
 async def model(models: Models, request: Request) -> Response:
@@ -37,7 +35,7 @@ async def model(models: Models, request: Request) -> Response:
     entry = models.named(name)
     if name not in entry.spec.settings.model_names:
         raise ApiError(404, f"no model {name[:80]!r} here", param="model", code="model_not_found")
-    return json_response(_model(models, entry, name))
+    return json_response(_model(models, entry, name, await off_loop(lambda: _may_see(entry))))
 
 
 async def load(models: Models, request: Request) -> Response:
@@ -60,7 +58,7 @@ def _ids(entry: ModelEntry) -> tuple[str, ...]:
     return names if entry.alone else names[:1]
 
 
-def _model(models: Models, entry: ModelEntry, name: str) -> dict[str, Any]:
+def _model(models: Models, entry: ModelEntry, name: str, may_see: bool) -> dict[str, Any]:
     meta: dict[str, Any] = {"size": entry.nbytes}
     modalities = ["text"]
     if entry.loaded or entry.alone:
@@ -68,7 +66,7 @@ def _model(models: Models, entry: ModelEntry, name: str) -> dict[str, Any]:
         modalities += ["image"] if served.marker else []
         shown = {key: value for key, value in served.facts.items() if key != "path"}
         meta = shown | {"n_ctx": served.ctx_size, "ftype": quant_of(str(served.facts.get("path", "")))}
-    elif _may_see(entry):
+    elif may_see:
         modalities.append("image")
     return {
         "id": name,
@@ -84,7 +82,9 @@ def _model(models: Models, entry: ModelEntry, name: str) -> dict[str, Any]:
 
 
 def _may_see(entry: ModelEntry) -> bool:
-    """Whether a model that is not loaded has a projector, by the names of files."""
+    """Whether a model has a projector, by the names of files: once it is loaded, it says so itself."""
+    if entry.loaded or entry.alone:
+        return False
     path, config = entry.spec.path, entry.spec.config
     if config.no_mmproj or path is None:
         return False
