@@ -10,7 +10,7 @@ from typing import Any
 from quengine import __version__
 from quengine.diagnostics.parity.parity import ParityReport
 from quengine.diagnostics.parity.parity_files import FileComparison
-from quengine.diagnostics.parity.parity_images import ImageMetrics
+from quengine.diagnostics.parity.parity_images import ImageDifferences
 from quengine.diagnostics.parity.parity_locate import Location
 from quengine.diagnostics.parity.parity_operations import IN_LAYERS
 from quengine.diagnostics.parity.parity_routing import RoutingMetrics
@@ -119,7 +119,7 @@ def _phase_table(report: ParityReport) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _image_lines(images: ImageMetrics) -> str:
+def _image_lines(images: ImageDifferences) -> str:
     """How far the encoders of images are apart."""
     budget = images.budget
     pixels = "prepared alike to the bit" if not images.unlike else f"{len(images.unlike)} prepared otherwise"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quengine.cli.commands.perplexity import RUN_OPTIONS, TEXT, joined_texts, last_shown, time_left
+from quengine.cli.commands.perplexity import RUN_OPTIONS, TEXT, TextFiles, joined_texts, last_shown, time_left
 from quengine.cli.flags import takes_options
 from quengine.cli.progress import ProgressLine
 from quengine.config import EngineConfig
@@ -21,8 +21,8 @@ from quengine.options import OUTPUT, Flag, Range, check_ranges
 
 if TYPE_CHECKING:
     from quengine.evaluation.by_tensor import TensorCosts
-    from quengine.evaluation.compare import Comparison
-    from quengine.evaluation.divergence import Divergence
+    from quengine.evaluation.compare import FileComparison
+    from quengine.evaluation.divergence import FileDivergence
     from quengine.evaluation.perplexity import Estimate
     from quengine.evaluation.suggested_mix import SuggestedMix
     from quengine.llm import LLM
@@ -35,10 +35,7 @@ TENSORS = "Tensor by tensor"
 class CompareFlags:
     """On which text, and how it is reported."""
 
-    files: Annotated[
-        tuple[Path, ...],
-        Flag("-f --file", "A text; several are joined, with an empty line between them.", TEXT),
-    ] = ()
+    files: TextFiles = ()
     ctx: Annotated[
         int, Range(4), Flag("-c --ctx --ctx-size", "Tokens of a chunk, whose second half is scored.", TEXT)
     ] = 512
@@ -117,13 +114,13 @@ def compare(
     text = joined_texts(flags.files) if flags.files else None
     from quengine.cli.loading import load_llm
     from quengine.cli.terminal import json_line, write_line
-    from quengine.evaluation.compare import Comparison
+    from quengine.evaluation.compare import FileComparison
 
     def load(model: str, ctx: int) -> "LLM":
         return load_llm(model, replace(config, ctx_size=ctx, reuse_prefix=not flags.tensors))
 
     importance = _read_files(flags)
-    with Comparison(a, b, text, flags.ctx, load) as comparison:
+    with FileComparison(a, b, text, flags.ctx, load) as comparison:
         if flags.tensors:
             _by_tensor(flags, comparison, a, importance)
             return
@@ -148,7 +145,9 @@ def _read_files(flags: CompareFlags) -> "Imatrix | None":
     return read_imatrix(flags.imatrix)
 
 
-def _by_tensor(flags: CompareFlags, comparison: "Comparison", a: str, importance: "Imatrix | None") -> None:
+def _by_tensor(
+    flags: CompareFlags, comparison: "FileComparison", a: str, importance: "Imatrix | None"
+) -> None:
     from quengine.cli.terminal import json_line, write_line
     from quengine.evaluation.by_tensor import of_comparison
     from quengine.evaluation.cost_chart import write_chart
@@ -175,7 +174,7 @@ def _by_tensor(flags: CompareFlags, comparison: "Comparison", a: str, importance
 
 
 def _mix(
-    comparison: "Comparison", costs: "TensorCosts", bits: float, importance: "Imatrix | None"
+    comparison: "FileComparison", costs: "TensorCosts", bits: float, importance: "Imatrix | None"
 ) -> "SuggestedMix":
     from quengine.evaluation.suggested_mix import suggest
 
@@ -220,7 +219,7 @@ def _cost_lines(found: "TensorCosts") -> list[str]:
     return lines
 
 
-def _running(found: "Divergence") -> str:
+def _running(found: "FileDivergence") -> str:
     kl, same = found.kl, found.same_top
     return (
         f"chunk {found.chunks} of {found.total_chunks}: divergence {kl.value:.6f} +/- {kl.error:.6f}, "
@@ -228,7 +227,7 @@ def _running(found: "Divergence") -> str:
     )
 
 
-def _lines(found: "Divergence") -> list[str]:
+def _lines(found: "FileDivergence") -> list[str]:
     points = found.kl_points
     rows = [
         ("perplexity of A", _pair(found.perplexity_a)),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from quengine.cli.commands.perplexity import TEXT, joined_texts, last_shown, time_left
+from quengine.cli.commands.perplexity import TEXT, MostChunks, TextFiles, joined_texts, last_shown, time_left
 from quengine.cli.flags import Model, takes_options
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
@@ -21,14 +21,9 @@ FILE = "The file"
 class ImatrixFlags:
     """Of which text, and what is written."""
 
-    files: Annotated[
-        tuple[Path, ...],
-        Flag("-f --file", "A text; several are joined, with an empty line between them.", TEXT),
-    ] = ()
+    files: TextFiles = ()
     ctx: Annotated[int, Range(4), Flag("-c --ctx --ctx-size", "Tokens of a chunk.", TEXT)] = 512
-    chunks: Annotated[
-        int | None, Range(1), Flag("--chunks", "Chunks to compute, at most. (default: all)", TEXT, "N")
-    ] = None
+    chunks: MostChunks = None
     output: Annotated[
         Path | None,
         Flag("-o --output --output-file", "The file to write, in llama-imatrix's GGUF format.", FILE, "FILE"),

@@ -31,14 +31,19 @@ _TASK_PROMPTS = 16
 """Choices that are computed at the same time."""
 
 
+TextFiles = Annotated[
+    tuple[Path, ...], Flag("-f --file", "A text; several are joined, with an empty line between them.", TEXT)
+]
+MostChunks = Annotated[
+    int | None, Range(1), Flag("--chunks", "Chunks to compute, at most. (default: all)", TEXT, "N")
+]
+
+
 @dataclass(frozen=True)
 class PerplexityFlags:
     """What is computed, and how it is reported."""
 
-    files: Annotated[
-        tuple[Path, ...],
-        Flag("-f --file", "A text; several are joined, with an empty line between them.", TEXT),
-    ] = ()
+    files: TextFiles = ()
     ctx: Annotated[
         int,
         Range(4),
@@ -49,9 +54,7 @@ class PerplexityFlags:
         Range(0),
         Flag("--stride --ppl-stride", "Windows that overlap, begun every N tokens; 0: none.", TEXT, "N"),
     ] = 0
-    chunks: Annotated[
-        int | None, Range(1), Flag("--chunks", "Chunks to compute, at most. (default: all)", TEXT, "N")
-    ] = None
+    chunks: MostChunks = None
     hellaswag: Annotated[Path | None, Flag("--hellaswag", "A HellaSwag file: six lines a task.", TASKS)] = (
         None
     )

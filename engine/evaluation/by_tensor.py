@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quengine.errors import EngineError
-from quengine.evaluation.compare import Comparison, ModelBase, check_finite, part_rows, parts_of
+from quengine.evaluation.compare import FileComparison, ModelBase, check_finite, part_rows, parts_of
 from quengine.evaluation.divergence import Numbers, mean_of
 from quengine.evaluation.loaded_weights import LoadedWeights, Parts
 from quengine.evaluation.perplexity import DEFAULT_CTX, Chunk, Estimate
@@ -265,13 +265,13 @@ def compare_tensors(
     def load(model: str, size: int) -> LLM:
         return LLM(model, ctx_size=size, **config)
 
-    with Comparison(str(a), str(b), text, ctx, load) as comparison:
+    with FileComparison(str(a), str(b), text, ctx, load) as comparison:
         *_, found = of_comparison(comparison, chunks, step, alone=alone)
         return found
 
 
 def of_comparison(
-    comparison: Comparison, chunks: int | None, step: Step = _unseen, *, alone: bool = False
+    comparison: FileComparison, chunks: int | None, step: Step = _unseen, *, alone: bool = False
 ) -> Iterator[TensorCosts]:
     """The costs of a comparison's model b after each of its chunks; see `measure`."""
     if comparison.other is None:

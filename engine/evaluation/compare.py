@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quengine.errors import EngineError
-from quengine.evaluation.divergence import Divergence, TokenRows, rows_of_logits, rows_of_stored
+from quengine.evaluation.divergence import FileDivergence, TokenRows, rows_of_logits, rows_of_stored
 from quengine.evaluation.logits_file import LogitsFile, is_logits_file
 from quengine.evaluation.perplexity import DEFAULT_CTX, Chunk, text_chunks
 from quengine.evaluation.prompt_logits import PromptLogits, compute
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _HELD_BYTES = 256 << 20
 """fp32 logits of model a that are held at once, at most."""
 
-Progress = Callable[[Divergence], None]
+Progress = Callable[[FileDivergence], None]
 
 
 class Base(Protocol):
@@ -87,7 +87,7 @@ class FileBase:
         return rows_of_stored(own, logits, targets)
 
 
-def measure(base: Base, llm: "LLM", chunks: Seq[Chunk], ctx: int) -> Iterator[Divergence]:
+def measure(base: Base, llm: "LLM", chunks: Seq[Chunk], ctx: int) -> Iterator[FileDivergence]:
     """The divergence of a model from the base after each of the chunks.
 
     Raises:
@@ -100,7 +100,7 @@ def measure(base: Base, llm: "LLM", chunks: Seq[Chunk], ctx: int) -> Iterator[Di
         check_finite(parts[-1], number, chunk.first)
         parts = [TokenRows.joined(parts)]
         seconds = time.perf_counter() - began
-        yield Divergence(base.name, name, parts[0], number + 1, len(chunks), ctx, seconds)
+        yield FileDivergence(base.name, name, parts[0], number + 1, len(chunks), ctx, seconds)
 
 
 def _chunk_rows(base: Base, llm: "LLM", number: int, chunk: Chunk) -> TokenRows:
@@ -176,7 +176,7 @@ def file_chunks(file: LogitsFile, llm: "LLM") -> list[Chunk]:
     return [Chunk(head + ids[1:], file.ctx // 2 + 1) for head, ids in zip(heads, file.chunks, strict=True)]
 
 
-class Comparison:
+class FileComparison:
     """Two models, or a file and a model, opened for a comparison; use it in a `with` statement.
 
     Args:
@@ -215,13 +215,13 @@ class Comparison:
                 self.base, self.chunks = ModelBase(self.other), text_chunks(self.llm, text, ctx)
             self._stack = stack.pop_all()
 
-    def __enter__(self) -> "Comparison":
+    def __enter__(self) -> "FileComparison":
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def measure(self, chunks: int | None = None) -> Iterator[Divergence]:
+    def measure(self, chunks: int | None = None) -> Iterator[FileDivergence]:
         """The divergence after each chunk. chunks: how many, at most; None: all."""
         return measure(self.base, self.llm, self.chunks[:chunks], self.ctx)
 
@@ -235,7 +235,7 @@ def compare(
     chunks: int | None = None,
     progress: Progress | None = None,
     **config: Any,
-) -> Divergence:
+) -> FileDivergence:
     """How far model b's predictions are from model a's on a text.
 
     Args:
@@ -254,7 +254,7 @@ def compare(
     def load(model: str, size: int) -> LLM:
         return LLM(model, ctx_size=size, **{"reuse_prefix": True} | config)
 
-    with Comparison(str(a), str(b), text, ctx, load) as comparison:
+    with FileComparison(str(a), str(b), text, ctx, load) as comparison:
         found = None
         for found in comparison.measure(chunks):
             if progress is not None:

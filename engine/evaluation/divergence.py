@@ -95,7 +95,7 @@ class PositionSpan:
 
 
 @dataclass(frozen=True, eq=False)
-class Divergence:
+class FileDivergence:
     """How far model `b` is from model `a` on a text, or on as much of it as was computed so far.
 
     Attributes:

@@ -36,7 +36,7 @@ _INTERVAL = 1.95996398454
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """A text, and which part of it is scored: from character `start` on; -1: from where the choices differ on."""
 
     text: str
@@ -44,10 +44,10 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Task:
+class ChoiceTask:
     """Choices and the numbers of the right ones. `place`: its number in the file, from 1, for errors."""
 
-    choices: list[Choice]
+    choices: list[Candidate]
     right: frozenset[int]
     place: int
 
@@ -106,7 +106,7 @@ class Accuracy:
         return self.seconds * (self.total - self.done) / self.done
 
 
-def read_tasks(kind: TaskKind, data: bytes, count: int | None = None) -> list[Task]:
+def read_tasks(kind: TaskKind, data: bytes, count: int | None = None) -> list[ChoiceTask]:
     """The tasks of a file; with `count`, those that llama-perplexity draws of it, in its order.
 
     count: None: 400 of HellaSwag, all of the others.
@@ -126,7 +126,7 @@ def read_tasks(kind: TaskKind, data: bytes, count: int | None = None) -> list[Ta
     return _without_repeats(tasks, count, _scaled)
 
 
-def answer(llm: "LLM", kind: TaskKind, tasks: Seq[Task]) -> Iterator[Accuracy]:
+def answer(llm: "LLM", kind: TaskKind, tasks: Seq[ChoiceTask]) -> Iterator[Accuracy]:
     """The accuracy after each of the tasks.
 
     Raises:
@@ -149,7 +149,7 @@ def answer(llm: "LLM", kind: TaskKind, tasks: Seq[Task]) -> Iterator[Accuracy]:
         yield Accuracy(kind, correct, number, len(tasks), choices, computed, seconds, tuple(means))
 
 
-def _scored(llm: "LLM", kind: TaskKind, task: Task) -> list[TargetLogprobs]:
+def _scored(llm: "LLM", kind: TaskKind, task: ChoiceTask) -> list[TargetLogprobs]:
     """What is computed of a task."""
     ids = [llm.encode(choice.text) for choice in task.choices]
     where = f"--{kind}: task {task.place}"
@@ -178,7 +178,7 @@ def _common(ids: Seq[Seq[int]]) -> int:
     return min(map(len, ids))
 
 
-def _hellaswag(data: bytes) -> list[Task]:
+def _hellaswag(data: bytes) -> list[ChoiceTask]:
     lines = decoded(data, "--hellaswag").removesuffix("\n").split("\n") if data else []
     if len(lines) % 6:
         raise EngineError(f"--hellaswag: {len(lines)} lines, and a task has 6")
@@ -187,12 +187,12 @@ def _hellaswag(data: bytes) -> list[Task]:
         context, label, *endings = lines[place : place + 6]
         if label.strip() not in ("0", "1", "2", "3"):
             raise EngineError(f"--hellaswag: line {place + 2}: {label[:40]!r}: must be 0, 1, 2 or 3")
-        choices = [Choice(f"{context} {ending}") for ending in endings]
-        tasks.append(Task(choices, frozenset([int(label)]), place // 6 + 1))
+        choices = [Candidate(f"{context} {ending}") for ending in endings]
+        tasks.append(ChoiceTask(choices, frozenset([int(label)]), place // 6 + 1))
     return tasks
 
 
-def _winogrande(data: bytes) -> list[Task]:
+def _winogrande(data: bytes) -> list[ChoiceTask]:
     return [
         _winogrande_task(line, place)
         for place, line in enumerate(decoded(data, "--winogrande").split("\n"), 1)
@@ -200,7 +200,7 @@ def _winogrande(data: bytes) -> list[Task]:
     ]
 
 
-def _winogrande_task(line: str, place: int) -> Task:
+def _winogrande_task(line: str, place: int) -> ChoiceTask:
     """A line; in a quoted sentence commas are no separators, and quotes do not stand for themselves."""
     commas, quoted = list[int](), False
     for at, letter in enumerate(line):
@@ -220,8 +220,8 @@ def _winogrande_task(line: str, place: int) -> Task:
         raise EngineError(f"{where}: the sentence has no gap _")
     if answer.strip() not in ("1", "2"):
         raise EngineError(f"{where}: answer {answer[:40]!r}: must be 1 or 2")
-    choices = [Choice(before + filling + after, len(before + filling)) for filling in (first, second)]
-    return Task(choices, frozenset([int(answer) - 1]), place)
+    choices = [Candidate(before + filling + after, len(before + filling)) for filling in (first, second)]
+    return ChoiceTask(choices, frozenset([int(answer) - 1]), place)
 
 
 class _Reader:
@@ -254,8 +254,8 @@ class _Reader:
         return [self.text() for _ in range(count)], self.integers(count)
 
 
-def _multiple_choice(data: bytes) -> list[Task]:
-    reader, tasks = _Reader(data), list[Task]()
+def _multiple_choice(data: bytes) -> list[ChoiceTask]:
+    reader, tasks = _Reader(data), list[ChoiceTask]()
     (count,) = reader.integers(1)
     reader.take(4 * count)  # where each begins, from here on one after the other
     for place in range(1, count + 1):
@@ -266,17 +266,17 @@ def _multiple_choice(data: bytes) -> list[Task]:
         if not question or not all(answers) or len(answers) < 2:
             raise EngineError(f"--multiple-choice: task {place} has an empty question or answer")
         right = frozenset(number for number, label in enumerate(labels) if label == 1)
-        tasks.append(Task([Choice(f"{question} {each}") for each in answers], right, place))
+        tasks.append(ChoiceTask([Candidate(f"{question} {each}") for each in answers], right, place))
     return tasks
 
 
 def _without_repeats(
-    tasks: list[Task], count: int, draw: "Callable[[np.random.MT19937, int], int]"
-) -> list[Task]:
+    tasks: list[ChoiceTask], count: int, draw: "Callable[[np.random.MT19937, int], int]"
+) -> list[ChoiceTask]:
     """The tasks that a generator with seed 1 draws."""
     random = np.random.MT19937()
     random._legacy_seeding(1)  # type: ignore[attr-defined]  # as C++'s std::mt19937 is seeded
-    left, drawn = list(tasks), list[Task]()
+    left, drawn = list(tasks), list[ChoiceTask]()
     for _ in range(count):
         at = draw(random, len(left))
         drawn.append(left[at])

@@ -20,7 +20,7 @@ from quengine.errors import EngineError
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.content_parts import places_of
 from quengine.request.feature_cache import EncodedImage, FeatureCache, ImageCounts
-from quengine.request.image_queue import Encoder, ImageQueue
+from quengine.request.image_queue import ImageQueue, SlicedEncoder
 from quengine.request.prompt_images import Features, ImagePrompt, ImageRows, PromptImages
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _COMMON_SIDE = 1024
 
 
-class Vision(Encoder, Protocol):
+class Vision(SlicedEncoder, Protocol):
     """`models.vision.VisionModel`, as far as prompts need it."""
 
     @property

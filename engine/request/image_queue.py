@@ -30,7 +30,7 @@ _NICE = 5
 """Of the thread that encodes on the CPU: it has a quarter of a processor that a thread which decodes wants as well."""
 
 
-class Encoder(Protocol):
+class SlicedEncoder(Protocol):
     """`models.vision.VisionModel`, as far as images that wait need it."""
 
     def slices(self, images: Seq["PreparedImage"]) -> Generator[None, None, list[Tensor]]: ...
@@ -49,7 +49,7 @@ class ImageQueue:
         batches: number of times that some were encoded together, or one alone.
     """
 
-    def __init__(self, vision: Encoder, device: torch.device, alone: bool) -> None:
+    def __init__(self, vision: SlicedEncoder, device: torch.device, alone: bool) -> None:
         self._vision, self._device, self._alone = vision, device, alone
         self._waiting: deque[tuple[PreparedImage, Future[Tensor]]] = deque()
         self._lock = threading.Lock()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quengine.diagnostics.parity.parity_images import ImageMetrics, compare_images, shown
+from quengine.diagnostics.parity.parity_images import ImageDifferences, compare_images, shown
 from quengine.diagnostics.parity.parity_metrics import (
     Budget,
     Comparison,
@@ -110,7 +110,7 @@ class ParityReport:
     generated: int
     routing: dict[str, RoutingMetrics] = field(default_factory=dict)
     rounding: dict[str, PhaseMetrics] = field(default_factory=dict)
-    images: ImageMetrics | None = None
+    images: ImageDifferences | None = None
 
     @property
     def failures(self) -> list[str]:

@@ -53,7 +53,7 @@ NARROW = FeatureBudget(1e-9, 1e-8, 1e-6)
 
 
 @dataclass(frozen=True)
-class ImageMetrics:
+class ImageDifferences:
     """The differences of two sides' images.
 
     pictures: their number; rows: of their features, those of repeated encodings too. nmse_*: of a row of features.
@@ -86,7 +86,7 @@ class ImageMetrics:
 class ComparedImages:
     """What was measured of the encoders, and prompts with side a's features for both sides' text models."""
 
-    metrics: ImageMetrics
+    metrics: ImageDifferences
     prompts: list[ImagePrompt]
 
 
@@ -167,7 +167,7 @@ def compare_images(a: LLMSide, b: LLMSide, progress: Progress) -> ComparedImages
     every = torch.cat(errors) if errors else torch.empty(0, dtype=torch.float64)
     median, p99, most = (percentile(every, percent) for percent in (50, 99, 100))
     narrow = {a.device, b.device} <= {REFERENCE, "cpu"}
-    metrics = ImageMetrics(len(files), len(every), median, p99, most, NARROW if narrow else WIDE, unlike)
+    metrics = ImageDifferences(len(files), len(every), median, p99, most, NARROW if narrow else WIDE, unlike)
     if errors and not narrow and len(metrics.failures) > len(unlike):
         metrics = replace(metrics, budget=_widened(a, files, progress))
     return ComparedImages(metrics, prompts)
