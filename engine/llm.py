@@ -112,13 +112,13 @@ class LLM:
         self.images: ImagePrompts | None = None
         self._turns: DeviceTurns | None = None
         if vision is not None:
-            kept = config.image_cache << 20
+            kept = config.image_cache << 20, self.loaded.kept_images
             windows = [pool.window for pool in self.loaded.cache.pools if pool.window is not None]
             most = min([self.loaded.decoder.chunk_size, *windows])
             if self.loaded.device.type == "cuda":
                 self._turns = DeviceTurns(self.loaded.device)
             alone = self._turns is None or config.deterministic
-            self.images = ImagePrompts(vision, self.tokenizer, self._turns, kept, most, alone)
+            self.images = ImagePrompts(vision, self.tokenizer, self._turns, *kept, most, alone)
         self._sequences = SequenceFactory(
             self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose
         )

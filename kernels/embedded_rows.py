@@ -38,6 +38,18 @@ def place_embeddings(x: Tensor, given: EmbeddedRows | None) -> Tensor:
     return x
 
 
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The features [n, width] of several images, one after the other, on a CUDA device where some of them are on it. To
+    be called as its step is launched: others may give up the parts' memory from then on."""
+    on_device = [part for part in parts if part.is_cuda]
+    for part in on_device:
+        part.record_stream(torch.cuda.current_stream(part.device))
+    if on_device and len(on_device) < len(parts):
+        device = on_device[0].device
+        parts = [part.to(device, non_blocking=True) for part in parts]
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def embedded_rows(
     numbers: list[int],
     values: Tensor,

@@ -51,7 +51,7 @@ class ImagePrompts:
         vision: the encoder and projector.
         tokenizer: of the text model.
         turns: of the encoder with steps, on a CUDA device; None: it is on the CPU.
-        cache_bytes: host memory for features that are kept for later prompts.
+        host_bytes, device_bytes: memory for features that are kept for later prompts.
         most_rows: of a run that attends both ways, which one step computes.
         alone: each image is encoded by itself, so that its features follow from it alone to the last bit.
 
@@ -65,7 +65,8 @@ class ImagePrompts:
         vision: Vision,
         tokenizer: Tokenizer,
         turns: DeviceTurns | None,
-        cache_bytes: int,
+        host_bytes: int,
+        device_bytes: int,
         most_rows: int,
         alone: bool = True,
     ) -> None:
@@ -75,7 +76,7 @@ class ImagePrompts:
         self._pad = self.marker_ids[len(self.marker_ids) // 2]
         self._most_rows = most_rows
         self._queue, self._on_cuda = ImageQueue(vision, turns, alone), turns is not None
-        self._kept, self._number_found = FeatureCache(cache_bytes), 0
+        self._kept, self._number_found = FeatureCache(host_bytes, device_bytes), 0
         self._under_way: dict[bytes, Future[EncodedImage]] = {}
         self._lock = threading.Lock()
 
@@ -83,7 +84,9 @@ class ImagePrompts:
     def counts(self) -> ImageCounts:
         """Images so far, those of a warm-up too."""
         queue, kept = self._queue, self._kept
-        return ImageCounts(queue.encoded, queue.batches, self._number_found, len(kept), kept.nbytes)
+        return ImageCounts(
+            *(queue.encoded, queue.batches, self._number_found, len(kept), kept.nbytes, kept.device_bytes)
+        )
 
     def warm_up(self) -> None:
         """Encodes a picture of a common size as often as it takes to have its steps captured, on a CUDA device: the
@@ -99,7 +102,7 @@ class ImagePrompts:
 
     def encode(self, image: "PreparedImage") -> Tensor:
         """Its features, fp32 [rows, embedding length] in host memory, which are not kept."""
-        return self._queue.add([image])[0].result()
+        return self._queue.add([image])[0].result().cpu()
 
     def of_rows(self, ids: Seq[int], images: Seq[tuple["PreparedImage", Tensor]]) -> ImagePrompt:
         """The prompt of these tokens with images and given features in place of the markers among them, in order."""

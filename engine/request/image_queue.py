@@ -61,7 +61,8 @@ class ImageQueue:
         self.encoded = self.batches = 0
 
     def add(self, images: Seq["PreparedImage"]) -> list["Future[Tensor]"]:
-        """The features of each image, once it is encoded: fp32 [rows, text_size * (1 + deepstack)] in host memory."""
+        """The features of each image, once it is encoded: fp32 [rows, text_size * (1 + deepstack)] on the
+        encoder's device."""
         added = [(image, Future[Tensor]()) for image in images]
         with self._lock:
             self._waiting.extend(added)
@@ -94,14 +95,10 @@ class ImageQueue:
         return batch
 
     def _encoded(self, images: Seq["PreparedImage"]) -> list[Tensor]:
-        turns = self._turns
-        with torch.no_grad():
-            if turns is None:
-                values = [rows.float() for rows in self._vision.encode(images, nullcontext)]
-            else:
-                with turns.encoding():
-                    made = self._vision.encode(images, lambda: turns.slice(len(images) + len(self._waiting)))
-                    values = [_to_host(rows) for rows in made]
+        turns, waiting = self._turns, self._waiting
+        with torch.no_grad(), nullcontext() if turns is None else turns.encoding():
+            turn = nullcontext if turns is None else lambda: turns.slice(len(images) + len(waiting))
+            values = [rows.float() for rows in self._vision.encode(images, turn)]
         logger.info("%d images encoded to %s rows", len(images), ", ".join(str(len(v)) for v in values))
         return values
 
@@ -111,9 +108,3 @@ def _yield_to_steps() -> None:
     steps would wait for a turn of the scheduler's, which is longer than they are."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
-
-
-def _to_host(values: Tensor) -> Tensor:
-    """A copy in pinned memory, complete once the stream is."""
-    held = torch.empty(values.shape, dtype=torch.float32, pin_memory=True)
-    return held.copy_(values, non_blocking=True)
