@@ -20,7 +20,7 @@ from tests.models.vision import (
     test_pixtral,
     test_qwen_vl,
 )
-from tests.models.vision.vision_models import VisionCase, nmse, picture, png, write_vision
+from tests.models.vision.vision_models import VisionCase, nmse, picture, png, write_mmproj, write_vision
 
 CASES = {
     "idefics3": test_idefics3.CASE,
@@ -44,6 +44,15 @@ def test_rows_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     for ours, theirs in zip(device.encode(images), host.encode(images), strict=True):
         assert ours.dtype == torch.float32 and ours.is_cuda
         assert nmse(ours.cpu(), theirs) < 1e-5
+
+
+@pytest.mark.gpu
+def test_blocks_have_the_bits_of_expanded_matrices(tmp_path: Path) -> None:
+    write_vision(tmp_path, CASES["idefics3"])
+    file = write_mmproj(tmp_path, tmp_path / "mmproj-q8_0.gguf", CASES["idefics3"], "q8_0")
+    blocks, halves = load_vision(file, "cuda"), load_vision(file, "cuda", dtype=torch.float16)
+    image = blocks.prepare(png(picture(100, 70)))
+    assert torch.equal(blocks.encode([image])[0], halves.encode([image])[0])
 
 
 @pytest.mark.gpu
