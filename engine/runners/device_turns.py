@@ -82,13 +82,15 @@ class DeviceTurns:
         """A slice of layers is launched within it, on the stream of `encoding`. images: those that are encoded or wait
         for it. A turn has one slice, or some where more images wait than half of the streams: two steps are in flight
         before each turn."""
-        if not self._slices:
+        begins = not self._slices
+        if begins:
             self._rest()
             self._lock.acquire()
+        self._slices += 1
+        if begins:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(self._step_end)
             self._began.record(current)
-        self._slices += 1
         self._share = max(LEAST_SHARE, images / (images + self._streams))
         yield
         if self._slices >= min(2 * images // max(1, self._streams), _MOST_SLICES):

@@ -140,6 +140,19 @@ def test_what_was_encoded_alone_is_not_made_up_for(device: FakeDevice) -> None:
     assert device.now - began < 3 * (STEP + SLICE)
 
 
+def test_steps_go_on_after_an_encode_that_fails(device: FakeDevice) -> None:
+    turns, device.current = turns_of(device), device.encoder
+    with pytest.raises(ValueError, match="damaged"), turns.encoding():
+        for images in (9, 9):  # of which a turn has several slices
+            with turns.slice(images):
+                device.encoder.compute("slice", SLICE)
+        raise ValueError("damaged")
+    device.current = device.steps
+    with turns.step(1):
+        device.steps.compute("step", STEP)
+    assert device.work[-1] == (pytest.approx(1 + 2 * SLICE), pytest.approx(1 + 2 * SLICE + STEP), "step")
+
+
 @pytest.mark.gpu
 def test_on_a_device_no_step_runs_beside_a_slice() -> None:
     device, cycles = torch.device("cuda"), 2_000_000
