@@ -15,6 +15,8 @@ from quengine.models.vision.projector import ImageEncoder
 
 MAX_PATCHES = 1 << 14
 """Patches that are encoded at once: four images of 1024 x 1024 pixels with patches of 16."""
+COMMON_SIDE = 1024
+"""Pixels of a side of images that memory is left for."""
 SLICE = 1 << 14
 """Patches times layers of a slice: 2 ms of an H200 for layers of 1,152."""
 _GRIDS = 16
@@ -39,6 +41,18 @@ class VisionModel:
         self._encoder = encoder
         self._graphs = EncoderGraphs(encoder, device) if device.type == "cuda" else None
         self._grids: OrderedDict[tuple[int, int], UnitGrid] = OrderedDict()
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that encoding an image of COMMON_SIDE takes on a CUDA device beside the weights, launched kernel by
+        kernel and captured, which have memory of their own."""
+        settings = self.processor.settings
+        if self.device.type != "cuda":
+            return 0
+        # A row's fp32 stream and its fp16 norm, product and parts of queries, keys and values, attention, and result;
+        # fp16 products of up and gate, and what is made of them.
+        row = 22 * settings.width + 6 * settings.feed_forward
+        return 2 * row * (COMMON_SIDE // settings.patch) ** 2
 
     def prepare(self, data: bytes) -> PreparedImage:
         """The image file `data` as the encoder takes it, made on the CPU. Raises ImageError."""
