@@ -75,21 +75,21 @@ class VisionModel:
         for shape, members in groups.items():
             left = iter(members)
             while part := list(islice(left, self._units_at_once(shape))):
-                made = self._rows(torch.stack([units[at][1] for at in part]), turn)
+                made = self._rows([units[at][1] for at in part], turn)
                 rows |= dict(zip(part, made, strict=True))
         of_image: list[list[Tensor]] = [[] for _ in images]
         for at, (index, _) in enumerate(units):
             of_image[index].append(rows[at])
         return [torch.cat(parts) for parts in of_image]
 
-    def _rows(self, pixels: Tensor, turn: Turn) -> Tensor:
-        """pixels [B, 3, H, W] in host memory -> [B, rows, N] on the device."""
+    def _rows(self, units: Sequence[Tensor], turn: Turn) -> Tensor:
+        """units [3, H, W] of one size in host memory -> [units, rows, N] on the device."""
         patch = self.processor.settings.patch
-        grid = self._grid(pixels.shape[-2] // patch, pixels.shape[-1] // patch)
-        layers = max(1, SLICE // (len(pixels) * grid.height * grid.width))
+        grid = self._grid(units[0].shape[-2] // patch, units[0].shape[-1] // patch)
+        layers = max(1, SLICE // (len(units) * grid.height * grid.width))
         if self._graphs is not None:
-            return self._graphs.rows(pixels, grid, layers, turn)
-        return in_slices(self._encoder.layers(pixels, grid), layers, turn)
+            return self._graphs.rows(units, grid, layers, turn)
+        return in_slices(self._encoder.layers(torch.stack(list(units)), grid), layers, turn)
 
     def _grid(self, height: int, width: int) -> UnitGrid:
         key = height, width
