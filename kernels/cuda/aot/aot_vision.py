@@ -7,7 +7,7 @@ import torch
 
 from quengine.kernels.cuda.aot.meta_backend import empty
 from quengine.kernels.cuda.backend import CudaBackend
-from quengine.kernels.cuda.vision_rows import add_normed, hidden_rows, split_heads
+from quengine.kernels.cuda.vision_rows import add_normed, expanded_blocks, hidden_rows, split_heads
 from quengine.kernels.vision_rows import Norm, PatchActivation, PatchRotation
 
 _EPS = 1e-6
@@ -44,3 +44,5 @@ def _vision_layer(name: str, backend: CudaBackend) -> None:
     activation: PatchActivation = "silu" if rms else "gelu_tanh"
     hidden_rows(up, None if rms else empty(hidden), up if rms else None, None, activation)
     add_normed(x, y, None, scale=empty(64), bias=bias, post=post, factor=factor)
+    if name == "siglip":
+        expanded_blocks(empty(64, 36, 32, dtype=torch.int8), empty(64, 36, 1, dtype=half))
