@@ -11,7 +11,7 @@ PROMPT ?= Who created you?
 SYSTEM ?= You are a language model made by researchers at Hugging Face. Answer in one sentence.
 
 .DEFAULT_GOAL := demo
-.PHONY: demo page test test-browser test-gpu aot lint bench clean
+.PHONY: demo page docs test test-browser test-gpu aot lint bench clean
 
 $(VENV)/made: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "quengine needs Python 3.11 or newer, this is " + sys.version.split()[0])'
@@ -82,14 +82,25 @@ test-gpu: $(VENV)/tested
 aot: $(VENV)/installed
 	$(BIN)/python -m quengine.kernels.cuda.aot
 
-# mypy reads packages by folder name, so the import root is laid out once as links.
+# mypy and mkdocstrings read packages by folder name, so the import root is laid out as links.
+IMPORT_ROOT = rm -rf $(1) && mkdir -p $(1)/quengine && \
+	ln -s $(CURDIR)/engine/* $(CURDIR)/kernels $(CURDIR)/models $(CURDIR)/cli $(1)/quengine/
+
 lint: $(VENV)/linted
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -q tests/test_rooms.py tests/test_words.py
-	rm -rf build/types && mkdir -p build/types/quengine
-	ln -s $(CURDIR)/engine/* $(CURDIR)/kernels $(CURDIR)/models $(CURDIR)/cli build/types/quengine/
+	$(call IMPORT_ROOT,build/types)
 	MYPYPATH=build/types $(BIN)/mypy -p quengine
+
+$(VENV)/documented: $(VENV)/installed
+	$(PIP) -q $(EDITABLE) '.[docs]'
+	touch $@
+
+# The site of docs/, in build/site; a link that leads nowhere is an error.
+docs: $(VENV)/documented
+	$(call IMPORT_ROOT,build/docs)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/installed
 	$(BIN)/engine bench --model smollm2-135m -p 128,512 -n 64
