@@ -195,6 +195,10 @@ def make_app(models: Models) -> Starlette:
         middleware=[Middleware(WithoutTrailingSlash, vertex.names), Middleware(Catch, answered), *middleware],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},
     )
+    if settings.otlp_endpoint is not None:
+        from quengine.serve.traces import Traced, provider_for
+
+        app.add_middleware(Traced, provider_for(settings.otlp_endpoint))
     app.state.formats = formats_of(path for method, path, _ in ROUTES if method == "POST")
     return app
 

@@ -157,7 +157,7 @@ class Service:
                     each.most_tokens = self.most_prompt_tokens
             handle = self.worker.submit(requests)
             if prompts := [each for each in requests if isinstance(each, GenerationRequest)]:
-                access_log.current().submitted(prompts)
+                access_log.current().submitted(prompts, self.model_name)
             return handle
         except NotServingError as error:
             raise self.unavailable(error.state) from None
