@@ -52,10 +52,11 @@ def _speeds(rows: Sequence[BenchRow]) -> Chart:
 
 def _limits(rows: Sequence[BenchRow]) -> Chart:
     """How near the tests come to what the memory and the matrix units give."""
-    columns: Mapping[str, Callable[[BenchRow], float | None]] = {
+    values: Mapping[str, Callable[[BenchRow], float | None]] = {
         "Of the memory's rate": lambda row: row.bandwidth_percent,
         "Of the matrix units' rate": lambda row: row.matrix_percent,
     }
+    columns = {name: of for name, of in values.items() if any(of(row) is not None for row in rows)}
 
     def cell(group: Sequence[BenchRow], name: str) -> Cell | None:
         shares = [(row, columns[name](row)) for row in group]
@@ -81,6 +82,7 @@ def _of_models(
     groups = groupby(rows, key=lambda row: (row.model.name, f"{row.model.types}, {row.device}"))
     made = [(names, list(group)) for names, group in groups]
     lines = [
-        Row(name[:24], kind, [cell(group, column) for column in columns]) for (name, kind), group in made
+        Row(name if len(name) <= 20 else f"{name[:17]}...", kind, [cell(group, column) for column in columns])
+        for (name, kind), group in made
     ]
     return Chart(title, about, columns, lines)

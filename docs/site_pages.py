@@ -36,6 +36,7 @@ def _inside(markdown: str) -> str:
     """Links as the site has them."""
     names = "|".join(re.escape(name) for name in OUTSIDE)
     markdown = re.sub(rf"\]\((?:\.\./)?({names})", lambda found: f"]({OUTSIDE[found[1]]}", markdown)
+    markdown = re.sub(r"\[([\w-]+)\.md\]\(", r"[\1](", markdown)  # a page has no file name on the site
     return markdown.replace("](docs/", "](")
 
 
