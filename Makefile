@@ -80,7 +80,7 @@ test-gpu: $(VENV)/tested
 
 # Every CUDA kernel for three GPUs, none of which need be there.
 aot: $(VENV)/installed
-	$(BIN)/python -m quengine.kernels.cuda.aot
+	$(BIN)/python -m benchmarks.checks.aot
 
 # mypy reads packages by folder name, so the import root is laid out once as links.
 lint: $(VENV)/linted

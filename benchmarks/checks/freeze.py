@@ -20,12 +20,10 @@ Run from the repository root. A folder gets a JSON file for each part:
 import argparse
 import hashlib
 import json
-import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -117,27 +115,21 @@ def _completion(made: Any) -> Record:
 
 def ptx(_device: str, _only: str) -> Record:
     """Digests of all kernels that are compiled ahead of time."""
-    from quengine.kernels.cuda.aot.aot import variants
-    from quengine.kernels.cuda.aot.aot_cases import ARCHS
+    from benchmarks.checks.aot import in_forks, variants
+    from quengine.kernels.cuda.aot.meta_backend import ARCHS
 
-    work = [variant for variant in variants(ARCHS) if variant.archs]
     record: Record = {}
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for entries in pool.map(_ptx_of, work):
-            for name, digest in entries.items():
-                record.setdefault(name, []).append(digest)
+    for name, digest in in_forks(_ptx_of, variants(ARCHS)):
+        record.setdefault(name, []).append(digest)
     return {name: sorted(digests) for name, digests in record.items()}
 
 
-def _ptx_of(variant: Any) -> dict[str, str]:
-    from quengine.kernels.cuda.aot.aot import launches
-    from quengine.kernels.cuda.aot.aot_cases import cases
+def _ptx_of(variant: Any) -> tuple[str, str]:
     from quengine.kernels.cuda.aot.aot_compile import compile_launch
 
-    launch = launches(variant.case, variant.archs[0])[variant.launch]
-    text = compile_launch(launch, variant.archs[0]).ptx
-    name = f"{cases()[variant.case].name} | sm_{variant.archs[0]}"
-    return {name: hashlib.sha256(stripped_ptx(text).encode()).hexdigest()[:24]}
+    text = compile_launch(variant.launch, variant.archs[0]).ptx
+    name = f"{variant.case}, {variant.launch.name} | sm_{variant.archs[0]}"
+    return name, hashlib.sha256(stripped_ptx(text).encode()).hexdigest()[:24]
 
 
 def stripped_ptx(text: str) -> str:

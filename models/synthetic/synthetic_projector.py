@@ -39,7 +39,7 @@ def write_synthetic_projector(
     from gguf import GGUFWriter
 
     settings = replace(PROJECTORS_OF[model] if isinstance(model, str) else model, text_size=text_size)
-    taken = _Taken(settings)
+    taken = TakenWeights(settings)
     PROJECTORS[settings.projector].encoder(taken, settings)
     pools: dict[tuple[str, int], NDArray[np.uint8]] = {}
     with beside(path) as file:
@@ -57,8 +57,9 @@ def write_synthetic_projector(
     return path
 
 
-class _Taken(Weights):
-    """Notes the names and shapes of the tensors that an encoder takes, and whether each is a matrix."""
+class TakenWeights(Weights):
+    """Weights without data, on the meta device; notes the names and shapes of the tensors that an encoder takes, and
+    whether each is a matrix."""
 
     def __init__(self, settings: VisionSettings) -> None:
         super().__init__(GGUFSource.__new__(GGUFSource), torch.device("meta"), torch.float16)

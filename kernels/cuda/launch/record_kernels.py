@@ -43,7 +43,7 @@ def record_kernels(computations: Sequence[Callable[[], object]], gpu: Gpu) -> di
     seen = set[object]()
 
     def note(kernel: Any, grid: object, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        known = (kernel, *map(_specialized_on, args), *named.items())
+        known = (kernel, *map(specialized_on, args), *named.items())
         if known not in seen:
             seen.add(known)
             recorder.name = kernel.fn.__name__.strip("_")
@@ -91,7 +91,7 @@ class _AbsentDriver:
         return GPUTarget("cuda", self._gpu.arch, 32)
 
 
-def _specialized_on(argument: object) -> object:
+def specialized_on(argument: object) -> object:
     """The properties of an argument that machine code may depend on."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
@@ -100,5 +100,5 @@ def _specialized_on(argument: object) -> object:
     if isinstance(argument, TensorDescriptor):
         return argument.base.dtype, *argument.block_shape
     if isinstance(argument, tuple):
-        return type(argument), *map(_specialized_on, argument)
+        return type(argument), *map(specialized_on, argument)
     return float if isinstance(argument, float) else argument

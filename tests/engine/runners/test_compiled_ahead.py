@@ -15,7 +15,7 @@ from quengine.runners.compile_kernels import run_all
 from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
 from quengine.step_plan import SequenceRows, forward_batch
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cuda.aot.aot_cases import META, backend_for
+from quengine.kernels.cuda.aot.meta_backend import META, backend_for
 from quengine.kernels.cuda.aot.aot_compile import record
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.quant_tensor import QuantTensor

@@ -1,40 +1,47 @@
-"""Ahead-of-time compilation of every kernel variant, without a GPU: registers, spills and shared memory per GPU.
+"""Ahead-of-time compilation of every kernel, without a GPU: registers, spills and shared memory per GPU.
 
-    python -m quengine.kernels.cuda.aot [--arch 80 89 90] [--only TEXT] [--jobs N] [--list]
+    python -m benchmarks.checks.aot [--arch 80 89 90] [--only TEXT] [--jobs N] [--list]
 
-Exit status 1 if a variant does not compile, if one used in decode spills registers, if one needs more shared memory
-than the GPU gives a block, or if a PDL consumer accesses memory that its producer may write, or reads no weights,
-before it waits. Results are kept in Triton's cache, by source: a second run is quick.
+Compiles the distinct launches of the cases (aot_cases.py), which are recorded from declared models. Exit status 1 if a
+launch does not compile, if one of decode spills registers, if one needs more shared memory than the GPU gives a block,
+if a PDL consumer accesses memory that its producer may write, or reads no weights, before it waits, or if the cases
+leave out a kernel that the product has. Results are kept in Triton's cache, by source: a second run is quick.
 """
 
 import argparse
+import importlib
 import os
+import pkgutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
+from multiprocessing import get_context
+from typing import Any, TypeVar
 
-from quengine.kernels.cuda.aot.aot_cases import (
-    ALL_TYPES_WIDTH,
-    ARCHS,
-    COMMON_TYPES,
-    Case,
-    backend_for,
-    cases,
-)
+import torch
+from triton.runtime.jit import JITFunction
+
+import quengine.kernels.cuda
+from benchmarks.checks.aot_cases import Case, cases
 from quengine.kernels.cuda.aot.aot_compile import (
     SAME_PTX,
     SHARED_LIMIT,
     RecordedLaunch,
     compile_launch,
-    record,
+    record_distinct,
 )
 from quengine.kernels.cuda.aot.aot_ptx import Early, before_wait
+from quengine.kernels.cuda.aot.meta_backend import ARCHS, gpu_for
 from quengine.kernels.cuda.attention.kv_store import CachePointers
 from quengine.kernels.cuda.attention.rope import RotationPointers
+from quengine.kernels.cuda.launch.gpu import assuming
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
+
+T = TypeVar("T")
 
 UNWRITTEN = frozenset(
     f"{plane}{part}" for plane in ("low", "high", "scales", "supers") for part in ("", "_a", "_b", "_ptr")
@@ -53,13 +60,11 @@ position, its cache rows); and what a launch wrote that had ended when the produ
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel to compile: launch number `launch` of case number `case`, for GPUs that share its PTX.
+    """A launch to compile for GPUs that share its PTX. case: the first that has it. decode: whether it occurs in a step
+    of decode."""
 
-    `decode`: whether the same launch occurs in a case of decode.
-    """
-
-    case: int
-    launch: int
+    case: str
+    launch: RecordedLaunch
     archs: tuple[int, ...]
     decode: bool
 
@@ -79,34 +84,64 @@ class Report:
     seconds: float = 0.0
 
 
-@cache
-def _cases_of(arch: int) -> list[Case]:
-    """The cases, made once for a GPU of compute capability `arch`: there are hundreds, each with its batches, which
-    keep what they computed for that GPU."""
-    del arch
-    return cases()
-
-
-@cache
-def launches(case: int, arch: int) -> list[RecordedLaunch]:
-    """The launches of a case on a GPU of compute capability `arch`."""
-    with backend_for(arch) as backend:
-        return record(partial(_cases_of(arch)[case].call, backend))
-
-
 def variants(archs: Sequence[int], only: str = "") -> list[Variant]:
     """The distinct launches of the cases whose name contains `only`, one for all GPUs that share its PTX."""
     chosen: dict[str, Variant] = {}
-    for number, case in enumerate(cases()):
-        for arch in archs:
-            if only not in case.name or arch not in case.archs:
-                continue
-            for index, launch in enumerate(launches(number, arch)):
-                key = f"{SAME_PTX.get(arch, arch)} {launch.key}"
-                first = chosen.get(key, Variant(number, index, (), False))
+    for case in cases():
+        for arch in set(archs) & set(case.archs) if only in case.name else ():
+            for key, (decode, launch) in launches(case, arch).items():
+                key = f"{SAME_PTX.get(arch, arch)} {key}"
+                first = chosen.get(key, Variant(case.name, launch, (), decode))
                 met = tuple(sorted({*first.archs, arch}))
-                chosen[key] = Variant(first.case, first.launch, met, first.decode or case.decode)
+                chosen[key] = replace(first, archs=met, decode=first.decode or decode)
     return list(chosen.values())
+
+
+@torch.no_grad()
+def launches(case: Case, arch: int) -> dict[str, tuple[bool, RecordedLaunch]]:
+    """The distinct launches of a case on a GPU of compute capability `arch`, by key, and whether decode has each."""
+    found: dict[str, tuple[bool, RecordedLaunch]] = {}
+    with assuming(gpu_for(arch)):
+        for decode, step in case.steps():
+            for launch in record_distinct(step):
+                key = launch.key
+                found[key] = (decode or found.get(key, (False, launch))[0], launch)
+    return found
+
+
+def kernels() -> set[str]:
+    """The kernels that the product has, by module and name: functions of Triton that are launched, not called."""
+    found = set()
+    for module in pkgutil.walk_packages(quengine.kernels.cuda.__path__, "quengine.kernels.cuda."):
+        for value in vars(importlib.import_module(module.name)).values():
+            function = value.kernel if isinstance(value, DirectLaunch) else value
+            if isinstance(function, JITFunction) and function.fn.__name__.endswith("_kernel"):
+                found.add(kernel_name(function))
+    return found
+
+
+def kernel_name(kernel: Any) -> str:
+    return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+
+
+def left_out(work: Iterable[Variant]) -> list[str]:
+    """The kernels that no variant launches."""
+    return sorted(kernels() - {kernel_name(variant.launch.kernel) for variant in work})
+
+
+_work: list[Variant] = []
+
+
+def in_forks(call: Callable[[Variant], T], work: Sequence[Variant], jobs: int | None = None) -> Iterator[T]:
+    """`call` of each variant, in order, in `jobs` forks of this process (None: one a processor). Forks take variants by
+    number, as these hold functions of Triton, which cannot be pickled."""
+    _work[:] = work
+    with ProcessPoolExecutor(jobs or len(os.sched_getaffinity(0)), get_context("fork")) as pool:
+        yield from pool.map(partial(_of_number, call), range(len(work)))
+
+
+def _of_number(call: Callable[[Variant], T], number: int) -> T:
+    return call(_work[number])
 
 
 def compile_variant(variant: Variant) -> list[Report]:
@@ -115,10 +150,8 @@ def compile_variant(variant: Variant) -> list[Report]:
 
 
 def _compile_for(variant: Variant, arch: int) -> Report:
-    began = time.perf_counter()
-    # Launches are numbered as for the first of these GPUs; the others have the same launch.
-    launch = launches(variant.case, variant.archs[0])[variant.launch]
-    report = partial(Report, _cases_of(arch)[variant.case].name, launch.name, arch, variant.decode)
+    began, launch = time.perf_counter(), variant.launch
+    report = partial(Report, variant.case, launch.name, arch, variant.decode)
     try:
         made = compile_launch(launch, arch)
     except Exception as error:  # the compiler's errors have no common base class
@@ -154,43 +187,33 @@ def main() -> int:
     began = time.perf_counter()
     work = variants(args.arch, args.only)
     count = sum(len(variant.archs) for variant in work)
-    print(_scope(cases(), args.arch, args.only, count))
+    print(f"{count} different kernels for {', '.join(f'sm_{arch}' for arch in args.arch)}")
+    missing = [] if args.only or 90 not in args.arch else left_out(work)
+    for name in missing:
+        print(f"FAIL no case launches {name}", file=sys.stderr)
     if args.list:
-        return 0
+        return 1 if missing else 0
     print(f"{'case':52} {'kernel':24} {'sm':>3} {'regs':>5} {'spilled':>8} {'shared':>7} {'s':>5}")
     failed = []
-    with ProcessPoolExecutor(args.jobs or len(os.sched_getaffinity(0))) as pool:
-        for report in chain.from_iterable(pool.map(compile_variant, work)):
-            print(_line(report), flush=True)
-            failed += [report] if report.failure else []
+    for report in chain.from_iterable(in_forks(compile_variant, work, args.jobs)):
+        print(_line(report), flush=True)
+        failed += [report] if report.failure else []
     print(f"{count} kernels compiled in {time.perf_counter() - began:.0f} s, {len(failed)} failures")
     for report in failed:
         print(f"FAIL {_line(report)}", file=sys.stderr)
-    return 1 if failed else 0
+    return 1 if failed or missing else 0
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m quengine.kernels.cuda.aot", description=__doc__,
+        prog="python -m benchmarks.checks.aot", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHS), choices=ARCHS)
-    parser.add_argument("--only", default="", help="only the cases whose name holds this text")
+    parser.add_argument("--only", default="", help="only the cases whose name has this text")
     parser.add_argument("--jobs", type=int, default=None, help="processes (default: the cores)")
-    parser.add_argument("--list", action="store_true", help="say what would be compiled, and stop")
+    parser.add_argument("--list", action="store_true", help="print what would be compiled, and stop")
     return parser.parse_args()
-
-
-def _scope(found: list[Case], archs: Sequence[int], only: str, count: int) -> str:
-    chosen = [case for case in found if only in case.name]
-    few = sum(case.archs != ARCHS for case in chosen)
-    return (
-        f"{count} different kernels of {len(chosen)} cases for {', '.join(f'sm_{arch}' for arch in archs)}.\n"
-        f"{few} cases are compiled for some GPUs only: sm_90 has all; sm_89 has {', '.join(COMMON_TYPES)} and leaves\n"
-        f"the other types to sm_80, which has one batched matmul of each. Others, and less common attentions\n"
-        f"and widths, are left to sm_90.\n"
-        f"Every type is compiled at {ALL_TYPES_WIDTH} columns, Q4_K and Q6_K also at a 7B model's shapes."
-    )
 
 
 def _line(report: Report) -> str:
