@@ -12,6 +12,7 @@ import argparse
 import importlib
 import os
 import pkgutil
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,7 +62,7 @@ position, its cache rows); and what a launch wrote that had ended when the produ
 @dataclass(frozen=True)
 class Variant:
     """A launch to compile for GPUs that share its PTX. case: the first that has it. decode: whether it occurs in a step
-    of decode."""
+    of decode, and is no matmul of several rows: it may not spill registers."""
 
     case: str
     launch: RecordedLaunch
@@ -97,6 +98,10 @@ def variants(archs: Sequence[int], only: str = "") -> list[Variant]:
     return list(chosen.values())
 
 
+_BATCHED = re.compile(r"\.gemm\.matmul_|\.grouped_")
+"""Kernels that multiply several rows."""
+
+
 @torch.no_grad()
 def launches(case: Case, arch: int) -> dict[str, tuple[bool, RecordedLaunch]]:
     """The distinct launches of a case on a GPU of compute capability `arch`, by key, and whether decode has each."""
@@ -104,8 +109,8 @@ def launches(case: Case, arch: int) -> dict[str, tuple[bool, RecordedLaunch]]:
     with assuming(gpu_for(arch)):
         for decode, step in case.steps():
             for launch in record_distinct(step):
-                key = launch.key
-                found[key] = (decode or found.get(key, (False, launch))[0], launch)
+                key, few = launch.key, not _BATCHED.search(kernel_name(launch.kernel))
+                found[key] = ((decode and few) or found.get(key, (False, launch))[0], launch)
     return found
 
 

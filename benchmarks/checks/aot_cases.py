@@ -193,10 +193,14 @@ def model_steps(
 ) -> Iterator[Step]:
     """Steps of decode and of prompts. shares: rather one of decode in which a sequence may have several rows."""
     (graphs,) = plan_of(spec, shares_sequences=shares, **options).graphs()
+    # Queries and two terms of dequantized keys of 512 elements take more registers than there are: some 200 bytes a
+    # thread are spilled, which is no failure.
+    fits = options.get("cache_type") != "q8_0" or graphs.decoder.config.head_dim <= 256
     if shares:
-        yield True, partial(graphs.run_padding, decode_key(8, DEFAULT, shares=True))
+        yield fits, partial(graphs.run_padding, decode_key(8, DEFAULT, shares=True))
         return
-    yield from _steps(graphs, keys)
+    for decode, step in _steps(graphs, keys):
+        yield decode and fits, step
 
 
 def _steps(graphs: CudaGraphs, keys: Sequence[GraphKey]) -> Iterator[Step]:
