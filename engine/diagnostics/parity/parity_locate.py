@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from quengine.diagnostics.harness import in_parts, nmse_rows
 from quengine.diagnostics.parity.parity import ParityReport, TextPosition
-from quengine.diagnostics.parity.parity_metrics import nmse_rows
 from quengine.diagnostics.parity.parity_operations import Call, Operation, in_the_form_of, rows_of, watched
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.kernels.backend import Hidden
@@ -123,9 +123,8 @@ def _chunk_start(place: TextPosition, chunk: int) -> int:
 def _locate_phase(a: LLMSide, b: LLMSide, phase: Phase, place: TextPosition, start: int) -> Location:
     end = place.position + 1
     ids = place.ids[start:end]
-    chunk = a.step("prefill")
-    for first in range(0, start, chunk):
-        a.forward(place.ids[first : min(first + chunk, start)], first)
+    for part in in_parts(place.ids[:start], 0, a.step("prefill")):
+        a.forward(*part)
     before = a.cached(0, start)  # states change with the step
     calls = _calls_of(a, ids, start)
     b.set_cached(0, start, before)

@@ -194,7 +194,9 @@ def watched(decoder: Decoder, watch: Watch) -> AbstractContextManager[None]:
         holders += [(part, "backend", layer, names) for part, names in parts if part is not None]
         if isinstance(block.ffn, MixtureOfExperts):
             holders.append((block.ffn, "expert_backend", layer, _IN_FFN))
-    around = [_WatchedBackend(getattr(part, name), watch, *how) for part, name, *how in holders]
+    around = [
+        _WatchedBackend(getattr(part, name), watch, layer, names) for part, name, layer, names in holders
+    ]
     return replaced([(part, name) for part, name, *_ in holders], around)
 
 

@@ -12,6 +12,7 @@ from itertools import tee
 import torch
 from torch import Tensor
 
+from quengine.diagnostics.harness import in_parts
 from quengine.diagnostics.parity.parity_operations import Call, rows_of, watched
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.kernels.backend import Hidden
@@ -96,7 +97,7 @@ class Pair:
     counts: RoutingCounts = field(default_factory=RoutingCounts)
     _start: int = 0
     _rows: int = 0
-    _chosen: dict[int | None, _Choices] = field(default_factory=dict)
+    _chosen: dict[int, _Choices] = field(default_factory=dict)
 
     def most_together(self, phase: Phase) -> int:
         """Tokens that each side computes before the other does: a state is handed over as it is after them."""
@@ -111,9 +112,9 @@ class Pair:
         `after(start, end)` is called when both have computed these positions.
         """
         self._start, self._rows, self._chosen = start, len(ids), {}
-        logits_a = [self._forward_a(part, at) for part, at in parts(ids, start, self.a.step(phase))]
+        logits_a = [self._forward_a(part, at) for part, at in in_parts(ids, start, self.a.step(phase))]
         logits_b = []
-        for part, at in parts(ids, start, self.b.step(phase)):
+        for part, at in in_parts(ids, start, self.b.step(phase)):
             logits_b.append(self._forward_b(part, at))
             after(at, at + len(part))
         return torch.cat(logits_a), torch.cat(logits_b)
@@ -130,11 +131,11 @@ class Pair:
     def _together(self, prompt: list[int], tokens: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
         phases: tuple[Phase, ...] = ("prefill", "decode")
         chunk, step = (self.most_together(phase) for phase in phases)
-        for start in range(0, len(prompt), chunk):
-            last = self.span(prompt[start : start + chunk], start, "prefill")
+        for part in in_parts(prompt, 0, chunk):
+            last = self.span(*part, "prefill")
         yield last[0][-1:], last[1][-1:]
-        for first in range(0, len(tokens) - 1, step):
-            yield self.span(tokens[:-1][first : first + step], len(prompt) + first, "decode")
+        for part in in_parts(tokens[:-1], len(prompt), step):
+            yield self.span(*part, "decode")
 
     def _forward_a(self, ids: list[int], start: int) -> Tensor:
         if not self.a.has_experts:
@@ -157,9 +158,9 @@ class Pair:
 
     def _record(self, call: Call) -> Hidden:
         found = call.run(*call.inputs)
-        if call.operation == "route":
+        if call.operation == "route" and (layer := call.layer) is not None:
             batch, router, logits = call.args[0], call.args[3], router_logits(call)
-            layer, rows = call.layer, batch.positions.long().cpu() - self._start
+            rows = batch.positions.long().cpu() - self._start
             if layer not in self._chosen:
                 experts = torch.zeros(self._rows, found.selected.shape[1], dtype=torch.int64)
                 scores = torch.zeros(self._rows, logits.shape[1], dtype=torch.float64)
@@ -170,9 +171,9 @@ class Pair:
 
     def _force(self, call: Call) -> Hidden:
         found = call.run(*call.inputs)
-        if call.operation != "route":
+        if call.operation != "route" or (layer := call.layer) is None:
             return found
-        batch, chosen = call.args[0], self._chosen[call.layer]
+        batch, chosen = call.args[0], self._chosen[layer]
         positions = batch.positions.long().cpu()
         rows = positions - self._start
         wanted, free = chosen.experts[rows], found.selected.long().cpu()
@@ -180,14 +181,8 @@ class Pair:
         margins = torch.zeros(len(rows)), torch.zeros(len(rows))
         if differing.any():
             margins = choice_margins(chosen.logits[rows], chosen.router, wanted, free)
-        self.counts.add(call.layer, positions, margins, differing)
+        self.counts.add(layer, positions, margins, differing)
         return call.run(*call.inputs, experts=wanted.to(batch.device, torch.int32))
-
-
-def parts(ids: list[int], start: int, step: int) -> Iterator[tuple[list[int], int]]:
-    """Pieces of at most `step` tokens, each with its position."""
-    for first in range(0, len(ids), step):
-        yield ids[first : first + step], start + first
 
 
 def choice_margins(logits: Tensor, router: Router, wanted: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
