@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
-from quengine.block_manager import BlockCopy
+from quengine.block_pool import BlockCopy
 from quengine.errors import EngineError
 from quengine.kernels import sampling
 from quengine.kernels.embedded_rows import EmbeddedRows, embedded_rows

@@ -20,7 +20,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import chain, islice
 
-from quengine.block_manager import BlockCopy, BlockManager, extend_keys
+from quengine.block_manager import BlockManager, extend_keys
+from quengine.block_pool import BlockCopy
 from quengine.errors import EngineError
 from quengine.kernels.forward_batch import MOST_CHECKPOINTS, StateCheckpoint, state_table
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, blocks_for

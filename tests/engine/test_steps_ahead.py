@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import blocks_for
 from quengine.platform.collector import paused
