@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quengine.block_manager import BlockCopy, CachePool
+from quengine.block_pool import BlockCopy, CachePool
 from quengine.kernels.backend import KVLayer, LayerState, SlotLayer
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType, blocks_for
 from quengine.kernels.kv.kv_rows import allocate_layer

@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from quengine.block_manager import BlockCopy
+from quengine.block_pool import BlockCopy
 from quengine.errors import EngineError
 from quengine.kernels import sampling
 from quengine.kernels.embedded_rows import EmbeddedRows, embedded_rows
@@ -36,8 +35,6 @@ from quengine.step_plan import (
     angle_rows,
     forward_batch,
     given_rows,
-    results_after,
-    samples,
     scored_rows,
 )
 
@@ -155,22 +152,21 @@ class ModelRunner:
         exception that is raised concerns all rows; no sequence has then advanced, and the call may be repeated with
         fewer of them. The block tables cover the rows.
         """
-        if plan.phase == "prefill" and (found := self._pooled_or_scored(plan)) is not None:
-            plan.results = lambda: found
-            return plan
-        given = plan.given
-        if self.device_decoder is not None and not on_host and not given.numbers:
-            with ProfilerRange(f"launch {_NAMES[plan.phase]}"):
-                results = self.device_decoder.launch(plan)
-            if results is not None:
-                plan.results, plan.may_follow = results, True
+        if plan.phase == "prefill":
+            plan.outcome = self._pooled_or_scored(plan)
+            if plan.outcome is not None:
                 return plan
+        given, device = plan.given, self.device_decoder
+        if device is not None and not on_host and not given.numbers:
+            launch = device.launch_prompts if plan.phase == "prefill" else device.launch
+            with ProfilerRange(f"launch {_NAMES[plan.phase]}"):
+                if launch(plan):
+                    return plan
         if plan.phase == "decode" and self._has_states:
             self._keep_states(list(zip(plan.sequences, plan.starts, strict=True)))
         with ProfilerRange(_NAMES[plan.phase]):
             logits = self.forward(plan.phase, plan.rows, given=given).float().cpu()
-        after = partial(_sampled_after, logits)
-        plan.results = partial(results_after, plan.sequences, plan.slots, plan.sampled_rows, after)
+        plan.sampled, plan.logits = plan.sampled_rows, dict(enumerate(logits))
         return plan
 
     def _pooled_or_scored(self, plan: StepPlan) -> list[Result] | None:
@@ -337,12 +333,11 @@ class ModelRunner:
             for (sequence, rows), of_rows in zip(scored, logits, strict=False):
                 if results[sequence] is None:
                     results[sequence] = _add_scores(sequence, of_rows[: len(rows)])
-            rows_left = next(logits).float().cpu() if sampled else ()
+            rows_left = dict(enumerate(next(logits).float().cpu())) if sampled else {}
             next(logits, None)  # ends the step on all ranks
-        with ProfilerRange("sample"):
-            for sequence, row in zip(sampled, rows_left, strict=True):
-                if results[sequence] is None:
-                    results[sequence] = sequence.sample_next(row)
+        for row, sequence in enumerate(sampled):
+            if results[sequence] is None:
+                results[sequence] = sequence.sampled_after(row, rows_left, ())
         return list(results.values())
 
     @torch.no_grad()
@@ -362,22 +357,16 @@ class ModelRunner:
         return None
 
 
-def _sampled_after(logits: Tensor, sequence: Sequence, row: int) -> Result:
-    """The token after a row of a sequence, given the step's logits [rows, vocab] on the host."""
-    with ProfilerRange("sample"):
-        return sequence.sample_next(logits[row])
-
-
 def _wanted_rows(
     plan: StepPlan, vocab_size: int
 ) -> tuple[list[tuple[Sequence, list[int]]], dict[Sequence, int]]:
     """Rows of a step of chunks: those that score prompts, in parts, and the last row of each sampled sequence."""
     scored, sampled, first = list[tuple[Sequence, list[int]]](), dict[Sequence, int](), 0
-    for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
+    for sequence, chunk, ends in zip(plan.sequences, plan.chunks, plan.sampled_rows, strict=True):
         for part in split_rows(scored_rows(sequence, chunk), vocab_size):
             scored.append((sequence, [first + row for row in part]))
         first += len(chunk.ids)
-        if samples(sequence, chunk):
+        if ends is not None:
             sampled[sequence] = first - 1
     return scored, sampled
 

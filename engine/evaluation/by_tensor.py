@@ -214,7 +214,7 @@ def measure(
 
 
 def _check(models: "tuple[LLM, LLM]", chunks: Seq[Chunk]) -> None:
-    assert not any(llm.scheduler.shares for llm in models), "prefixes are shared"
+    assert not any(llm.scheduler.prefixes.shares for llm in models), "prefixes are shared"
     if not chunks:
         raise EngineError("no chunk to compute: chunks must be at least 1")
     longest = max(len(chunk.ids) for chunk in chunks) - 1

@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_ranks import PushingRanks
 from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend

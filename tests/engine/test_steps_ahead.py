@@ -4,6 +4,7 @@ The device of these tests computes a step when it is launched, and says its toke
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +16,13 @@ import torch
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import blocks_for
 from quengine.platform.collector import paused
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
-from quengine.runners.cuda_graphs import StepTokens
+from quengine.runners.cuda_graphs import LaunchedStep
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import padded_rows
 from quengine.runners.static_inputs import DecodeInputs
@@ -60,8 +61,8 @@ class End:
         self._log.append(f"read {self._number}")
 
 
-def results_of(log: list[str], tokens: list[int], logits: Tensor) -> StepTokens:
-    return StepTokens(torch.tensor(tokens), End(log), logits)  # type: ignore[arg-type]
+def results_of(log: list[str], tokens: list[int], logits: Tensor, on_host: Seq[int]) -> LaunchedStep:
+    return torch.tensor(tokens), End(log), {row: logits[row] for row in on_host}  # type: ignore[return-value]
 
 
 class Device:
@@ -84,7 +85,9 @@ class Device:
         self._histories.setdefault(slot, {}).update(enumerate(ids))
 
     @torch.no_grad()
-    def launch(self, slots: list[Slot], given: dict[int, SequenceRows], _kind: Any) -> StepTokens:
+    def launch(
+        self, slots: list[Slot], given: dict[int, SequenceRows], _kind: Any, on_host: Seq[int] = ()
+    ) -> LaunchedStep:
         rows = self.inputs.set_rows(slots, given)
         size = padded_rows(rows)
         self.inputs.send()
@@ -98,10 +101,12 @@ class Device:
             self.inputs.of_slots.tokens[target] = tokens[row]
             self.inputs.of_slots.positions[target] = self.inputs.placed.positions[row] + 1
         self.log.append(f"decode {rows}")
-        return results_of(self.log, tokens, logits)
+        return results_of(self.log, tokens, logits, on_host)
 
     @torch.no_grad()
-    def prefill(self, rows: list[SequenceRows], slots: list[int], _kind: Any) -> StepTokens:
+    def prefill(
+        self, rows: list[SequenceRows], slots: list[int], _kind: Any, on_host: Seq[int] = ()
+    ) -> LaunchedStep:
         logits = self._decoder.forward(
             forward_batch("prefill", rows, torch.device("cpu")), self._cache.layers
         )
@@ -112,7 +117,7 @@ class Device:
                 self.inputs.of_slots.tokens[slot] = tokens[number]
                 self.inputs.of_slots.positions[slot] = part.end
         self.log.append(f"prompts {sum(len(part.ids) for part in rows)}")
-        return results_of(self.log, tokens, logits.float())
+        return results_of(self.log, tokens, logits.float(), on_host)
 
     def _place(self, rows: int) -> int:
         """`batch_rows.place_rows`; returns how many rows are no padding."""
@@ -158,7 +163,7 @@ def on_device(llm: LLM) -> Device:
                 device.log.append("first tokens")
             return found
 
-        plan.results = results
+        plan.results = results  # type: ignore[method-assign]
         return plan
 
     llm.runner.launch = noted  # type: ignore[method-assign]
@@ -329,7 +334,7 @@ def test_results_that_are_lost_are_computed_again(model: Path) -> None:
         def fails() -> list[Result]:
             raise RuntimeError("the device has stumbled")
 
-        llm._in_flight[0].results = fails
+        llm._in_flight[0].results = fails  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="stumbled"):
             llm.step()
         assert len(llm._in_flight) == 1 and llm._in_flight[0].cancelled
@@ -402,7 +407,7 @@ def test_first_tokens_that_are_lost_are_computed_again(model: Path) -> None:
 
             if step.phase == "prefill" and not lost:
                 lost.append(step)
-                step.results = fails
+                step.results = fails  # type: ignore[method-assign]
             return take(step)
 
         llm._commit = stumbles  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from tests.tiny_models import write_tiny
 RECORDED = """
 import sys, torch
 from pathlib import Path
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.cuda.launch.gpu import Gpu, assuming
 from quengine.kernels.cuda.launch.kernel import launches_handed_to
 from quengine.models.checkpoint import open_checkpoint

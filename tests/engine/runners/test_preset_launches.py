@@ -6,7 +6,7 @@ CHECK = """
 import sys
 from math import prod
 import torch
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.meta_backend import META, backend_for
 from quengine.kernels.cuda.aot.aot_compile import record

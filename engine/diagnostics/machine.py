@@ -1,16 +1,24 @@
-"""The machine's figures beside a benchmark's: speed and peak use of the device's memory, and its matrix rate."""
+"""The machine: what `engine doctor` reports of it, what describes it beside a benchmark's result, and the limits that
+speeds are held against.
+"""
 
 import datetime
 import platform
-from collections.abc import Callable
-from dataclasses import asdict
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from quengine.diagnostics.selftest.doctor import versions
+from quengine.models.hub.hub_cache import cache_dir
+from quengine.parallel.sum_times import SumTimes, measure
+from quengine.platform.device import MIN_CAPABILITY
 from quengine.platform.machine import (
+    CudaDevice,
+    available_memory,
     cpu_model,
     cuda_devices,
     memory_bandwidth,
@@ -18,13 +26,81 @@ from quengine.platform.machine import (
     physical_cores,
     simd_features,
     total_memory,
+    usable_cpus,
 )
 
-_PACKAGES = ("quengine", "torch", "triton", "numba")
+PACKAGES = (
+    *("quengine", "torch", "triton", "numpy", "numba", "llvmlite", "safetensors", "tokenizers"),
+    *("huggingface_hub", "gguf", "jinja2", "typer", "rich"),
+)
+"""The distributions whose versions matter when something goes wrong."""
+
+_TIMED_PACKAGES = ("quengine", "torch", "triton", "numba")
+"""Those that a speed depends on."""
+
+MATRIX_SIZE = 8192
 _COPY_BYTES = 2**30
 _COPIES = 20
-MATRIX_SIZE = 8192
 _PRODUCTS, _WARM_PRODUCTS = 10, 3
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything `engine doctor` found. Memory in bytes, bandwidth in bytes per second. `sums`: over all GPUs, where
+    there are several that a model may share."""
+
+    versions: dict[str, str | None]
+    platform: str
+    cpu: str
+    simd: tuple[str, ...]
+    physical_cores: int
+    usable_cpus: int
+    threads: int
+    total_memory: int
+    available_memory: int
+    memory_bandwidth: float
+    cuda: list[CudaDevice]
+    sums: SumTimes | None
+    cache_dir: str
+    cache_free: int
+
+
+def diagnose(threads: int) -> Diagnosis:
+    """Looks at the machine; the bandwidth is measured with `threads` CPU threads."""
+    cache = cache_dir()
+    devices = cuda_devices()
+    usable = [each for each in devices if tuple(map(int, each.capability.split("."))) >= MIN_CAPABILITY]
+    return Diagnosis(
+        versions=versions(PACKAGES),
+        platform=platform.platform(),
+        cpu=cpu_model(),
+        simd=simd_features(),
+        physical_cores=physical_cores(),
+        usable_cpus=len(usable_cpus()),
+        threads=threads,
+        total_memory=total_memory(),
+        available_memory=available_memory(),
+        memory_bandwidth=memory_bandwidth(threads),
+        cuda=devices,
+        sums=measure("cuda", len(devices)) if len(usable) == len(devices) > 1 else None,
+        cache_dir=str(cache),
+        cache_free=shutil.disk_usage(_existing(cache)).free,
+    )
+
+
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Python's version and those of the packages; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def bandwidth(device: torch.device, threads: int) -> float:
@@ -67,7 +143,7 @@ def _device_seconds(work: Callable[[], object]) -> float:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak, so that one model's is not reported for the next."""
+    """Resets the peak, so that one model's is not reported for the next."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -100,6 +176,6 @@ def describe_machine(device: str) -> dict[str, Any]:
             "system": platform.platform(),
             "gpu": asdict(cuda_devices()[index]) if device.startswith("cuda") else None,
         },
-        "versions": versions(_PACKAGES),
+        "versions": versions(_TIMED_PACKAGES),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
