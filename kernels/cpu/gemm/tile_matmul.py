@@ -1,9 +1,9 @@
-"""Prefill matmul: many activation rows times weights as stored, in fp32, on AMX, or on int16 VNNI.
+"""Prefill matmul: many activation rows times weights as stored, in fp32, on AMX, or on int16.
 
 Strips of weight rows are dequantized panel by panel into the caches and multiplied with all activation rows. Each
 element of the result is summed over the inner dimension in order, in one accumulator: it depends on its two rows
 alone, not on the other rows or the number of threads. K-quants are multiplied as integers, on AMX (amx_bytes.py) or
-with VNNI (vnni.py); of other types AMX multiplies two bf16 terms of an fp32 (amx.py).
+as int16 (vnni.py); of other types AMX multiplies two bf16 terms of an fp32 (amx.py).
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def tile_kind(w: QuantTensor) -> TileKind:
     if has_amx():
         return TileKind(BLOCK, BLOCK, 4 * DEPTH, MOST_ROWS, False, amx_pack_kernel, True, _amx_product)
     if uses_vnni(w):
-        sizes = (vnni.TILE.columns, vnni.TILE.rows, vnni.ROW_BYTES, vnni.MOST_ROWS)
+        tile = vnni.word_tile()
+        sizes = (tile.columns, tile.rows, vnni.ROW_BYTES, vnni.MOST_ROWS)
         return TileKind(*sizes, True, vnni_pack_kernel, False, _vnni_product)
     tile = host_tile()
     return TileKind(tile.columns, tile.rows, 4 * DEPTH, None, False, pack_kernel, False, _product)
@@ -147,8 +148,8 @@ def _amx_bytes_product(w: QuantTensor, blocks: int, matrices: int) -> _Product:
 
 
 def _vnni_product(w: QuantTensor, blocks: int, matrices: int) -> _Product:
-    """The int16 VNNI product."""
-    tile = vnni.TILE
+    """The int16 product."""
+    tile = vnni.word_tile()
     strips = -(-w.rows // tile.columns)
     most = min(vnni.MOST_STRIPS, vnni.MOST_SUMS // (blocks * tile.rows * tile.columns))
     of_task = _strips_of_task(strips, _fair(strips, most), get_threads(), matrices)
