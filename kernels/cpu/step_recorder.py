@@ -660,7 +660,7 @@ def state_operation(
         operation(step, x[rows], spec, layer, out[rows])
         stages += step.stages
         if kept is not None:
-            stages.append(KernelStage([[launch] for launch in state_copy_launches(layer, *kept)]))
+            stages.append(KernelStage([[launch] for launch in state_copy_launches(layer.parts, *kept)]))
     run([launch for stage in stages for launch in stage.launches()])
     return out
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -43,7 +44,7 @@ _Product = tuple[int, int, int, int]  # matmul kernel, panel kernel, strips per 
 _TASKS = 4  # per thread that a weight should have, before tasks take more strips
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TileKind:
     """One way to multiply weights with many rows, and the packing of the rows for it.
 
@@ -66,17 +67,39 @@ class TileKind:
 
 def tile_kind(w: QuantTensor) -> TileKind:
     """The fastest kind for a weight on this processor."""
-    if has_amx() and uses_amx_bytes(w):
-        sizes = (amx_bytes.COLUMNS, amx_bytes.ROWS, amx_bytes.ROW_BYTES, amx_bytes.MOST_ROWS)
-        return TileKind(*sizes, True, amx_bytes_pack_kernel, True, _amx_bytes_product)
     if has_amx():
-        return TileKind(BLOCK, BLOCK, 4 * DEPTH, MOST_ROWS, False, amx_pack_kernel, True, _amx_product)
-    if uses_vnni(w):
-        tile = vnni.word_tile()
-        sizes = (tile.columns, tile.rows, vnni.ROW_BYTES, vnni.MOST_ROWS)
-        return TileKind(*sizes, True, vnni_pack_kernel, False, _vnni_product)
+        return _amx_bytes_kind() if uses_amx_bytes(w) else _amx_kind()
+    return _word_kind() if uses_vnni(w) else _float_kind()
+
+
+@cache
+def _amx_bytes_kind() -> TileKind:
+    sizes = (amx_bytes.COLUMNS, amx_bytes.ROWS, amx_bytes.ROW_BYTES, amx_bytes.MOST_ROWS)
+    return TileKind(*sizes, True, amx_bytes_pack_kernel, True, _amx_bytes_product)
+
+
+@cache
+def _amx_kind() -> TileKind:
+    return TileKind(BLOCK, BLOCK, 4 * DEPTH, MOST_ROWS, False, amx_pack_kernel, True, _amx_product)
+
+
+@cache
+def _word_kind() -> TileKind:
+    tile = vnni.word_tile()
+    sizes = (tile.columns, tile.rows, vnni.ROW_BYTES, vnni.MOST_ROWS)
+    return TileKind(*sizes, True, vnni_pack_kernel, False, _vnni_product)
+
+
+@cache
+def _float_kind() -> TileKind:
     tile = host_tile()
     return TileKind(tile.columns, tile.rows, 4 * DEPTH, None, False, pack_kernel, False, _product)
+
+
+@cache
+def _zeros(width: int) -> Tensor:
+    """An addend [1, width], never written."""
+    return torch.zeros(1, width)
 
 
 def tile_matmul_launches(
@@ -86,7 +109,7 @@ def tile_matmul_launches(
 
     x fp32 [T, K], y fp32 [T, sum of N_i], contiguous; the addend may be y.
     """
-    addend = torch.zeros(1, y.shape[1]) if addend is None else addend.contiguous()
+    addend = _zeros(y.shape[1]) if addend is None else addend.contiguous()
     by_kind: dict[TileKind, list[_Placed]] = {}
     for column, w in zip(accumulate((w.rows for w in parts), initial=0), parts, strict=False):
         by_kind.setdefault(tile_kind(w), []).append((column, w))

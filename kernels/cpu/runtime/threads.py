@@ -177,14 +177,15 @@ class Program:
     """A list of kernels in the team's format: made once, run any number of times."""
 
     def __init__(self, launches: Sequence[Launch]) -> None:
-        table, arguments = array("q"), array("q")
-        for launch in launches:
-            offset = LAUNCH_BYTES * len(launches) + 8 * len(arguments)
-            table.extend((launch.kernel, offset, launch.tasks, launch.after_previous))
-            arguments.frombytes(launch.arguments.to_bytes())
-        table.extend(arguments)
+        entries, arguments, offset = list[int](), list[bytes](), LAUNCH_BYTES * len(launches)
+        for kernel, values, tasks, after_previous, _ in launches:
+            content = values.to_bytes()
+            entries += (kernel, offset, tasks, after_previous)
+            arguments.append(content)
+            offset += len(content)
         self._launches = tuple(launches)  # keeps the tensors alive
-        self._table = table
+        self._table = array("q", entries)
+        self._table.frombytes(b"".join(arguments))
         self._counters = array("q", bytes(COUNTER_BYTES * len(launches)))
         self._lock = Lock()
 
