@@ -53,6 +53,17 @@ def _allocate_states(
     return stacks, of_layers
 
 
+def _copy_states(part: Tensor, source: int, target: int) -> None:
+    """part[:, target] = part[:, source] of states [layers, blocks, ...]. After a large copy of its own torch's threads
+    spin beside the CPU kernels'."""
+    if part.device.type == "cpu":
+        from quengine.kernels.cpu.ops.state_copy import copy_states
+
+        copy_states(part, source, target)
+    else:
+        part[:, target].copy_(part[:, source])
+
+
 class ColdStates:
     """Blocks of a group of states in host memory, which a CUDA device copies to and from beside the host's work.
 
@@ -176,7 +187,7 @@ class KVCache:
                 self._cold_of(group).get(source - first_cold, target)
                 continue
             for part in self.states[group]:
-                part[:, target].copy_(part[:, source])
+                _copy_states(part, source, target)
             held = (self.layers[layer] for layer in self.groups[group])
             blocks = [block for layer in held if isinstance(layer, KVLayer) for block in layer.blocks]
             if group == 0 and self.hidden is not None:
