@@ -51,7 +51,7 @@ _IN_CODES = tl.constexpr(12)
 _THREE = tl.constexpr(13)
 
 _E4M3_UNIT = tl.constexpr(128.0)
-"""E4M3's bits, moved to those of an fp16, have half the number's value over this; halved, as E2M1's table is doubled."""
+"""E4M3's bits, moved to those of an fp16, have half the number's value over this: half, as E2M1's table is doubled."""
 
 # layout.Book.
 _IQ1 = tl.constexpr(1)
@@ -554,7 +554,7 @@ def _book_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def table_nibbles(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
+def table_nibbles(words, i: tl.constexpr):
     """Step i of a table format: four int32 of four nibbles in their lower halves, in the order of `step_codes`."""
     first = words[i].to(tl.int32)
     last = (words[i] >> 32).to(tl.int32)
@@ -580,7 +580,7 @@ def table_sizes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     `UPPER_SIGN`.
     """
     SIZES: tl.constexpr = _TABLE_SIZES[FMT.table]
-    nibbles = table_nibbles(words, i, FMT, ASM)
+    nibbles = table_nibbles(words, i)
     zero = nibbles[0] & 0
     first_lower = in_register(zero + SIZES[0], ASM)
     first_upper = in_register(zero + SIZES[2], ASM)

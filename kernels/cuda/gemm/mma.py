@@ -109,8 +109,8 @@ _LOAD_SHARED = tl.constexpr("{ .reg .b32 at; add.u32 at, $1, $2; ld.shared.b32 $
 
 @triton.jit
 def load_entry(table, offset, ASM: tl.constexpr):
-    """The int32 of `table` at byte `offset`, a multiple of 4. The table is a small one: in shared memory (an address), or
-    in global memory (a pointer), where the L1 cache is to keep it while weights pass through it.
+    """The int32 of `table` at byte `offset`, a multiple of 4. The table is a small one: in shared memory (an address),
+    or in global memory (a pointer), where the L1 cache is to keep it while weights pass through it.
     """
     if not ASM:
         return tl.load(table + offset // 4)

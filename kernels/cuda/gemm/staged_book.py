@@ -40,13 +40,16 @@ def _begin_assembly(BYTES: int, THREADS: int) -> str:
 
 @triton.constexpr_function
 def _end_assembly(BYTES: int, THREADS: int) -> str:
-    """Stores what was loaded, and waits for all threads. $0, the address, depends on it."""
+    """Stores what was loaded. $0: the address."""
     count = _copies(BYTES, THREADS)
-    lines = ["{ .reg .b32 at; .reg .pred inside; mov.u32 at, %tid.x;", f"setp.lt.u32 inside, at, {BYTES // 16};"]
+    lines = [
+        "{ .reg .b32 at; .reg .pred inside; mov.u32 at, %tid.x;",
+        f"setp.lt.u32 inside, at, {BYTES // 16};",
+    ]
     lines += ["mad.lo.u32 at, at, 16, $1;"]
     for i in range(count):
         lines += [f"@inside st.shared.v2.b64 [at + {16 * THREADS * i}], {{${2 * i + 2}, ${2 * i + 3}}};"]
-    return " ".join(lines) + " bar.sync 0; mov.b32 $0, $1; }"
+    return " ".join(lines) + " mov.b32 $0, $1; }"
 
 
 @triton.constexpr_function
@@ -83,7 +86,21 @@ def end_book(begun, FMT: tl.constexpr, THREADS: tl.constexpr, ASM: tl.constexpr)
         return begun[0]
     else:
         COUNT: tl.constexpr = _copies(BYTES, THREADS)
-        return tl.inline_asm_elementwise(
+        book = tl.inline_asm_elementwise(
             _end_assembly(BYTES, THREADS), _operands("=r,r", "l", COUNT, ""), begun,
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+        tl.debug_barrier()
+        # Look-ups, which know nothing of the barrier, need the address that this makes after it.
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [book], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def with_staged_book(planes, FMT: tl.constexpr, THREADS: tl.constexpr):
+    """The planes of a matrix, on NVIDIA GPUs, with its book, if it has one, in shared memory. Parameters: see
+    `begin_book`.
+    """
+    book = end_book(begin_book(planes[1], FMT, THREADS, True), FMT, THREADS, True)
+    return planes[0], book, planes[2], planes[3]

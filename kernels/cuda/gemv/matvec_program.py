@@ -108,7 +108,9 @@ def finish_rows(begun, squares, matrix, x, tile0, P: tl.constexpr):
     """
     thread = tl.arange(0, 32 * P.tiles * P.k_warps)
     warp = thread >> 5
-    acc = tile_dots(begun[0], begun[1], matrix, x, tile0 + warp // P.k_warps, warp % P.k_warps, thread & 31, P)
+    acc = tile_dots(
+        begun[0], begun[1], matrix, x, tile0 + warp // P.k_warps, warp % P.k_warps, thread & 31, P
+    )
     y = reduce_tile(acc, P)
     if P.partials > 0:
         y *= tl.rsqrt(tl.sum(squares, 0) / P.cols + x.eps)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gemm.mma import prefetch
+from quengine.kernels.cuda.gemm.staged_book import begin_book, end_book
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
 from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
@@ -20,7 +21,6 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     QuantizedRow,
     begin_norm,
 )
-from quengine.kernels.cuda.gemm.staged_book import begin_book, end_book
 from quengine.kernels.cuda.gemv.q_dot import start_tile, tile_dots
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.matvec_expert_rows import (
@@ -63,7 +63,8 @@ def _experts_from(
 
 @triton.jit
 def _weighted_sums(
-    queue, book, matrix, tile, pair, first, row, x, weights_ptr, USED: tl.constexpr, SLOTS: tl.constexpr, P: tl.constexpr
+    queue, book, matrix, tile, pair, first, row, x, weights_ptr,
+    USED: tl.constexpr, SLOTS: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of products over slots first .. first + SLOTS, fp32 [tiles, 8, 2]."""
     thread = tl.arange(0, 32 * P.tiles * SLOTS * P.k_warps)
