@@ -74,8 +74,8 @@ class Case:
 class Heads:
     """One layer's attention: query heads / key heads x head size, rotation, window, norms of heads, of these once
     they are rotated, or of a whole row, queries scaled by their position, elements of a head that are rotated (None:
-    all), a sink for each query head, output gates, normalized values, soft-capped scores, heads of the model's widest
-    layer, keys and values of another layer."""
+    all), a sink for each query head, output gates, normalized values, soft-capped scores, keys and values of another
+    layer."""
 
     heads: int
     kv_heads: int
@@ -89,7 +89,6 @@ class Heads:
     gated: bool = False
     v_norm: bool = False
     softcap: float = 0.0
-    widest: int = 0
     shared: bool = False
 
     @property
@@ -109,7 +108,7 @@ class Heads:
             query_scale=empty(CONTEXT) if self.scaled else None,
             sinks=empty(self.heads) if self.sinks else None,
             mask_band=empty(LONG_CHUNK, CONTEXT + LONG_CHUNK, dtype=torch.bool), gated=self.gated,
-            v_norm=self.v_norm, softcap=self.softcap, widest_head=self.widest,
+            v_norm=self.v_norm, softcap=self.softcap,
         )  # fmt: skip
 
     def layer(self, cache_type: CacheType) -> KVLayer:
@@ -136,12 +135,10 @@ HEADS = {
     "gpt-oss 64/8x64, sinks": Heads(64, 8, 64, "halves", sinks=True),
     "gpt-oss 64/8x64, sinks, window": Heads(64, 8, 64, "halves", 128, sinks=True),
     "qwen3.6-35b-a3b 16/2x256, gated": Heads(16, 2, 256, "halves", norm="head", rope_dim=64, gated=True),
-    "gemma4 16/8x256, window": Heads(16, 8, 256, "halves", 1024, "head", v_norm=True, widest=512),
+    "gemma4 16/8x256, window": Heads(16, 8, 256, "halves", 1024, "head", v_norm=True),
     "gemma4 16/2x512": Heads(16, 2, 512, "halves", norm="head", v_norm=True),
     "gemma4 32/4x512": Heads(32, 4, 512, "halves", norm="head", v_norm=True),
-    "gemma4-e2b 8/1x256, window, shared": Heads(
-        8, 1, 256, "halves", 512, "head", v_norm=True, widest=512, shared=True
-    ),
+    "gemma4-e2b 8/1x256, window, shared": Heads(8, 1, 256, "halves", 512, "head", v_norm=True, shared=True),
     "gemma4-e2b 8/1x512, shared": Heads(8, 1, 512, "halves", norm="head", v_norm=True, shared=True),
     "gemma2 16/8x256, capped, window": Heads(16, 8, 256, "halves", 4096, softcap=50.0),
     "32/8x128, gated": Heads(32, 8, 128, "halves", gated=True),
