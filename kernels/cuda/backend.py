@@ -353,7 +353,7 @@ class CudaBackend:
         prompt = batch.phase == "prefill" and (len(batch) > 1 or self.batch_invariant)
         if not prompt and self._takes_q_dot(len(batch)):
             return self._latent.one_row(batch, q, latent, spec, layer)
-        tiles = self._tiles_of(batch, spec.row) if prompt else None
+        tiles = self._tiles_of(batch) if prompt else None
         return self._latent.many_rows(batch, q, latent, spec, layer, tiles, self._room())
 
     def check_latent(self, spec: LatentSpec) -> None:
