@@ -58,6 +58,8 @@ def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
         EngineError: a value is missing, of the wrong type, out of range or at odds with another; or an architecture, or
             a trait of one, that the decoder does not implement.
     """
+    if (kind := MODEL_TYPES.get(str(config.get("model_type")))) and (other := kind[1].stands_for(config)):
+        return read_hf_config(other)
     architecture, model_type, text = _text_model(config)
     _refuse_unimplemented(config, text, architecture.block, model_type)
     heads = _int(text, "head_count")

@@ -334,7 +334,7 @@ def test_static_inputs_hold_what_a_batch_does_and_where_the_padding_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(static_inputs, "tile_rows", lambda *_: 16)
-    inputs = PrefillInputs(CTX, 40, 32, False, 1, torch.device("cpu"))
+    inputs = PrefillInputs(CTX, 40, False, 1, torch.device("cpu"))
     chunks = [SequenceRows(ids_of(0, 20), 30, [[2, 5]]), SequenceRows(ids_of(3, 33), 0, [[1, 0]])]
     key = GraphKey("prefill", 64, 4)
     inputs.send(GraphKey("prefill", 1024, 16), [SequenceRows([9] * 1000, 0, [[3, 4]])])
