@@ -99,7 +99,8 @@ class EngineConfig:
         mmproj: the file (mmproj*.gguf) or folder with the encoder of images and the projector that makes them rows of
             the prompt; None: one beside the model, where there is one.
         no_mmproj: the model is to read text alone.
-        image_cache: host memory in MiB for encoded images, which later prompts need not encode again.
+        image_cache: host memory in MiB for encoded images, which later prompts need not encode again, once they have no
+            room left on a CUDA device, a 64th of whose free memory they may take; 0: none are kept.
         chat_template: in place of the model's own: its text, or a name.
         progress: called with a line of text as weights are loaded onto a GPU, or copied.
         make_room: called before anything is allocated, with the bytes that the run needs, those that are free, and the

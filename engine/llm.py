@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -55,6 +55,7 @@ from quengine.request.prompt_images import ImagePrompt, PromptImages
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.request.sequence_factory import SequenceFactory
+from quengine.runners.device_turns import DeviceTurns
 from quengine.sampler import NO_CHOICE, Sample, Verified
 from quengine.scheduler import PENDING, Scheduler
 from quengine.speculative.speculation import Speculation
@@ -109,13 +110,15 @@ class LLM:
         self.speculation = Speculation.of(config, self.scheduler, self.loaded.draft, self.loaded.device.type)
         vision = self.loaded.vision
         self.images: ImagePrompts | None = None
+        self._turns: DeviceTurns | None = None
         if vision is not None:
-            kept = config.image_cache << 20
+            kept = config.image_cache << 20, self.loaded.kept_images
             windows = [pool.window for pool in self.loaded.cache.pools if pool.window is not None]
             most = min([self.loaded.decoder.chunk_size, *windows])
-            device = self.loaded.device
-            alone = device.type != "cuda" or config.deterministic
-            self.images = ImagePrompts(vision, self.tokenizer, device, kept, most, alone)
+            if self.loaded.device.type == "cuda":
+                self._turns = DeviceTurns(self.loaded.device)
+            alone = self._turns is None or config.deterministic
+            self.images = ImagePrompts(vision, self.tokenizer, self._turns, *kept, most, alone)
         self._sequences = SequenceFactory(
             self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose
         )
@@ -407,10 +410,12 @@ class LLM:
             step = self.scheduler.plan(in_flight)
             if step is None:
                 break
+            streams = len(self.scheduler.decoding)
             try:
-                if self.speculation is not None:
-                    self.speculation.propose(step)
-                self.runner.launch(step)
+                with nullcontext() if self._turns is None else self._turns.step(streams):
+                    if self.speculation is not None:
+                        self.speculation.propose(step)
+                    self.runner.launch(step)
             except BaseException:  # the results of the steps in flight are still to be taken
                 self.scheduler.failed(step)
                 raise

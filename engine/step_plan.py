@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quengine.kernels.embedded_rows import EmbeddedRows
+from quengine.kernels.embedded_rows import EmbeddedRows, joined
 from quengine.kernels.forward_batch import BlockTables, ForwardBatch, Phase, decode_batch, prefill_batch
 from quengine.request.prompt_images import PromptImages
 from quengine.request.sequence import Sequence
@@ -153,7 +153,7 @@ class StepPlan:
         numbers = [number for part in parts for number in part.numbers]
         spans = [span for part in parts for span in part.spans]
         places = [place for part in parts for place in part.places]
-        return GivenRows(numbers, torch.cat(values), spans, places) if values else TOKENS_ALONE
+        return GivenRows(numbers, joined(values), spans, places) if values else TOKENS_ALONE
 
     @property
     def drafted(self) -> Iterable[int]:
@@ -218,7 +218,7 @@ def given_rows(images: PromptImages | None, ids: Seq[int], start: int, first: in
     runs = () if images is None else images.spans(start, start + len(ids))
     spans = [(first + low, first + high, before) for low, high, before in runs]
     places = () if images is None else images.places(start, start + len(ids))
-    return GivenRows(numbers, torch.cat(values), spans, places) if values else TOKENS_ALONE
+    return GivenRows(numbers, joined(values), spans, places) if values else TOKENS_ALONE
 
 
 def _after_draft(

@@ -45,10 +45,11 @@ from quengine.runners.graph_keys import (
     rarer_keys,
     sharing_keys,
 )
+from quengine.runners.image_rows import angles_of_step, embeds_of
 from quengine.runners.static_inputs import DecodeInputs, PrefillInputs, PromptEnds
 from quengine.sampler import Sampler
 from quengine.slot import Slot
-from quengine.step_plan import SequenceRows, angle_rows, forward_batch
+from quengine.step_plan import TOKENS_ALONE, GivenRows, SequenceRows, forward_batch
 
 PENDING = 4
 """Default for the most decode steps in flight, whose tokens have not been read yet."""
@@ -110,7 +111,7 @@ class CudaGraphs:
             decoder.config.embedding_length if takes_embeds else 0,
             turns,
         )
-        self.takes_embeds = takes_embeds
+        self._takes_embeds = takes_embeds
         held = len(self.inputs.of_slots.tokens)
         self._history = torch.zeros(held, cache.ctx_size, dtype=torch.int32, device=device)
         self._chosen = ChosenTokens.allocate(pending, self.inputs.rows, device)
@@ -160,13 +161,16 @@ class CudaGraphs:
     def captured(self) -> list[GraphKey]:
         return list(self._steps)
 
-    def lookup(self, phase: Phase, rows: Seq[SequenceRows]) -> GraphKey | None:
+    def lookup(
+        self, phase: Phase, rows: Seq[SequenceRows], embeds: EmbeddedRows | None = None
+    ) -> GraphKey | None:
         """The captured step for prompts' chunks; None if they are to be computed eagerly.
 
         Decode steps that return logits are eager too; those that sample tokens are run by `launch`.
         """
         key = prefill_key([len(part.ids) for part in rows]) if phase == "prefill" else None
-        if key is None or not self._captures(key):
+        takes = embeds is None or (self._takes_embeds and embeds.later is None and not embeds.spans)
+        if key is None or not takes or not self._captures(key):
             return None
         step = self._or_larger(key)
         return step if step in self._steps or self._seen[key] >= CAPTURED_AT else None
@@ -186,24 +190,32 @@ class CudaGraphs:
 
     @torch.no_grad()
     def prefill(
-        self, rows: Seq[SequenceRows], slots: Seq[int], kind: SamplingKind, on_host: Seq[int] = ()
+        self,
+        rows: Seq[SequenceRows],
+        slots: Seq[int],
+        kind: SamplingKind,
+        on_host: Seq[int] = (),
+        given: GivenRows = TOKENS_ALONE,
     ) -> LaunchedStep:
         """Starts a step of prompts' chunks, captured or not, and samples after their last rows; returns without
         waiting.
 
         slots: of each chunk, the slot that takes the token; `inputs.slots`: none. They are set by `configure` for
         `kind`. Where no slot takes a token, there is none to wait for. on_host: the chunks after which the host
-        samples.
+        samples. given: rows that images give.
         """
         number = self._launched_prompts % len(self._prompt_events)
         self._launched_prompts += 1
-        with self.together(PlannedStep("prefill", rows, "tokens", slots=slots, kind=kind)):
-            key, angles = self.lookup("prefill", rows), angle_rows(rows, self.cache.ctx_size)
+        step = PlannedStep("prefill", rows, "tokens", slots=slots, kind=kind)
+        with self.together(step.giving(given, self.decoder.config.embedding_length)):
+            angles = angles_of_step(self.decoder, self.cache.ctx_size, rows, given)
+            embeds = embeds_of(self.decoder, given)
+            key = self.lookup("prefill", rows, embeds)
             if key is None:
-                batch = forward_batch("prefill", rows, self._backend.device, angles=angles)
+                batch = forward_batch("prefill", rows, self._backend.device, False, embeds, angles)
                 logits = self.decoder.forward(batch, self.cache.layers)
             else:
-                logits = self.replay(key, rows, angles=angles)
+                logits = self.replay(key, rows, embeds, angles)
             if any(slot != self.inputs.slots for slot in slots):
                 self._ends.send(slots, [part.end - 1 for part in rows], number)
                 self._sample_ends(logits, kind)

@@ -19,7 +19,7 @@ from quengine.runners.device_rows import DeviceRows, Drafted
 from quengine.runners.draft_graphs import DraftedSequence, DraftGraphs
 from quengine.runners.graph_keys import SamplingKind
 from quengine.slot import Slot
-from quengine.step_plan import SequenceRows, StepPlan, known_ids
+from quengine.step_plan import TOKENS_ALONE, GivenRows, SequenceRows, StepPlan, known_ids
 
 
 class DeviceDecoder:
@@ -83,9 +83,9 @@ class DeviceDecoder:
             slot.has_token, slot.waits, slot.undrafted = True, False, room.most + 1
         plan.tokens, plan.arrived = self.drafting.launch(kind, parts, max(plan.drafted))
 
-    def launch_prompts(self, plan: StepPlan) -> bool:
-        """Launches a step of prompts without waiting: True. The device samples after those that end with their newest
-        token, where it can."""
+    def launch_prompts(self, plan: StepPlan, given: GivenRows = TOKENS_ALONE) -> None:
+        """Launches a step of prompts without waiting. The device samples after those that end with their newest token,
+        where it can. given: rows that images give."""
         kinds, rows = dict[int, SamplingKind | None](), plan.sampled_rows
         for number in (row for row in rows if row is not None):
             sequence, slot = plan.sequences[number], plan.slots[number]
@@ -99,11 +99,10 @@ class DeviceDecoder:
             self._rows.configure(slot, sequence.params, sequence.sampler, sequence.token_ids)
             taking[number] = slot.index
         on_host = [number for number, kind in kinds.items() if kind is None]
-        launched = self._graphs.prefill(plan.chunks, taking, self._rows.kind, on_host)
+        launched = self._graphs.prefill(plan.chunks, taking, self._rows.kind, on_host, given)
         for number, kind in kinds.items():
             plan.slots[number].has_token = kind is not None
         plan.sampled, (plan.tokens, plan.arrived, plan.logits) = rows, launched
-        return True
 
     def _update(self, plan: StepPlan) -> dict[int, SamplingKind | None]:
         """Sends the device what it lacks of the sequences. Returns the numbers of those whose next input it does not

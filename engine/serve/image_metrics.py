@@ -28,11 +28,14 @@ class ImageMetrics:
             "Images of prompts that were kept encoded, or on their way for another request.",
             value=counts.found,
         )
-        yield GaugeMetricFamily(
-            "quengine_images_kept", "Images that are kept encoded in host memory.", value=counts.kept
-        )
+        yield GaugeMetricFamily("quengine_images_kept", "Images that are kept encoded.", value=counts.kept)
         yield GaugeMetricFamily(
             "quengine_image_cache_bytes",
             "Bytes of the images that are kept encoded.",
             value=counts.kept_bytes,
+        )
+        yield GaugeMetricFamily(
+            "quengine_image_device_bytes",
+            "Bytes of those of them that are in the device's memory.",
+            value=counts.device_bytes,
         )

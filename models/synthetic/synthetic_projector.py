@@ -50,6 +50,10 @@ def write_synthetic_projector(
             rows = _rows(name, shape, kind, pools, np.random.default_rng([seed, index]))
             number = TYPE_BY_NAME[kind].number
             writer.add_tensor(name, rows, raw_dtype=number)  # type: ignore[arg-type]
+        if (
+            settings.projector == "pixtral"
+        ):  # llama.cpp wants the row of [IMG_BREAK], which here is the text model's
+            writer.add_tensor("v.token_embd.img_break", np.zeros(text_size, np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -40,7 +40,7 @@ class VisionBlock:
         matrices = (self.attention.qkv, self.attention.out, self.mlp.up, self.mlp.down, self.mlp.gate)
         norms = self.attention.norms
         normed = all(norms) and self.attention.norm_heads and len({norm.eps for norm in norms if norm}) == 1
-        plain = all(type(each) is Linear and each.weight.dtype == torch.float16 for each in matrices if each)
+        plain = all(type(each) is Linear and each.kind == torch.float16 for each in matrices if each)
         return plain and (normed or not any(norms))
 
     def _added(self, y: Tensor, part: int) -> Tensor:

@@ -17,20 +17,23 @@ from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.block_pool import CachePool
+from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import blocks_for
 from quengine.platform.collector import paused
 from quengine.request.output import Completion
+from quengine.request.prompt_images import Features, ImagePrompt, ImageRows, PromptImages
 from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import LaunchedStep
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import padded_rows
+from quengine.runners.image_rows import embeds_of
 from quengine.runners.static_inputs import DecodeInputs
 from quengine.sampler import Result, Sample, Sampler
 from quengine.slot import Slot
 from quengine.speculative.draft_length import draft_rows
 from quengine.speculative.speculation import Speculation
-from quengine.step_plan import SequenceRows, StepPlan, forward_batch
+from quengine.step_plan import TOKENS_ALONE, GivenRows, SequenceRows, StepPlan, forward_batch
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -105,11 +108,16 @@ class Device:
 
     @torch.no_grad()
     def prefill(
-        self, rows: list[SequenceRows], slots: list[int], _kind: Any, on_host: Seq[int] = ()
+        self,
+        rows: list[SequenceRows],
+        slots: list[int],
+        _kind: Any,
+        on_host: Seq[int] = (),
+        given: GivenRows = TOKENS_ALONE,
     ) -> LaunchedStep:
-        logits = self._decoder.forward(
-            forward_batch("prefill", rows, torch.device("cpu")), self._cache.layers
-        )
+        embeds = embeds_of(self._decoder, given)
+        batch = forward_batch("prefill", rows, torch.device("cpu"), embeds=embeds)
+        logits = self._decoder.forward(batch, self._cache.layers)
         tokens = [0] * len(rows)
         for number, (part, slot, row) in enumerate(zip(rows, slots, logits.float(), strict=True)):
             if slot != self.inputs.slots:
@@ -224,6 +232,24 @@ def test_prompts_and_decode_steps_take_turns_and_none_waits_for_the_results_of_t
         assert all(then < after < read for then, after, read in zip(decode, prompts[1:], first, strict=False))
         for stream in streams:
             stream.close()
+
+
+def test_prompts_with_images_are_launched_ahead_as_those_of_text(model: Path) -> None:
+    ids = list(range(40, 100))
+    with load(model, chunk_size=32) as llm:
+        expected = llm.generate([ids], GREEDY)[0].tokens
+        llm.scheduler.reset()
+        tensor = llm.loaded.checkpoint.tensors["token_embd.weight"]
+        rows = dequantize(tensor.format, tensor.data).view(*tensor.shape)[ids[10:40]]
+        images = PromptImages((Features(b"image", rows),), (ImageRows(10, 30, 0, 0),))
+        device = on_device(llm)
+        stream = llm.stream(ImagePrompt([*ids[:10], *[3] * 30, *ids[40:]], images), GREEDY)
+        assert stream.finish().tokens == expected
+        assert device.log[:2] == [
+            "prompts 32",
+            "prompts 28",
+        ]  # the second one is launched before the first is read
+        assert sum(entry.startswith("decode") for entry in device.log) >= len(expected) - 1
 
 
 def test_a_burst_of_prompts_is_computed_without_a_wait_for_first_tokens(model: Path) -> None:

@@ -84,7 +84,7 @@ class _Layer:
     def _linear(self, rows: int, cols: int) -> Linear:
         weight = torch.randn(rows, cols, generator=self._random) * cols**-0.5
         bias = None if self.gated else self._vector(rows)
-        return Linear(weight.half().to(self.device, self.matrix), bias)
+        return Linear(weight.half().to(self.device, self.matrix), bias, self.matrix)
 
     def _norm(self, size: int) -> Norm:
         bias = None if self.gated else self._vector(size)

@@ -21,7 +21,7 @@ from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, SamplingKind, padde
 from quengine.runners.static_inputs import DecodeInputs, step_rows
 from quengine.sampler import NO_CHOICE, Result, Sample
 from quengine.slot import Slot
-from quengine.step_plan import SequenceRows, StepPlan
+from quengine.step_plan import TOKENS_ALONE, GivenRows, SequenceRows, StepPlan
 
 CTX = 200
 VOCAB = 997
@@ -158,9 +158,15 @@ class FakeDevice:
         self.sent.append("settings")
 
     def prefill(
-        self, rows: list[SequenceRows], slots: list[int], kind: SamplingKind, on_host: Seq[int] = ()
+        self,
+        rows: list[SequenceRows],
+        slots: list[int],
+        kind: SamplingKind,
+        on_host: Seq[int] = (),
+        given: GivenRows = TOKENS_ALONE,
     ) -> LaunchedStep:
         """Chunks of prompts, and the tokens after those whose slots take one; what others get nobody is to read."""
+        assert given is TOKENS_ALONE
         self.prompt_kinds.append(kind)
         tokens = []
         for part, slot in zip(rows, slots, strict=True):
@@ -258,7 +264,7 @@ class Engine:
             chunks.append(SequenceRows(sequence.token_ids[start:end], start, sequence.block_tables))
             sequence.num_cached_tokens = end  # as of steps in flight
         plan = StepPlan.prefill(list(sequences), chunks)  # type: ignore[arg-type]
-        assert self.decoder.launch_prompts(plan)
+        self.decoder.launch_prompts(plan)
         self.in_flight.append(plan)
 
     def grow(self, sequence: FakeSequence, positions: int) -> None:

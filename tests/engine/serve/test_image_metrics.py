@@ -34,6 +34,7 @@ def test_counts_are_those_of_the_engine(tmp_path: Path) -> None:
         "quengine_images_found_total 1.0",
         "quengine_images_kept 2.0",
         f"quengine_image_cache_bytes {float(nbytes)}",
+        "quengine_image_device_bytes 0.0",
     ):
         assert line in lines, line
 
