@@ -50,7 +50,7 @@ ServerEndpoint = Callable[[Models, Request], Awaitable[Response]]
 async def openapi(models: Models, request: Request) -> Response:
     """What every route takes and answers."""
     del request
-    engine = None if models.only is None else models.only.service.worker.engine
+    engine = None if models.only is None else models.only.worker.engine
     return json_response(document(models.settings, None if engine is None else engine.model.vocab_size))
 
 
@@ -115,7 +115,7 @@ ROUTES: tuple[tuple[str, str, Endpoint], ...] = (
     ("POST", "/apply-template", token_routes.apply_template),
     *OLLAMA_ROUTES,
 )
-"""Of a model: called with its service."""
+"""Of a model: called with its host."""
 
 FOR_APPS = frozenset(
     [("POST", path) for _, path, _ in ROUTES if not path.startswith("/slots")]

@@ -23,11 +23,11 @@ from quengine.serve.listener import (
     reserve_descriptors,
     url_of,
 )
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.models.registry import Models
 from quengine.serve.models.residency import Launch
 from quengine.serve.processes.server_thread import Worker
-from quengine.serve.service import Service
 from quengine.serve.settings import ServerSettings
 
 logger = logging.getLogger("quengine.serve")
@@ -82,13 +82,13 @@ class Server(uvicorn.Server):
         )
 
     @property
-    def service(self) -> Service:
+    def host(self) -> ModelHost:
         """That of the only model, or of the first."""
-        return self.models.entries[0].service
+        return self.models.hosts[0]
 
     @property
     def worker(self) -> Worker:
-        return self.service.worker
+        return self.host.worker
 
     def run_until_stopped(self) -> None:
         """Serve until a signal has been obeyed.
@@ -98,7 +98,7 @@ class Server(uvicorn.Server):
             CannotRunError: the engine failed again and again.
         """
         listeners = [bind(host, self.settings.port) for host in self.settings.hosts]
-        entries = self.models.entries
+        entries = self.models.hosts
         models = (
             "the model is being loaded" if self.models.only else f"{len(entries)} models, loaded when named"
         )

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from quengine.serve import access_log
 from quengine.serve.app import make_app
+from quengine.serve.models.model_host import State
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.models.registry import Models
 from quengine.serve.processes.server_engine import ProcessEngine
@@ -50,8 +51,7 @@ class RayReplica:
         """
         access_log.set_level(self._spec.settings.access_log)
         self._models.start()
-        service = self._models.entries[0].service
-        while service.worker.state != "ready":
+        while self._models.hosts[0].state is not State.READY:
             if self.problem is not None:
                 raise self.problem
             await asyncio.sleep(0.05)
@@ -63,7 +63,7 @@ class RayReplica:
         """Raises what keeps the replica from answering; Ray then starts another in its place."""
         if self.problem is not None:
             raise self.problem
-        if (trouble := self._models.entries[0].service.worker.trouble) is not None:
+        if (trouble := self._models.hosts[0].worker.trouble) is not None:
             raise RuntimeError(trouble)
 
     def notes(self) -> list[str]:

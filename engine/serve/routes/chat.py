@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from quengine.errors import EngineError
 from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import (
@@ -34,7 +35,6 @@ from quengine.serve.routes.sampling import check_choices, completions_of, reques
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.openai import ChatRequest
-from quengine.serve.service import Service
 from quengine.structured.answer_format import AnswerFormat, answer_violation
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import (
@@ -47,43 +47,39 @@ from quengine.structured.tool_calls import (
 )
 
 
-async def chat_completions(service: Service, request: Request) -> Response:
-    body = await read_request(request, ChatRequest, service.limits)
-    requests, answers = await unless_gone(request.receive, prepare_chat(service, body))
+async def chat_completions(host: ModelHost, request: Request) -> Response:
+    body = await read_request(request, ChatRequest, host.limits)
+    requests, answers = await unless_gone(request.receive, prepare_chat(host, body))
     if body.stream:
         live = LiveTimings(body, requests)
-        chunks = _Chunks(
-            service, requests, answers, body.stream_options.include_usage, service.verbose(body), live
-        )
-        return await stream_answer(service, request, requests, chunks)
-    outputs = await whole_answer(service, request, requests)
-    answer = _body(service, requests, answers, outputs)
-    return json_response(
-        answer | (verbose_result(service, requests, outputs) if service.verbose(body) else {})
-    )
+        chunks = _Chunks(host, requests, answers, body.stream_options.include_usage, host.verbose(body), live)
+        return await stream_answer(host, request, requests, chunks)
+    outputs = await whole_answer(host, request, requests)
+    answer = _body(host, requests, answers, outputs)
+    return json_response(answer | (verbose_result(host, requests, outputs) if host.verbose(body) else {}))
 
 
-async def chat_tokens(service: Service, request: Request) -> Response:
+async def chat_tokens(host: ModelHost, request: Request) -> Response:
     """Tokens of a conversation's prompt, of a request that would be answered."""
-    body = await read_request(request, ChatRequest, service.limits)
-    requests, _ = await unless_gone(request.receive, prepare_chat(service, body))
-    tokens = await counted(service, requests[0].prompt, requests[0].images, "messages")
+    body = await read_request(request, ChatRequest, host.limits)
+    requests, _ = await unless_gone(request.receive, prepare_chat(host, body))
+    tokens = await counted(host, requests[0].prompt, requests[0].images, "messages")
     return json_response(token_count(tokens))
 
 
 async def prepare_chat(
-    service: Service, body: ChatRequest
+    host: ModelHost, body: ChatRequest
 ) -> tuple[list[GenerationRequest], "list[ChatAnswer]"]:
     """A chat's requests, and what takes the answer of each apart. Raises ApiError."""
-    service.check_model_name(body.model)
-    check_choices(body, service.limits)
+    host.check_model_name(body.model)
+    check_choices(body, host.limits)
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-    model = service.model
-    form, use, text = _form(service, body), await read_tools(body, model), await read_constraint(body)
-    prompt = await chat_prompt(service, body, use)
+    model = host.model
+    form, use, text = _form(host, body), await read_tools(body, model), await read_constraint(body)
+    prompt = await chat_prompt(host, body, use)
     params = await sampling_params(
-        service,
+        host,
         body,
         logprobs=body.top_logprobs if body.logprobs else None,
         constraint=await answer_constraint(use, model, text, prompt.end, prompt.budget),
@@ -98,10 +94,10 @@ async def prepare_chat(
     return requests, answers
 
 
-def _form(service: Service, body: ChatRequest) -> AnswerFormat:
+def _form(host: ModelHost, body: ChatRequest) -> AnswerFormat:
     """How the answer is taken apart. Raises ApiError where reasoning cannot stay in the text."""
-    form = service.model.answer_format
-    if (body.reasoning_format or service.settings.chat.reasoning_format) != "none":
+    form = host.model.answer_format
+    if (body.reasoning_format or host.settings.chat.reasoning_format) != "none":
         return form
     try:
         return form.with_reasoning_in_text()
@@ -125,14 +121,14 @@ class ChatPrompt:
     images: tuple[bytes, ...] = ()
 
 
-async def chat_prompt(service: Service, body: ChatRequest, use: ToolUse, limited: bool = True) -> ChatPrompt:
+async def chat_prompt(host: ModelHost, body: ChatRequest, use: ToolUse, limited: bool = True) -> ChatPrompt:
     """The prompt of a conversation; `limited`: checked against the limits. Raises ApiError."""
-    model = service.model
+    model = host.model
     messages, ending = read_messages(body)
     effort = body.reasoning_effort or body.reasoning.effort
-    variables, budget = reasoning_wanted(service, body, effort, "reasoning_effort")
+    variables, budget = reasoning_wanted(host, body, effort, "reasoning_effort")
     tools = model.answer_format.tools(use)
-    ids, images = await chat_ids(service, messages, tools, variables, "messages", ending, limited)
+    ids, images = await chat_ids(host, messages, tools, variables, "messages", ending, limited)
     return ChatPrompt(ids, model.end_of(ids, given_answer(messages, ending)), budget, images)
 
 
@@ -182,12 +178,12 @@ class ChatAnswer:
         """What was held back."""
         return self._kept(self._parser.finish())
 
-    def checked(self, service: Service, end: Finished) -> dict[str, Any]:
+    def checked(self, host: ModelHost, end: Finished) -> dict[str, Any]:
         """The field of an answer that ended by itself and is not valid under its schema."""
         if end.reason != "stop" or (self._constraint is None):
             return {}
         text, calls = collect(self._deltas)
-        return violation_field(service, answer_violation(self._constraint, self._use, text, calls))
+        return violation_field(host, answer_violation(self._constraint, self._use, text, calls))
 
     def _kept(self, deltas: list[Delta]) -> list[Delta]:
         if self._constraint is not None:
@@ -217,7 +213,7 @@ class ChatAnswer:
 
 
 def _body(
-    service: Service,
+    host: ModelHost,
     requests: Sequence[GenerationRequest],
     answers: Sequence[ChatAnswer],
     outputs: Sequence[tuple[Piece, Finished]],
@@ -225,14 +221,14 @@ def _body(
     messages = [answer.message(piece) for answer, (piece, _) in zip(answers, outputs, strict=True)]
     reasoning = sum(answer.reasoning_tokens for answer in answers)
     return {
-        **answer_head(service, "chatcmpl-", "chat.completion"),
+        **answer_head(host, "chatcmpl-", "chat.completion"),
         "choices": [
             {
                 "index": index,
                 "message": messages[index],
-                "logprobs": _logprobs(requests[index], piece, service.model),
+                "logprobs": _logprobs(requests[index], piece, host.model),
                 "finish_reason": answers[index].reason(end),
-                **answers[index].checked(service, end),
+                **answers[index].checked(host, end),
             }
             for index, (piece, end) in enumerate(outputs)
         ],
@@ -250,7 +246,7 @@ def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> d
 class _Chunks(ChunkForm):
     """A stream of chat.completion.chunk objects."""
 
-    service: Service
+    host: ModelHost
     requests: Sequence[GenerationRequest]
     answers: Sequence[ChatAnswer]
     include_usage: bool
@@ -258,9 +254,9 @@ class _Chunks(ChunkForm):
     live: LiveTimings
 
     def __post_init__(self) -> None:
-        self._head = answer_head(self.service, "chatcmpl-", "chat.completion.chunk")
+        self._head = answer_head(self.host, "chatcmpl-", "chat.completion.chunk")
         self._with_logprobs = self.requests[0].params.logprobs is not None
-        self._model = self.service.model
+        self._model = self.host.model
 
     def begin(self) -> bytes:
         first = {"role": "assistant", "content": None}
@@ -283,9 +279,9 @@ class _Chunks(ChunkForm):
         held = b"".join(self._chunk(choice, delta, None) for delta in answer.finish())
         more = {} if self.include_usage else {"timings": timings_body(end.timings)}
         if self.verbose:
-            more |= verbose_chunk(self.service, choice, self.requests[choice], end)
+            more |= verbose_chunk(self.host, choice, self.requests[choice], end)
         return held + self._chunk(
-            choice, {}, answer.reason(end), more=more, last=answer.checked(self.service, end)
+            choice, {}, answer.reason(end), more=more, last=answer.checked(self.host, end)
         )
 
     def end(self, ends: Sequence[Finished]) -> bytes:

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import LiveTimings, answer_head, answer_tail, stream_end
@@ -24,46 +25,41 @@ from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.openai import CompletionRequest
-from quengine.serve.service import Service
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for this route."""
 
 
-async def completions(service: Service, request: Request) -> Response:
-    body = await read_request(request, CompletionRequest, service.limits)
-    requests = await unless_gone(request.receive, prepare_completions(service, body))
-    model = service.model
+async def completions(host: ModelHost, request: Request) -> Response:
+    body = await read_request(request, CompletionRequest, host.limits)
+    requests = await unless_gone(request.receive, prepare_completions(host, body))
+    model = host.model
     echoed = [model.decode(each.prompt) if body.echo else "" for each in requests]
     if body.stream:
         live = LiveTimings(body, requests)
-        chunks = _Chunks(
-            service, requests, echoed, body.stream_options.include_usage, service.verbose(body), live
-        )
-        return await stream_answer(service, request, requests, chunks)
-    outputs = await whole_answer(service, request, requests)
-    answer = _body(service, requests, echoed, outputs)
-    return json_response(
-        answer | (verbose_result(service, requests, outputs) if service.verbose(body) else {})
-    )
+        chunks = _Chunks(host, requests, echoed, body.stream_options.include_usage, host.verbose(body), live)
+        return await stream_answer(host, request, requests, chunks)
+    outputs = await whole_answer(host, request, requests)
+    answer = _body(host, requests, echoed, outputs)
+    return json_response(answer | (verbose_result(host, requests, outputs) if host.verbose(body) else {}))
 
 
-async def prepare_completions(service: Service, body: CompletionRequest) -> list[GenerationRequest]:
+async def prepare_completions(host: ModelHost, body: CompletionRequest) -> list[GenerationRequest]:
     """The requests of all prompts. Raises ApiError."""
-    service.check_model_name(body.model)
-    check_choices(body, service.limits)
-    default = service.settings.defaults.max_tokens
+    host.check_model_name(body.model)
+    check_choices(body, host.limits)
+    default = host.settings.defaults.max_tokens
     params = await sampling_params(
-        service,
+        host,
         body,
         logprobs=body.logprobs,
         constraint=await read_constraint(body),
         max_tokens=DEFAULT_MAX_TOKENS if default is None else default,
     )
-    given: Any = suffix_prompt(service.model, body) if body.suffix else body.prompt
+    given: Any = suffix_prompt(host.model, body) if body.suffix else body.prompt
     special = body.parse_special and not body.suffix
     images = list[tuple[bytes, ...]]()
-    prompts = await read_prompts(service, given, "prompt", special, images=images)
+    prompts = await read_prompts(host, given, "prompt", special, images=images)
     scored = body.echo and body.logprobs is not None and not params.post_sampling_probs
     shown = not body.skip_special_tokens
     n = completions_of(body)
@@ -71,21 +67,21 @@ async def prepare_completions(service: Service, body: CompletionRequest) -> list
 
 
 def _body(
-    service: Service,
+    host: ModelHost,
     requests: Sequence[GenerationRequest],
     echoed: Sequence[str],
     outputs: Sequence[tuple[Piece, Finished]],
 ) -> dict[str, Any]:
-    check = TextCheck(service, requests)
+    check = TextCheck(host, requests)
     for index, (piece, _) in enumerate(outputs):
         check.add(index, piece.text)
     return {
-        **answer_head(service, "cmpl-", "text_completion"),
+        **answer_head(host, "cmpl-", "text_completion"),
         "choices": [
             {
                 "index": index,
                 "text": echoed[index] + piece.text,
-                "logprobs": _logprobs(requests[index], piece, service.model),
+                "logprobs": _logprobs(requests[index], piece, host.model),
                 "finish_reason": end.reason,
                 **check.field(index, end),
             }
@@ -110,7 +106,7 @@ def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> d
 class _Chunks(ChunkForm):
     """A stream of text_completion objects."""
 
-    service: Service
+    host: ModelHost
     requests: Sequence[GenerationRequest]
     echoed: Sequence[str]
     """What each completion begins with: its prompt, or nothing."""
@@ -120,10 +116,10 @@ class _Chunks(ChunkForm):
     _offsets: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._head = answer_head(self.service, "cmpl-", "text_completion")
+        self._head = answer_head(self.host, "cmpl-", "text_completion")
         self._with_logprobs = self.requests[0].params.logprobs is not None
-        self._model = self.service.model
-        self._check = TextCheck(self.service, self.requests)
+        self._model = self.host.model
+        self._check = TextCheck(self.host, self.requests)
 
     def begin(self) -> bytes:
         if self.requests[0].score_prompt:
@@ -161,7 +157,7 @@ class _Chunks(ChunkForm):
     def finished(self, choice: int, end: Finished) -> bytes:
         more = {} if self.include_usage else answer_tail([self.requests[choice]], [end])
         if self.verbose:
-            more |= verbose_chunk(self.service, choice, self.requests[choice], end)
+            more |= verbose_chunk(self.host, choice, self.requests[choice], end)
         return self._chunk(choice, "", None, end.reason, more, self._check.field(choice, end))
 
     def end(self, ends: Sequence[Finished]) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 
 from quengine.errors import EngineError
 from quengine.serve.http import off_loop
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.old_functions import with_tools
@@ -19,7 +20,6 @@ from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Generation, Tools
 from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.requests import TemplateRequest
-from quengine.serve.service import Service
 from quengine.structured.answer_format import NO_CALLS, AnswerFormat, answer_violation
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import ToolUse
@@ -82,12 +82,12 @@ async def read_tools(body: Tools | TemplateRequest, model: ServedModel) -> ToolU
     return use
 
 
-def violation_field(service: Service, violation: str | None) -> dict[str, Any]:
+def violation_field(host: ModelHost, violation: str | None) -> dict[str, Any]:
     """The field of an answer whose finished text is not valid under its schema, which the log and the metrics are told
     too."""
     if violation is None:
         return {}
-    service.metrics.violated()
+    host.metrics.violated()
     logger.warning("a finished answer is not valid under its schema: %s", violation)
     return {"schema_violation": violation}
 
@@ -95,8 +95,8 @@ def violation_field(service: Service, violation: str | None) -> dict[str, Any]:
 class TextCheck:
     """Checks completions that are all text against the schemas that they were held to, when they end."""
 
-    def __init__(self, service: Service, requests: Sequence[GenerationRequest]) -> None:
-        self._service = service
+    def __init__(self, host: ModelHost, requests: Sequence[GenerationRequest]) -> None:
+        self._host = host
         self._constraints = [request.params.constraint for request in requests]
         self._texts: dict[int, list[str]] = {}
 
@@ -110,7 +110,7 @@ class TextCheck:
         if end.reason != "stop":
             return {}
         text = "".join(self._texts.get(choice, ()))
-        return violation_field(self._service, answer_violation(self._constraints[choice], None, text))
+        return violation_field(self._host, answer_violation(self._constraints[choice], None, text))
 
 
 async def answer_constraint(

@@ -13,10 +13,10 @@ from starlette.responses import Response
 from quengine.serve import access_log
 from quengine.serve.connections import Connection
 from quengine.serve.http import EventStream, to_json, unless_gone
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.server_handle import Handle
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.service import Service
 
 T = TypeVar("T")
 
@@ -63,17 +63,17 @@ connection on which nothing comes."""
 
 
 async def whole_answer(
-    service: Service, request: Request, requests: Sequence[GenerationRequest]
+    host: ModelHost, request: Request, requests: Sequence[GenerationRequest]
 ) -> list[tuple[Piece, Finished]]:
     """Each request's tokens and text as one piece, and its end.
 
     Raises ApiError, and ClientGoneError when the client has gone.
     """
-    return await answered(service, request, requests, service.outputs)
+    return await answered(host, request, requests, host.outputs)
 
 
 async def answered(
-    service: Service,
+    host: ModelHost,
     request: Request,
     requests: Sequence[GenerationRequest],
     gathered: Callable[[Handle], Awaitable[T]],
@@ -82,31 +82,31 @@ async def answered(
 
     Raises ApiError, and ClientGoneError when the client has gone.
     """
-    handle = service.submit(requests)
+    handle = host.submit(requests)
     try:
         return await unless_gone(request.receive, gathered(handle))
     except BaseException:
-        service.worker.cancel(handle)
+        host.worker.cancel(handle)
         raise
 
 
 async def stream_answer(
-    service: Service, request: Request, requests: Sequence[GenerationRequest], form: ChunkForm
+    host: ModelHost, request: Request, requests: Sequence[GenerationRequest], form: ChunkForm
 ) -> Response:
     """Stream the requests. The answer begins with the first token, so that what fails before has a status of its own;
     where that takes long, with comments.
 
     Raises ApiError, and ClientGoneError when the client has gone.
     """
-    handle = service.submit(requests)
-    chunks = _chunks(service.events(handle), form, len(requests))
+    handle = host.submit(requests)
+    chunks = _chunks(host.events(handle), form, len(requests))
     first = asyncio.ensure_future(anext(chunks))
     seconds = COMMENT_SECONDS if form.media_type == ChunkForm.media_type else None
     try:
         there, _ = await unless_gone(request.receive, asyncio.wait((first,), timeout=seconds))
         begin = first.result() if there else COMMENT
     except BaseException:
-        service.worker.cancel(handle)
+        host.worker.cancel(handle)
         await _left(first, chunks)
         raise
     record = access_log.current()

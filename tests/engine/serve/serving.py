@@ -75,7 +75,7 @@ def serving(
         if find is not None:
             assert served.wait_until(lambda: server.started)
         elif ready:
-            assert served.wait_until(lambda: server.worker.state == "ready"), server.worker.state
+            assert served.wait_until(lambda: server.host.state == "ready"), server.host.state
         yield served
     finally:
         server.models.stop()

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.routes.answers import new_id, token_counts
 from quengine.serve.routes.anthropic.chat_form import chat_request
@@ -18,43 +19,42 @@ from quengine.serve.routes.streaming import ChunkForm, named_event, stream_answe
 from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
 from quengine.serve.schemas.error_forms import AnthropicError
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.service import Service
 
 
-async def messages(service: Service, request: Request) -> Response:
-    body = await read_request(request, MessagesRequest, service.limits)
-    chat = chat_request(body, service.model, service.limits)
-    (generation,), (answer,) = await unless_gone(request.receive, prepare_chat(service, chat))
+async def messages(host: ModelHost, request: Request) -> Response:
+    body = await read_request(request, MessagesRequest, host.limits)
+    chat = chat_request(body, host.model, host.limits)
+    (generation,), (answer,) = await unless_gone(request.receive, prepare_chat(host, chat))
     hidden = body.thinking is not None and (
         body.thinking.type == "disabled" or body.thinking.display == "omitted"
     )
-    form = _Form(service, generation, answer, ContentBlocks(not hidden))
+    form = _Form(host, generation, answer, ContentBlocks(not hidden))
     if body.stream:
-        return await stream_answer(service, request, [generation], form)
-    ((piece, end),) = await whole_answer(service, request, [generation])
+        return await stream_answer(host, request, [generation], form)
+    ((piece, end),) = await whole_answer(host, request, [generation])
     return json_response(form.whole(piece, end))
 
 
-async def count_tokens(service: Service, request: Request) -> Response:
+async def count_tokens(host: ModelHost, request: Request) -> Response:
     """Tokens of the prompt that an answer would be computed from, which may be more than the context holds."""
-    body = await read_request(request, CountTokensRequest, service.limits)
-    service.check_model_name(body.model)
-    chat = chat_request(body, service.model, service.limits)
-    use = await read_tools(chat, service.model)
+    body = await read_request(request, CountTokensRequest, host.limits)
+    host.check_model_name(body.model)
+    chat = chat_request(body, host.model, host.limits)
+    use = await read_tools(chat, host.model)
     # What an answer would be refused for is refused here.
-    await answer_constraint(use, service.model, await read_constraint(chat))
-    await sampling_params(service, chat, logprobs=None, constraint=None)
-    prompt = await unless_gone(request.receive, chat_prompt(service, chat, use, limited=False))
-    return json_response({"input_tokens": await counted(service, prompt.ids, prompt.images, "messages")})
+    await answer_constraint(use, host.model, await read_constraint(chat))
+    await sampling_params(host, chat, logprobs=None, constraint=None)
+    prompt = await unless_gone(request.receive, chat_prompt(host, chat, use, limited=False))
+    return json_response({"input_tokens": await counted(host, prompt.ids, prompt.images, "messages")})
 
 
 class _Form(ChunkForm):
     """The message object, and the events that build it."""
 
     def __init__(
-        self, service: Service, request: GenerationRequest, answer: ChatAnswer, content: ContentBlocks
+        self, host: ModelHost, request: GenerationRequest, answer: ChatAnswer, content: ContentBlocks
     ) -> None:
-        self._service = service
+        self._host = host
         self._request = request
         self._answer = answer
         self._content = content
@@ -62,7 +62,7 @@ class _Form(ChunkForm):
             "id": new_id("msg_"),
             "type": "message",
             "role": "assistant",
-            "model": service.model_name,
+            "model": host.name,
         }
 
     def whole(self, piece: Piece, end: Finished) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class _Form(ChunkForm):
         return {
             "stop_reason": reason,
             "stop_sequence": end.stop_text,
-            **self._answer.checked(self._service, end),
+            **self._answer.checked(self._host, end),
         }
 
     def _usage(self, end: Finished | None) -> dict[str, Any]:

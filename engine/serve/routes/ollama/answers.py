@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from quengine.serve.http import to_json
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.model_route import seconds_of
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.routes.answers import prompt_tokens
@@ -20,7 +21,6 @@ from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.streaming import ChunkForm
 from quengine.serve.schemas.error_forms import OllamaError
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.service import Service
 
 LINES = "application/x-ndjson"
 
@@ -32,14 +32,14 @@ class Reader(Protocol):
 
     def finish(self) -> list[dict[str, Any]]: ...
 
-    def checked(self, service: Service, end: Finished) -> dict[str, Any]: ...
+    def checked(self, host: ModelHost, end: Finished) -> dict[str, Any]: ...
 
 
 class RawReader:
     """Of an answer that is all text."""
 
-    def __init__(self, service: Service, request: GenerationRequest) -> None:
-        self._check = TextCheck(service, [request])
+    def __init__(self, host: ModelHost, request: GenerationRequest) -> None:
+        self._check = TextCheck(host, [request])
 
     def push(self, piece: Piece) -> list[dict[str, Any]]:
         self._check.add(0, piece.text)
@@ -48,8 +48,8 @@ class RawReader:
     def finish(self) -> list[dict[str, Any]]:
         return []
 
-    def checked(self, service: Service, end: Finished) -> dict[str, Any]:
-        del service
+    def checked(self, host: ModelHost, end: Finished) -> dict[str, Any]:
+        del host
         return self._check.field(0, end)
 
 
@@ -84,9 +84,9 @@ class AnswerLines(ChunkForm, ABC):
 
     media_type = LINES
 
-    def __init__(self, service: Service, request: GenerationRequest, reader: Reader, began: float) -> None:
-        self._service = service
-        self._model = service.model
+    def __init__(self, host: ModelHost, request: GenerationRequest, reader: Reader, began: float) -> None:
+        self._host = host
+        self._model = host.model
         self._request = request
         self._reader = reader
         self._began = began
@@ -129,7 +129,7 @@ class AnswerLines(ChunkForm, ABC):
         return line(self._head() | self.part_body(part) | scores | {"done": False})
 
     def _head(self) -> dict[str, Any]:
-        return {"model": self._service.model_name, "created_at": now()}
+        return {"model": self._host.name, "created_at": now()}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         if self._request.params.logprobs is None or not piece.logprobs:
@@ -147,7 +147,7 @@ class AnswerLines(ChunkForm, ABC):
             "prompt_eval_duration": nanoseconds(timings.prompt_s),
             "eval_count": timings.generated_tokens,
             "eval_duration": nanoseconds(timings.decode_s),
-            **self._reader.checked(self._service, end),
+            **self._reader.checked(self._host, end),
         }
 
     def _rest(self) -> list[AnswerPart]:
@@ -201,10 +201,10 @@ class GenerateLines(AnswerLines):
         return {"response": part.content, **({"thinking": part.thinking} if part.thinking else {})}
 
 
-def loaded(service: Service, empty: dict[str, Any], keep_alive: Any = None) -> dict[str, Any]:
+def loaded(host: ModelHost, empty: dict[str, Any], keep_alive: Any = None) -> dict[str, Any]:
     """The answer to a request that only wants the model to be there, or to go. Raises ApiError while it is not."""
     goes = keep_alive is not None and seconds_of(keep_alive) == 0
     if not goes:
-        _ = service.model
+        _ = host.model
     reason = "unload" if goes else "load"
-    return {"model": service.model_name, "created_at": now(), **empty, "done": True, "done_reason": reason}
+    return {"model": host.name, "created_at": now(), **empty, "done": True, "done_reason": reason}

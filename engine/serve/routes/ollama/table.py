@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
 from quengine.serve.routes.ollama import embeddings, generation, model_changes, models
-from quengine.serve.service import Service
 
-OLLAMA_ROUTES: tuple[tuple[str, str, Callable[[Service, Request], Awaitable[Response]]], ...] = (
+OLLAMA_ROUTES: tuple[tuple[str, str, Callable[[ModelHost, Request], Awaitable[Response]]], ...] = (
     ("POST", "/api/chat", generation.chat),
     ("POST", "/api/generate", generation.generate),
     ("POST", "/api/embed", embeddings.embed),

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.routes.answers import LiveTimings, new_id, timings_body, token_counts
 from quengine.serve.routes.constraints import violation_field
@@ -12,7 +13,6 @@ from quengine.serve.routes.responses.tools import OfferedTools
 from quengine.serve.routes.streaming import ChunkForm, named_event
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openai import ResponseRequest
-from quengine.serve.service import Service
 from quengine.structured.answer_format import answer_violation
 from quengine.structured.tool_calls import ToolUse
 
@@ -30,7 +30,7 @@ class ResponseForm(ChunkForm):
 
     def __init__(
         self,
-        service: Service,
+        host: ModelHost,
         body: ResponseRequest,
         request: GenerationRequest,
         tools: OfferedTools,
@@ -38,17 +38,17 @@ class ResponseForm(ChunkForm):
         conversation: Sequence[Item],
     ) -> None:
         self.request = request
-        self._service = service
+        self._host = host
         self._body = body
         self._use = use
         self._conversation = conversation
-        self._end_of_prompt = service.model.end_of(request.prompt)
-        parser = service.model.answer_format.parser(use, self._end_of_prompt)
+        self._end_of_prompt = host.model.end_of(request.prompt)
+        parser = host.model.answer_format.parser(use, self._end_of_prompt)
         self._output = OutputItems(
             parser, tools.custom, "reasoning.encrypted_content" in (body.include or ())
         )
         self._id, self._created = new_id("resp_"), int(time.time())
-        self._stored = service.responses.keeps(body.store)
+        self._stored = host.responses.keeps(body.store)
         self._tools = [tools.entry(tool) for tool in use.tools]
         self._live = LiveTimings(body, [request])
         self._number = 0
@@ -97,7 +97,7 @@ class ResponseForm(ChunkForm):
             **self._checked(end),
         }
         if self._stored:
-            self._service.responses.put(response, [*self._conversation, *self._output.items])
+            self._host.responses.put(response, [*self._conversation, *self._output.items])
         return response
 
     def _checked(self, end: Finished) -> Item:
@@ -106,7 +106,7 @@ class ResponseForm(ChunkForm):
         if end.reason != "stop" or constraint is None:
             return {}
         text, calls = self._output.said()
-        return violation_field(self._service, answer_violation(constraint, self._use, text, calls))
+        return violation_field(self._host, answer_violation(constraint, self._use, text, calls))
 
     def _response(self, status: str) -> Item:
         """The object, as it is before the first item."""
@@ -123,7 +123,7 @@ class ResponseForm(ChunkForm):
             "instructions": body.instructions,
             "max_output_tokens": params.max_tokens,
             "max_tool_calls": body.max_tool_calls,
-            "model": self._service.model_name,
+            "model": self._host.name,
             "output": [],
             "parallel_tool_calls": self._use.parallel,
             "previous_response_id": body.previous_response_id,
@@ -146,7 +146,7 @@ class ResponseForm(ChunkForm):
 
     def _usage(self, end: Finished) -> Item:
         prompt, cached, generated = token_counts([self.request], [end])
-        model = self._service.model
+        model = self._host.model
         form, end_of_prompt = model.answer_format, self._end_of_prompt
         reasoning = form.reasoning_tokens(self._use, self._tokens, model.decode, end_of_prompt)
         return {

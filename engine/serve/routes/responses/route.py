@@ -5,6 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import json_response, off_loop, read_request, unless_gone
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
 from quengine.serve.routes.answers import token_count
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
@@ -20,31 +21,30 @@ from quengine.serve.routes.streaming import stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.openai import ResponseRequest
 from quengine.serve.schemas.reading import shown
-from quengine.serve.service import Service
 from quengine.structured.constraint_spec import ConstraintSpec
 
 _MOST_ITEMS = 100
 
 
-async def responses(service: Service, request: Request) -> Response:
-    body = await read_request(request, ResponseRequest, service.limits)
+async def responses(host: ModelHost, request: Request) -> Response:
+    body = await read_request(request, ResponseRequest, host.limits)
     notes: list[str] = []
-    form = await unless_gone(request.receive, _prepared(service, body, notes))
+    form = await unless_gone(request.receive, _prepared(host, body, notes))
     if body.stream:
-        answer = await stream_answer(service, request, [form.request], form)
+        answer = await stream_answer(host, request, [form.request], form)
     else:
-        ((piece, end),) = await whole_answer(service, request, [form.request])
+        ((piece, end),) = await whole_answer(host, request, [form.request])
         form.take(piece)
         answer = json_response(form.ended(end))
     tell("/v1/responses", notes, answer)
     return answer
 
 
-async def response_tokens(service: Service, request: Request) -> Response:
+async def response_tokens(host: ModelHost, request: Request) -> Response:
     """Tokens of the prompt of a response."""
-    body = await read_request(request, ResponseRequest, service.limits)
-    form = await unless_gone(request.receive, _prepared(service, body, []))
-    tokens = await counted(service, form.request.prompt, form.request.images, "input")
+    body = await read_request(request, ResponseRequest, host.limits)
+    form = await unless_gone(request.receive, _prepared(host, body, []))
+    tokens = await counted(host, form.request.prompt, form.request.images, "input")
     return json_response(token_count(tokens))
 
 
@@ -91,30 +91,30 @@ async def delete_response(models: Models, request: Request) -> Response:
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -> ResponseForm:
-    service.check_model_name(body.model)
-    model = service.model
+async def _prepared(host: ModelHost, body: ResponseRequest, notes: list[str]) -> ResponseForm:
+    host.check_model_name(body.model)
+    model = host.model
     tools = offered_tools(body.tools, body.tool_choice, notes)
     asked = msgspec.structs.replace(body, tools=tools.functions, tool_choice=tools.choice)
     use = await read_tools(asked, model)
     text = await _text_constraint(body)
     _note_options(body, notes)
-    earlier = service.responses.conversation(body.previous_response_id)
-    items = input_items(body.input, service.responses)
+    earlier = host.responses.conversation(body.previous_response_id)
+    items = input_items(body.input, host.responses)
     messages = messages_of(items, earlier, notes, bool(model.marker))
     if not messages:
         raise bad_request("input holds nothing that this model reads", "input")
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    variables, budget = reasoning_wanted(service, body, body.reasoning.effort, "reasoning.effort")
+    variables, budget = reasoning_wanted(host, body, body.reasoning.effort, "reasoning.effort")
     described, shorten = model.answer_format.tools(use), body.truncation == "auto"
-    prompt = await conversation_ids(service, [*system, *messages], described, variables, shorten, notes)
+    prompt = await conversation_ids(host, [*system, *messages], described, variables, shorten, notes)
     constraint = await answer_constraint(use, model, text, model.end_of(prompt.ids), budget)
-    params = await sampling_params(service, body, logprobs=None, constraint=constraint)
+    params = await sampling_params(host, body, logprobs=None, constraint=constraint)
     shown = model.answer_format.shown(use)
     (request,) = requests_of(
         [prompt.ids], 1, params, shown, progress=body.reports, slot=body.id_slot, images=[prompt.images]
     )
-    return ResponseForm(service, body, request, tools, use, [*earlier, *items])
+    return ResponseForm(host, body, request, tools, use, [*earlier, *items])
 
 
 def _note_options(body: ResponseRequest, notes: list[str]) -> None:
