@@ -45,7 +45,7 @@ def _messages(text: str) -> list[dict[str, str]]:
 
 _FAKE: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     *(("GET", path, None) for path in ("/health", "/v1/health", "/models", "/v1/models", "/v1/models/fake")),
-    *(("GET", path, None) for path in ("/props", "/slots", "/lora-adapters", "/tools", "/openapi.json")),
+    *(("GET", path, None) for path in ("/props", "/slots", "/lora-adapters", "/tools")),
     *(("GET", path, None) for path in ("/api/tags", "/api/ps", "/api/version", "/api/none", "/v1/none")),
     ("GET", "/v1/chat/completions", None),
     ("OPTIONS", "/v1/chat/completions", None),

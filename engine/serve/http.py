@@ -25,6 +25,8 @@ from quengine.serve.settings import Limits
 
 logger = logging.getLogger("quengine.serve")
 
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
+"""Media types of streams."""
 _NAMED_FIELDS = 20
 """Fields that a line of the log names."""
 _NAMED_LENGTH = 500

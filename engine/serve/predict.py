@@ -48,7 +48,10 @@ class VertexPaths:
 
 
 async def predict(models: Models, request: Request) -> Response:
-    """The answers of all instances, as many at once as there are slots. One that fails has its error in its place."""
+    """Answer requests of other routes, in Vertex AI's form.
+
+    The answers of all instances, as many at once as there are slots. One that fails has its error in its place.
+    """
     body = await read_request(request, PredictRequest, models.settings.limits)
     slots = asyncio.Semaphore(models.settings.parallel)
 

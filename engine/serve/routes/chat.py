@@ -48,6 +48,7 @@ from quengine.structured.tool_calls import (
 
 
 async def chat_completions(host: ModelHost, request: Request) -> Response:
+    """Answer a conversation."""
     body = await read_request(request, ChatRequest, host.limits)
     requests, answers = await unless_gone(request.receive, prepare_chat(host, body))
     if body.stream:
@@ -60,7 +61,10 @@ async def chat_completions(host: ModelHost, request: Request) -> Response:
 
 
 async def chat_tokens(host: ModelHost, request: Request) -> Response:
-    """Tokens of a conversation's prompt, of a request that would be answered."""
+    """Tokens of a conversation's prompt.
+
+    Of a request that would be answered.
+    """
     body = await read_request(request, ChatRequest, host.limits)
     requests, _ = await unless_gone(request.receive, prepare_chat(host, body))
     tokens = await counted(host, requests[0].prompt, requests[0].images, "messages")

@@ -31,6 +31,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 async def completions(host: ModelHost, request: Request) -> Response:
+    """Complete prompts."""
     body = await read_request(request, CompletionRequest, host.limits)
     requests = await unless_gone(request.receive, prepare_completions(host, body))
     model = host.model

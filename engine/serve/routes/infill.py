@@ -26,6 +26,7 @@ _SNIPPET = "\n\n--- snippet ---\n\n"
 
 
 async def infill(host: ModelHost, request: Request) -> Response:
+    """Fill the gap in a text."""
     body = await read_request(request, InfillRequest, host.limits)
     marks = _marks(host.model, 501)
     extra = _extra_parts(host.model, body.input_extra) if body.input_extra else []

@@ -24,6 +24,7 @@ _ABSENT = object()
 
 
 async def completion(host: ModelHost, request: Request) -> Response:
+    """Complete a prompt, with llama-server's names."""
     body = await read_request(request, NativeRequest, host.limits)
     return await native_answer(host, request, body, body.prompt, body.parse_special)
 

@@ -18,8 +18,11 @@ _ACTIONS = get_args(SlotActionKind)
 
 
 async def slots(models: Models, request: Request) -> Response:
-    """One entry a slot, as llama-server's; at most a tenth of a second old. Of several models each names its own.
-    With `?fail_on_no_slot=1` a 503 where none is free."""
+    """What is being computed.
+
+    One entry a slot, as llama-server's; at most a tenth of a second old. Of several models each names its own.
+    With `?fail_on_no_slot=1` a 503 where none is free.
+    """
     if not models.settings.slots:
         raise switched_off("--no-slots")
     if (asked := models.asked(request.query_params.get("model", ""))) is not None:
@@ -59,7 +62,10 @@ def _slots(host: ModelHost) -> list[dict[str, Any]]:
 
 
 async def slot_action(host: ModelHost, request: Request) -> Response:
-    """POST /slots/{id_slot}?action=save, restore or erase; it waits until what runs in the slot has ended."""
+    """Save what a slot holds to a file, restore it from there, or erase it (without a body).
+
+    It waits until what runs in the slot has ended.
+    """
     folder = host.settings.slot_save_path
     if folder is None:
         raise ApiError(501, "this server does not save slots; start it with --slot-save-path DIR")

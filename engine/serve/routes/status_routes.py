@@ -21,8 +21,11 @@ from quengine.serve.settings import ServerSettings
 
 
 async def health(models: Models, request: Request) -> Response:
-    """200 while requests are taken; 503 while an only model is loaded or its engine replaced, a model does not answer,
-    or the server is ending."""
+    """Whether requests are taken.
+
+    200 while requests are taken; 503 while an only model is loaded or its engine replaced, a model does not answer,
+    or the server is ending.
+    """
     del request
     if models.draining:
         raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
@@ -42,7 +45,10 @@ async def health(models: Models, request: Request) -> Response:
 
 
 async def metrics(models: Models, request: Request) -> Response:
-    """Of the server and its only model, or of one that is named, also under llama-server's names."""
+    """Counters, for Prometheus.
+
+    Of the server and its only model, or of one that is named, also under llama-server's names.
+    """
     if not models.settings.metrics:
         raise switched_off("--no-metrics")
     headers = {"content-type": CONTENT_TYPE_LATEST, "Process-Start-Time-Unix": str(models.created)}
@@ -60,7 +66,10 @@ def metrics_text(models: Models, host: ModelHost | None) -> bytes:
 
 
 async def props(models: Models, request: Request) -> Response:
-    """As llama-server's; the defaults are those of a request that says nothing."""
+    """The model, the defaults and the limits.
+
+    As llama-server's; the defaults are those of a request that says nothing.
+    """
     host = models.asked(request.query_params.get("model", ""))
     if host is None:
         router = {
@@ -119,18 +128,24 @@ def _settings(settings: ServerSettings, model: ServedModel | None) -> dict[str, 
 
 
 async def change_props(models: Models, request: Request) -> Response:
-    """POST /props, as llama-server without --props."""
+    """Refused.
+
+    POST /props, as llama-server without --props.
+    """
     del models, request
     raise ApiError(501, "this server does not support changing global properties")
 
 
 async def lora_adapters(models: Models, request: Request) -> Response:
-    """GET /lora-adapters: there are none."""
+    """The adapters: none."""
     del models, request
     return json_response([])
 
 
 async def change_lora_adapters(models: Models, request: Request) -> Response:
-    """POST /lora-adapters: the scales of adapters. There are none, so that all must be 0."""
+    """Switch adapters off.
+
+    There are none, so that all scales must be 0.
+    """
     read_part(list[LoraAdapter], await read_array(request, models.settings.limits), "adapters")
     return json_response({"success": True})

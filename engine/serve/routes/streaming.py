@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quengine.serve import access_log
 from quengine.serve.connections import Connection
-from quengine.serve.http import EventStream, to_json, unless_gone
+from quengine.serve.http import EVENTS, EventStream, to_json, unless_gone
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.server_handle import Handle
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
@@ -24,7 +24,7 @@ T = TypeVar("T")
 class ChunkForm(ABC):
     """How one route writes a stream; every method gives whole events, or nothing."""
 
-    media_type = "text/event-stream"
+    media_type = EVENTS
 
     def begin(self) -> bytes:
         return b""

@@ -15,6 +15,7 @@ from quengine.serve.schemas.requests import DetokenizeRequest, TemplateRequest, 
 
 
 async def tokenize(host: ModelHost, request: Request) -> Response:
+    """Text to tokens."""
     body = await read_request(request, TokenizeRequest, host.limits)
     host.check_model_name(body.model)
     size = host.model.vocab_size
@@ -31,6 +32,7 @@ async def tokenize(host: ModelHost, request: Request) -> Response:
 
 
 async def detokenize(host: ModelHost, request: Request) -> Response:
+    """Tokens to text."""
     body = await read_request(request, DetokenizeRequest, host.limits)
     host.check_model_name(body.model)
     model = host.model
@@ -39,6 +41,7 @@ async def detokenize(host: ModelHost, request: Request) -> Response:
 
 
 async def apply_template(host: ModelHost, request: Request) -> Response:
+    """A conversation's prompt."""
     body = await read_request(request, TemplateRequest, host.limits)
     host.check_model_name(body.model)
     model = host.model

@@ -180,19 +180,3 @@ class SlotFileRequest(Body, frozen=True, kw_only=True):
             },
         ),
     ]
-
-
-BODIES: tuple[type[Body], ...] = (
-    SlotFileRequest,
-    NativeRequest,
-    NativeEmbeddingRequest,
-    RerankRequest,
-    InfillRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    TemplateRequest,
-    PredictRequest,
-    ModelRequest,
-    ToolRequest,
-    StreamsRequest,
-)

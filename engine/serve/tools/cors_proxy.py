@@ -45,7 +45,10 @@ _SAFE = (
 
 
 async def cors_proxy(models: Models, request: Request) -> Response:
-    """The answer of another host. Raises ApiError where it may not be asked, or has none."""
+    """The answer of another host.
+
+    Raises ApiError where it may not be asked, or has none.
+    """
     import httpcore2
 
     options = models.settings.tools

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.serve.http import EventStream, json_response, read_request, unless_gone
+from quengine.serve.http import EVENTS, EventStream, json_response, read_request, unless_gone
 from quengine.serve.models.registry import Models
 from quengine.serve.routes.streaming import data
 from quengine.serve.schemas.errors import ApiError, bad_request
@@ -27,13 +27,19 @@ _TARGET = re.compile(r"[A-Za-z0-9._@][A-Za-z0-9._@-]*")
 
 
 async def list_tools(models: Models, request: Request) -> Response:
-    """What a model may be given, with llama-server's names. Raises ApiError (403) where there are none."""
+    """The tools that may be called here.
+
+    What a model may be given, with llama-server's names. Raises ApiError (403) where there are none.
+    """
     check_page(request)
     return json_response([tool.listing for tool in (await models.tools.tools()).values()])
 
 
 async def call_tool(models: Models, request: Request) -> Response:
-    """Call a tool. Raises ApiError for one that is not here, and for a runtime other than this machine."""
+    """Call a tool.
+
+    Raises ApiError for one that is not here, and for a runtime other than this machine.
+    """
     check_page(request)
     tools = await models.tools.tools()
     body = await read_request(request, ToolRequest, models.settings.limits)
@@ -52,7 +58,7 @@ async def call_tool(models: Models, request: Request) -> Response:
     arguments = {key: value for key, value in body.params.items() if key != "cwd" or tool.kind == "mcp"}
     if body.stream:
         chunks = _streamed(models.tools, tool, partial(ToolInput, arguments, folder))
-        return EventStream(await anext(chunks), chunks, "text/event-stream")
+        return EventStream(await anext(chunks), chunks, EVENTS)
     work = models.tools.call(tool, ToolInput(arguments, folder))
     return json_response(await unless_gone(request.receive, work))
 

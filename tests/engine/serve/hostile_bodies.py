@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quengine.serve.schemas.openapi import document
+from quengine.serve.routes.openapi import document
+from quengine.serve.routes.table import ROUTES
 from quengine.serve.settings import ServerSettings
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -188,7 +189,7 @@ class Case:
 
 def fields_of(path: str) -> list[str]:
     """The fields of a route's body, by the document."""
-    given = document(ServerSettings(("fake",)))
+    given = document(ROUTES, ServerSettings(("fake",)))
     body = given["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     schema = given["components"]["schemas"][body["$ref"].rpartition("/")[2]]
     return list(schema["properties"])

@@ -22,6 +22,7 @@ from quengine.serve.schemas.errors import ApiError
 
 
 async def messages(host: ModelHost, request: Request) -> Response:
+    """Answer a conversation, with Anthropic's names."""
     body = await read_request(request, MessagesRequest, host.limits)
     chat = chat_request(body, host.model, host.limits)
     (generation,), (answer,) = await unless_gone(request.receive, prepare_chat(host, chat))
@@ -36,7 +37,10 @@ async def messages(host: ModelHost, request: Request) -> Response:
 
 
 async def count_tokens(host: ModelHost, request: Request) -> Response:
-    """Tokens of the prompt that an answer would be computed from, which may be more than the context holds."""
+    """Tokens of a conversation's prompt.
+
+    Of the prompt that an answer would be computed from, which may be more than the context holds.
+    """
     body = await read_request(request, CountTokensRequest, host.limits)
     host.check_model_name(body.model)
     chat = chat_request(body, host.model, host.limits)

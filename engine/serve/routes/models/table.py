@@ -20,7 +20,10 @@ _EPOCH = time.time() - time.monotonic()
 
 
 async def models(models: Models, request: Request) -> Response:
-    """All models; with `?reload=1` they are looked for again before."""
+    """The names of the model.
+
+    All models; with `?reload=1` they are looked for again before.
+    """
     if request.query_params.get("reload", "0") not in ("0", "false", ""):
         check_may_change(request.scope, "look for models")
         await models.rescan()
@@ -31,6 +34,7 @@ async def models(models: Models, request: Request) -> Response:
 
 
 async def model(models: Models, request: Request) -> Response:
+    """The model of a name."""
     name = request.path_params["name"]
     host = models.named(name)
     if name not in host.spec.settings.model_names:
@@ -39,14 +43,17 @@ async def model(models: Models, request: Request) -> Response:
 
 
 async def load(models: Models, request: Request) -> Response:
-    """Begin to load a model; GET /models says when it is there."""
+    """Begin to load a model.
+
+    GET /models says when it is there.
+    """
     body = await read_request(request, ModelRequest, models.settings.limits)
     models.load(models.named(body.model))
     return json_response({"success": True})
 
 
 async def unload(models: Models, request: Request) -> Response:
-    """Unload a model, as soon as its running answers have ended."""
+    """Unload a model after its running answers."""
     body = await read_request(request, ModelRequest, models.settings.limits)
     await models.unload(models.named(body.model))
     return json_response({"success": True})

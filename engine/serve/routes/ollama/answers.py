@@ -11,18 +11,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from quengine.serve.http import to_json
+from quengine.serve.http import LINES, to_json
 from quengine.serve.models.model_host import ModelHost
-from quengine.serve.models.model_route import seconds_of
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.routes.answers import prompt_tokens
 from quengine.serve.routes.constraints import TextCheck
 from quengine.serve.routes.logprob_forms import chat_logprobs
+from quengine.serve.routes.model_route import seconds_of
 from quengine.serve.routes.streaming import ChunkForm
 from quengine.serve.schemas.error_forms import OllamaError
 from quengine.serve.schemas.errors import ApiError
-
-LINES = "application/x-ndjson"
 
 
 class Reader(Protocol):

@@ -17,7 +17,10 @@ from quengine.serve.schemas.openai import EmbeddingRequest
 
 
 async def embed(host: ModelHost, request: Request) -> Response:
-    """A vector for each text; none for no text, as Ollama has it."""
+    """A vector for each text.
+
+    None for no text, as Ollama has it.
+    """
     began = time.perf_counter()
     body = await read_request(request, OllamaEmbedRequest, host.limits)
     notes: list[str] | None = None if body.truncate is False else []
@@ -38,6 +41,7 @@ async def embed(host: ModelHost, request: Request) -> Response:
 
 
 async def one_embedding(host: ModelHost, request: Request) -> Response:
+    """A vector for a text."""
     body = await read_request(request, OllamaEmbeddingsRequest, host.limits)
     notes: list[str] = []
     vectors, _ = await _vectors(host, request, body.model, body.prompt, notes)

@@ -40,10 +40,12 @@ G = TypeVar("G", bound=OllamaGeneration)
 
 
 async def chat(host: ModelHost, request: Request) -> Response:
+    """Answer a conversation."""
     return await _answered(host, request, OllamaChatRequest, chat_request, ChatLines)
 
 
 async def generate(host: ModelHost, request: Request) -> Response:
+    """Answer a prompt."""
     return await _answered(host, request, OllamaGenerateRequest, generate_request, GenerateLines)
 
 

@@ -30,11 +30,13 @@ _SHOWN = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_la
 
 
 async def version(models: Models, request: Request) -> Response:
+    """The release of Ollama's API."""
     del models, request
     return json_response({"version": API_VERSION})
 
 
 async def tags(models: Models, request: Request) -> Response:
+    """The names of the model."""
     del request
     return json_response(
         {
@@ -48,7 +50,10 @@ async def tags(models: Models, request: Request) -> Response:
 
 
 async def running(models: Models, request: Request) -> Response:
-    """The models in memory. Raises ApiError (503) while an only one is being loaded at first."""
+    """The model in memory.
+
+    Raises ApiError (503) while an only one is being loaded at first.
+    """
     del request
     there = [each for each in models.hosts if each.loaded or (each.alone and each.kept is None)]
     return json_response(
@@ -73,7 +78,10 @@ def _in_memory(host: ModelHost) -> dict[str, Any]:
 
 
 async def show(models: Models, request: Request) -> Response:
-    """What a model is; it is not loaded for that."""
+    """What the model is.
+
+    It is not loaded for that.
+    """
     body = await read_request(request, OllamaShowRequest, models.settings.limits)
     host = models.named(body.given)
     host.check_model_name(served_name(host, body.given))

@@ -27,6 +27,7 @@ _MOST_ITEMS = 100
 
 
 async def responses(host: ModelHost, request: Request) -> Response:
+    """Answer items with items."""
     body = await read_request(request, ResponseRequest, host.limits)
     notes: list[str] = []
     form = await unless_gone(request.receive, _prepared(host, body, notes))
@@ -41,7 +42,7 @@ async def responses(host: ModelHost, request: Request) -> Response:
 
 
 async def response_tokens(host: ModelHost, request: Request) -> Response:
-    """Tokens of the prompt of a response."""
+    """Tokens of a conversation's prompt."""
     body = await read_request(request, ResponseRequest, host.limits)
     form = await unless_gone(request.receive, _prepared(host, body, []))
     tokens = await counted(host, form.request.prompt, form.request.images, "input")
@@ -49,13 +50,16 @@ async def response_tokens(host: ModelHost, request: Request) -> Response:
 
 
 async def stored_response(models: Models, request: Request) -> Response:
+    """A stored response."""
     if request.query_params.get("stream", "false") != "false":
         raise bad_request("stream is not supported of a stored response; only false is accepted", "stream")
     return Response(models.responses.response(request.path_params["id"]), media_type="application/json")
 
 
 async def response_input_items(models: Models, request: Request) -> Response:
-    """The items that a stored response was made of: newest first, unless `order` is asc, at most `limit` after `after`.
+    """The items that a stored response was made of.
+
+    Newest first, unless `order` is asc, at most `limit` after `after`.
 
     Raises ApiError for a parameter that is wrong, or an item that is not there.
     """
@@ -86,6 +90,7 @@ async def response_input_items(models: Models, request: Request) -> Response:
 
 
 async def delete_response(models: Models, request: Request) -> Response:
+    """Delete a stored response."""
     response_id = request.path_params["id"]
     models.responses.delete(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})

@@ -27,6 +27,7 @@ MAX_NUMBERS = 1 << 24
 
 
 async def embeddings(host: ModelHost, request: Request) -> Response:
+    """A vector for each text."""
     body = await read_request(request, EmbeddingRequest, host.limits)
     vectors, tokens = await embed(host, request, body)
     return await off_loop(
@@ -72,7 +73,10 @@ async def embed(
 
 
 async def native_embeddings(host: ModelHost, request: Request) -> Response:
-    """An array of rows for each text: one row of unit length, or with pooling `none` one of each token, as it is."""
+    """Rows of each text, in llama-server's form.
+
+    An array of rows for each text: one row of unit length, or with pooling `none` one of each token, as it is.
+    """
     body = await read_request(request, NativeEmbeddingRequest, host.limits)
     host.check_model_name(body.model)
     pooling = chosen_pooling(host, body.pooling)

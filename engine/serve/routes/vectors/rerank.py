@@ -27,7 +27,10 @@ COSINE, HEAD = "embedding-cosine", "trained-head"
 
 
 async def rerank(host: ModelHost, request: Request) -> Response:
-    """In Jina's and Cohere's form, or for `texts` in that of Hugging Face's text-embeddings-inference; best first."""
+    """Documents by the cosine of their embeddings with a query's.
+
+    In Jina's and Cohere's form, or for `texts` in that of Hugging Face's text-embeddings-inference; best first.
+    """
     body = await read_request(request, RerankRequest, host.limits)
     host.check_model_name(body.model)
     documents: Sequence[str | Document] | None

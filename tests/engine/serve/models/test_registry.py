@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from quengine.serve.models import model_route
+from quengine.serve.routes import model_route
 from tests.engine.serve.fake_engine import CRASHING_PROMPT
 from tests.engine.serve.models.fake_device import Device, serving_models, spec, states
 from tests.engine.serve.serving import Served

@@ -8,7 +8,7 @@ import ollama
 import pytest
 
 from quengine.errors import EngineError
-from quengine.serve.models.model_route import seconds_of
+from quengine.serve.routes.model_route import seconds_of
 from quengine.serve.schemas.errors import ApiError
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.models.fake_device import Device, serving_models, spec, states

@@ -7,7 +7,7 @@ give up a connection on which nothing comes.
 import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -18,22 +18,20 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quengine.serve import access_log
 from quengine.serve.guard import check_may_change, is_limited
-from quengine.serve.http import read_raw, to_json, unless_gone
+from quengine.serve.http import EVENTS, read_raw, to_json, unless_gone
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
+from quengine.serve.routes.route import OfModel
 from quengine.serve.schemas.error_forms import in_dialect
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.fields import Body
-from quengine.serve.schemas.openapi import EVENTS, OPERATIONS
 from quengine.serve.schemas.reading import read_body
 from quengine.serve.settings import Limits
 
-Endpoint = Callable[[ModelHost, Request], Awaitable[Response]]
 T = TypeVar("T")
 
 COMMENT_SECONDS = 5.0
 """Until a stream that waits for its model begins, and between two comments."""
-_STREAMED = frozenset(path for (_, path), operation in OPERATIONS.items() if operation.event is not None)
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _EMPTY = (b"null", b'""', b"[]")
@@ -66,16 +64,16 @@ class ModelRoute:
     neither load it nor keep it from sleep.
     """
 
-    def __init__(self, models: Models, endpoints: Mapping[str, Endpoint]) -> None:
+    def __init__(self, models: Models, routes: Mapping[str, OfModel]) -> None:
         self._models = models
-        self._endpoints = endpoints
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        endpoint, request = self._endpoints[method], Request(scope, receive, send)
+        route, request = self._routes[method], Request(scope, receive, send)
         if method != "POST":
             named = self._models.named(request.query_params.get("model", ""))
-            await (await endpoint(named, request))(scope, receive, send)
+            await (await route.endpoint(named, request))(scope, receive, send)
             return
         host, wanted, keep_s = self._models.only, _Wanted(), None
         if host is None or not host.admits:
@@ -87,9 +85,9 @@ class ModelRoute:
         if limited:
             _check_changes_nothing(scope, host, keep_s)
         if keep_s == 0 and wanted.asks_nothing and not host.loaded:
-            await (await endpoint(host, request))(scope, receive, send)
+            await (await route.endpoint(host, request))(scope, receive, send)
             return
-        streams = wanted.stream is True and scope["path"] in _STREAMED
+        streams = wanted.stream is True and route.event is not None
         stream = _WaitingStream(send, scope["path"]) if streams else None
         async with AsyncExitStack() as held:
             try:
@@ -99,7 +97,7 @@ class ModelRoute:
                 else:
                     waiting = entering if stream is None else stream.until(entering, host, self._models)
                     await unless_gone(receive, waiting)
-                await (await endpoint(host, request))(scope, receive, stream or send)
+                await (await route.endpoint(host, request))(scope, receive, stream or send)
             except ApiError as error:
                 if stream is None or not stream.begun:
                     raise
