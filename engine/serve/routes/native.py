@@ -10,10 +10,11 @@ from starlette.responses import Response
 from quengine.request.sampling_params import MAX_COUNT, RANGES, SamplingParams
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.models.model_host import ModelHost
-from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.routes.answer_events import Answer, End, Part, text_answers
 from quengine.serve.routes.answers import LiveTimings, prompt_tokens, timings_body
-from quengine.serve.routes.constraints import TextCheck, read_constraint
+from quengine.serve.routes.constraints import read_constraint
 from quengine.serve.routes.logprob_forms import native_probabilities
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
@@ -34,16 +35,14 @@ async def native_answer(
 ) -> Response:
     """The answer, or the stream, in llama-server's own form. Raises ApiError, and ClientGoneError."""
     requests = await unless_gone(request.receive, _prepared(host, body, prompt, parse_special))
+    answers = text_answers(host, requests)
     form = _Form(host, requests, body.response_fields, LiveTimings(body, requests))
     if body.stream:
-        return await stream_answer(host, request, requests, form)
-    answers = []
-    for index, (piece, end) in enumerate(await whole_answer(host, request, requests)):
-        tokens = piece.tokens if body.return_tokens else ()
-        answer = native_result(host, index, requests[index], end, piece.text, tokens)
-        answer |= form.checked(index, piece.text, end)
-        answers.append(_chosen(answer | form.probabilities(index, piece.logprobs), body.response_fields))
-    return json_response(answers if len(answers) > 1 else answers[0])
+        return await stream_answer(host, request, answers, form)
+    written = [
+        form.whole(part, end, body.return_tokens) for part, end in await whole_answer(host, request, answers)
+    ]
+    return json_response(written if len(written) > 1 else written[0])
 
 
 async def _prepared(
@@ -91,12 +90,12 @@ def native_result(
 
 
 def verbose_result(
-    host: ModelHost, requests: Sequence[GenerationRequest], outputs: Sequence[tuple[Piece, Finished]]
+    host: ModelHost, answers: Sequence[Answer], outputs: Sequence[tuple[Part, End]]
 ) -> dict[str, Any]:
     """What `verbose` adds to an answer in OpenAI's form: llama-server's own one; an array of several completions."""
     results = [
-        native_result(host, index, requests[index], end, piece.text, piece.tokens)
-        for index, (piece, end) in enumerate(outputs)
+        native_result(host, part.choice, answer.request, end.finished, part.piece.text, part.piece.tokens)
+        for answer, (part, end) in zip(answers, outputs, strict=True)
     ]
     return {"__verbose": results if len(results) > 1 else results[0]}
 
@@ -132,10 +131,15 @@ class _Form(ChunkForm):
     _predicted: dict[int, int] = field(default_factory=dict)
     _lines: set[int] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self._check = TextCheck(self.host, self.requests)
+    def whole(self, part: Part, end: End, tokens: bool) -> dict[str, Any]:
+        """An answer that is not streamed, with the tokens where they are wanted."""
+        choice, piece = part.choice, part.piece
+        request, given = self.requests[choice], piece.tokens if tokens else ()
+        answer = native_result(self.host, choice, request, end.finished, piece.text, given)
+        return _chosen(answer | end.checked | self._probabilities(choice, piece.logprobs), self.fields)
 
-    def piece(self, choice: int, piece: Piece) -> bytes:
+    def part(self, part: Part) -> bytes:
+        choice, piece = part.choice, part.piece
         progress = b"".join(
             data(self._chunk(choice, "", ()) | each) for each in self.live.progress(choice, piece)
         )
@@ -144,19 +148,13 @@ class _Form(ChunkForm):
         self._predicted[choice] = self._predicted.get(choice, 0) + len(piece.tokens)
         if "\n" in piece.text:
             self._lines.add(choice)
-        self._check.add(choice, piece.text)
         chunk = self._chunk(choice, piece.text, piece.tokens) | self.live.after(choice, piece)
-        return progress + data(chunk | self.probabilities(choice, piece.logprobs))
+        return progress + data(chunk | self._probabilities(choice, piece.logprobs))
 
-    def finished(self, choice: int, end: Finished) -> bytes:
-        last = native_result(self.host, choice, self.requests[choice], end, "", ())
-        last |= self.checked(choice, "", end)
+    def finished(self, end: End) -> bytes:
+        choice = end.choice
+        last = native_result(self.host, choice, self.requests[choice], end.finished, "", ()) | end.checked
         return data(_chosen(last | {"has_new_line": choice in self._lines}, self.fields))
-
-    def checked(self, choice: int, text: str, end: Finished) -> dict[str, Any]:
-        """The field of a completion whose last part is `text`, where it is not valid under its schema."""
-        self._check.add(choice, text)
-        return self._check.field(choice, end)
 
     def _chunk(self, choice: int, text: str, tokens: Sequence[int]) -> dict[str, Any]:
         return {
@@ -169,7 +167,7 @@ class _Form(ChunkForm):
             "tokens_evaluated": prompt_tokens(self.requests[choice]),
         }
 
-    def probabilities(self, choice: int, entries: Sequence[Any]) -> dict[str, Any]:
+    def _probabilities(self, choice: int, entries: Sequence[Any]) -> dict[str, Any]:
         params, model = self.requests[choice].params, self.host.model
         if params.logprobs is None:
             return {}

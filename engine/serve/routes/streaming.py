@@ -1,4 +1,4 @@
-"""From a request's events to those of its answer; the form of a chunk is each route's own."""
+"""From a request's events to those of its answer; the form of a chunk is each API's own."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -16,13 +16,14 @@ from quengine.serve.http import EVENTS, EventStream, to_json, unless_gone
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.server_handle import Handle
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
+from quengine.serve.routes.answer_events import Answer, End, Part
 from quengine.serve.schemas.errors import ApiError
 
 T = TypeVar("T")
 
 
 class ChunkForm(ABC):
-    """How one route writes a stream; every method gives whole events, or nothing."""
+    """How an API writes a stream; every method gives whole events, or nothing."""
 
     media_type = EVENTS
 
@@ -30,13 +31,13 @@ class ChunkForm(ABC):
         return b""
 
     @abstractmethod
-    def piece(self, choice: int, piece: Piece) -> bytes: ...
+    def part(self, part: Part) -> bytes: ...
 
     @abstractmethod
-    def finished(self, choice: int, end: Finished) -> bytes: ...
+    def finished(self, end: End) -> bytes: ...
 
     def end(self, ends: Sequence[Finished]) -> bytes:
-        """After all completions; `ends` in the order of the requests."""
+        """After all completions; `ends` in their order."""
         del ends
         return b""
 
@@ -63,13 +64,16 @@ connection on which nothing comes."""
 
 
 async def whole_answer(
-    host: ModelHost, request: Request, requests: Sequence[GenerationRequest]
-) -> list[tuple[Piece, Finished]]:
-    """Each request's tokens and text as one piece, and its end.
+    host: ModelHost, request: Request, answers: Sequence[Answer]
+) -> list[tuple[Part, End]]:
+    """Each completion as one part, and its end.
 
     Raises ApiError, and ClientGoneError when the client has gone.
     """
-    return await answered(host, request, requests, host.outputs)
+    outputs = await answered(host, request, [answer.request for answer in answers], host.outputs)
+    return [
+        (answer.part(piece), answer.end(end)) for answer, (piece, end) in zip(answers, outputs, strict=True)
+    ]
 
 
 async def answered(
@@ -91,15 +95,15 @@ async def answered(
 
 
 async def stream_answer(
-    host: ModelHost, request: Request, requests: Sequence[GenerationRequest], form: ChunkForm
+    host: ModelHost, request: Request, answers: Sequence[Answer], form: ChunkForm
 ) -> Response:
-    """Stream the requests. The answer begins with the first token, so that what fails before has a status of its own;
-    where that takes long, with comments.
+    """Stream the completions. The answer begins with the first token, so that what fails before has a status of its
+    own; where that takes long, with comments.
 
     Raises ApiError, and ClientGoneError when the client has gone.
     """
-    handle = host.submit(requests)
-    chunks = _chunks(host.events(handle), form, len(requests))
+    handle = host.submit([answer.request for answer in answers])
+    chunks = _chunks(host.events(handle), answers, form)
     first = asyncio.ensure_future(anext(chunks))
     seconds = COMMENT_SECONDS if form.media_type == ChunkForm.media_type else None
     try:
@@ -116,8 +120,8 @@ async def stream_answer(
             if not connection.writable:
                 return False
             record.event(piece)
-            if part := form.piece(choice, piece):
-                connection.write_part(part)
+            if written := form.part(answers[choice].part(piece)):
+                connection.write_part(written)
             return True
 
         handle.writer = write
@@ -168,8 +172,8 @@ async def _left(first: asyncio.Future[bytes], chunks: AsyncGenerator[bytes, None
 
 async def _chunks(
     events: AsyncGenerator[tuple[int, Piece | Finished], None],
+    answers: Sequence[Answer],
     form: ChunkForm,
-    count: int,
 ) -> AsyncGenerator[bytes, None]:
     ends: dict[int, Finished] = {}
     pending = form.begin()
@@ -178,10 +182,10 @@ async def _chunks(
         try:
             async for choice, event in events:
                 if isinstance(event, Piece):
-                    pending += form.piece(choice, event)
+                    pending += form.part(answers[choice].part(event))
                 else:
                     ends[choice] = event
-                    pending += form.finished(choice, event)
+                    pending += form.finished(answers[choice].end(event))
                 if pending:
                     begun = True
                     yield pending
@@ -191,6 +195,6 @@ async def _chunks(
                 raise
             yield form.failed(error)
             return
-    last = pending + form.end([ends[choice] for choice in range(count)])
+    last = pending + form.end([ends[choice] for choice in range(len(answers))])
     if last:
         yield last

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.models.model_host import ModelHost
-from quengine.serve.processes.shared_engine import GenerationRequest
+from quengine.serve.routes.answer_events import Answer
 from quengine.serve.routes.chat import prepare_chat
 from quengine.serve.routes.completions import prepare_completions
 from quengine.serve.routes.ollama.answers import (
@@ -18,8 +18,6 @@ from quengine.serve.routes.ollama.answers import (
     AnswerPart,
     ChatLines,
     GenerateLines,
-    RawReader,
-    Reader,
     loaded,
 )
 from quengine.serve.routes.ollama.requests import chat_request, generate_request, served_name
@@ -64,21 +62,19 @@ async def _answered(
     notes: list[str] = []
     given = converted(host, body)
     prepare = _prepared(host, given) if body.truncate is False else _fitting(host, given, notes)
-    prepared, reader = await unless_gone(request.receive, prepare)
-    lines = form(host, prepared, reader, began)
+    answers = await unless_gone(request.receive, prepare)
+    lines = form(host, answers[0].request, began)
     if body.stream:
-        answer = await stream_answer(host, request, [prepared], lines)
+        answer = await stream_answer(host, request, answers, lines)
     else:
-        ((piece, end),) = await whole_answer(host, request, [prepared])
-        answer = json_response(lines.whole(piece, end))
+        ((part, end),) = await whole_answer(host, request, answers)
+        answer = json_response(lines.whole(part, end))
     tell(request.url.path, notes, answer)
     return answer
 
 
-async def _fitting(
-    host: ModelHost, body: ChatRequest | CompletionRequest, notes: list[str]
-) -> tuple[GenerationRequest, Reader]:
-    """The request of a body, without its oldest messages, or the beginning of its text, where it does not fit.
+async def _fitting(host: ModelHost, body: ChatRequest | CompletionRequest, notes: list[str]) -> list[Answer]:
+    """The completion of a body, without its oldest messages, or the beginning of its text, where it does not fit.
 
     A part of the context is left for the answer then. `notes` gets a line for what is left out. Raises ApiError.
     """
@@ -122,11 +118,7 @@ def _texts(body: ChatRequest | CompletionRequest) -> list[str]:
     return [str(message.get("content") or "") for message in given]
 
 
-async def _prepared(
-    host: ModelHost, body: ChatRequest | CompletionRequest
-) -> tuple[GenerationRequest, Reader]:
+async def _prepared(host: ModelHost, body: ChatRequest | CompletionRequest) -> list[Answer]:
     if isinstance(body, CompletionRequest):
-        (request,) = await prepare_completions(host, body)
-        return request, RawReader(host, request)
-    (request,), (reader,) = await prepare_chat(host, body)
-    return request, reader
+        return await prepare_completions(host, body)
+    return await prepare_chat(host, body)

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from quengine.serve.http import json_response, off_loop, read_request, unless_gone
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
+from quengine.serve.routes.answer_events import Answer
 from quengine.serve.routes.answers import token_count
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.images import counted
@@ -32,11 +33,10 @@ async def responses(host: ModelHost, request: Request) -> Response:
     notes: list[str] = []
     form = await unless_gone(request.receive, _prepared(host, body, notes))
     if body.stream:
-        answer = await stream_answer(host, request, [form.request], form)
+        answer = await stream_answer(host, request, [form.answer], form)
     else:
-        ((piece, end),) = await whole_answer(host, request, [form.request])
-        form.take(piece)
-        answer = json_response(form.ended(end))
+        ((part, end),) = await whole_answer(host, request, [form.answer])
+        answer = json_response(form.whole(part, end))
     tell("/v1/responses", notes, answer)
     return answer
 
@@ -45,7 +45,8 @@ async def response_tokens(host: ModelHost, request: Request) -> Response:
     """Tokens of a conversation's prompt."""
     body = await read_request(request, ResponseRequest, host.limits)
     form = await unless_gone(request.receive, _prepared(host, body, []))
-    tokens = await counted(host, form.request.prompt, form.request.images, "input")
+    asked = form.answer.request
+    tokens = await counted(host, asked.prompt, asked.images, "input")
     return json_response(token_count(tokens))
 
 
@@ -113,13 +114,15 @@ async def _prepared(host: ModelHost, body: ResponseRequest, notes: list[str]) ->
     variables, budget = reasoning_wanted(host, body, body.reasoning.effort, "reasoning.effort")
     described, shorten = model.answer_format.tools(use), body.truncation == "auto"
     prompt = await conversation_ids(host, [*system, *messages], described, variables, shorten, notes)
-    constraint = await answer_constraint(use, model, text, model.end_of(prompt.ids), budget)
+    end = model.end_of(prompt.ids)
+    constraint = await answer_constraint(use, model, text, end, budget)
     params = await sampling_params(host, body, logprobs=None, constraint=constraint)
     shown = model.answer_format.shown(use)
     (request,) = requests_of(
         [prompt.ids], 1, params, shown, progress=body.reports, slot=body.id_slot, images=[prompt.images]
     )
-    return ResponseForm(host, body, request, tools, use, [*earlier, *items])
+    answer = Answer(host, request, 0, model.answer_format, use, end)
+    return ResponseForm(host, body, answer, tools, [*earlier, *items])
 
 
 def _note_options(body: ResponseRequest, notes: list[str]) -> None:
