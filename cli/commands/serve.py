@@ -38,7 +38,6 @@ def serve(
         return
     from quengine.models.hub.hub import resolve_model
     from quengine.serve.models.preset_file import find_specs
-    from quengine.serve.predict import VertexPaths
     from quengine.serve.replicas.launch import check_replicas
     from quengine.serve.server import Server
 
@@ -50,7 +49,6 @@ def serve(
     elif not settings.models.several:
         raise EngineError("no model is named: give -m MODEL, or --models-dir or --models-preset for several")
     check_replicas(settings, config)
-    settings = replace(settings, port=VertexPaths.of_environment().port or settings.port)
     given = [] if model is None else [served_spec(model, settings, config)]
     if settings.models.several:
         server = Server(settings, load_served, print_status, lambda: [*given, *find_specs(settings, config)])

@@ -12,13 +12,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from quengine.errors import EngineError
 from quengine.serve import access_log
 from quengine.serve.connections import WriteDeadline
 from quengine.serve.guard import APP_ORIGIN, CORS, LOOPBACK_ORIGIN, Guard, admits_apps, cors_origins
 from quengine.serve.http import Catch, WithoutTrailingSlash, error_response
 from quengine.serve.models.registry import Models
-from quengine.serve.predict import VertexPaths, formats_of
 from quengine.serve.resumable import Resumable
 from quengine.serve.routes.model_route import ModelRoute
 from quengine.serve.routes.route import OfModel, OfServer
@@ -55,11 +53,6 @@ def _of_model(models: Models, routes: Mapping[str, OfModel]) -> ASGIApp:
 def make_app(models: Models) -> Starlette:
     """The ASGI application of a server."""
     settings = models.settings
-    vertex = VertexPaths.of_environment()
-    if taken := next((name for name, path in vertex.names if name in _KNOWN - {path}), None):
-        raise EngineError(
-            f"AIP_PREDICT_ROUTE or AIP_HEALTH_ROUTE {taken}: that is another route of this server"
-        )
 
     def answered(path: str, status: int) -> None:
         models.metrics.answered(path if path in _KNOWN else "other", status)
@@ -94,15 +87,11 @@ def make_app(models: Models) -> Starlette:
             )
         )
     middleware.append(Middleware(Guard, settings, KEYLESS, FOR_APPS))
-    app = Starlette(
+    return Starlette(
         routes=routes,
-        middleware=[Middleware(WithoutTrailingSlash, vertex.names), Middleware(Catch, answered), *middleware],
+        middleware=[Middleware(WithoutTrailingSlash), Middleware(Catch, answered), *middleware],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},
     )
-    app.state.formats = formats_of(
-        path for route in ROUTES if isinstance(route, OfModel) for path in route.paths
-    )
-    return app
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -33,7 +33,6 @@ _MEANINGS = {
     502: "The other host cannot be reached.",
     507: "No room on the disk.",
     503: "The model is being loaded, the engine is replaced or does not answer, or the server is ending.",
-    504: "The other host does not answer.",
     529: "The queue is full, or any cause of a 503 of other routes.",
 }
 _RETRY = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}

@@ -7,7 +7,6 @@ from starlette.responses import Response
 from quengine.serve.http import EVENTS, json_response
 from quengine.serve.models.registry import Models
 from quengine.serve.page.files import page, page_file
-from quengine.serve.predict import PATH, predict
 from quengine.serve.routes import slot_routes, status_routes, stream_routes, token_routes
 from quengine.serve.routes.anthropic.messages import count_tokens, messages
 from quengine.serve.routes.chat import chat_completions, chat_tokens
@@ -49,7 +48,6 @@ from quengine.serve.schemas.requests import (
     ModelRequest,
     NativeEmbeddingRequest,
     NativeRequest,
-    PredictRequest,
     RerankRequest,
     SlotFileRequest,
     StreamsRequest,
@@ -57,7 +55,6 @@ from quengine.serve.schemas.requests import (
     TokenizeRequest,
     ToolRequest,
 )
-from quengine.serve.tools.cors_proxy import cors_proxy
 from quengine.serve.tools.tool_routes import call_tool, list_tools
 
 _ANTHROPICS = (*READS_ALONE, 404, 500, 529)
@@ -65,7 +62,6 @@ _ONE: Schema = {"anyOf": [ref("NativeCompletion"), ref("NativeFields")]}
 _ONE_OR_SEVERAL: Schema = {"anyOf": [_ONE, {"type": "array", "items": _ONE}]}
 _CONVERSATION: tuple[tuple[str, Schema], ...] = (("conv_id", {"type": "string", "minLength": 1}),)
 _ACTION: tuple[tuple[str, Schema], ...] = (("action", {"enum": ["save", "restore", "erase"]}),)
-_URL: tuple[tuple[str, Schema], ...] = (("url", {"type": "string", "format": "uri"}),)
 _HTML, _SCRIPT = "text/html; charset=utf-8", "text/javascript; charset=utf-8"
 
 
@@ -99,7 +95,6 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     OfServer("POST /lora-adapters", status_routes.change_lora_adapters, "Success", "LoraScales", READS_ALONE),
     OfServer("GET /models /v1/models", models_routes.models, "ModelList", errors=(503,), apps=True),
     OfServer("GET /v1/models/{name:path}", models_routes.model, "Model", errors=(404, 503), apps=True),
-    OfServer(f"POST {PATH}", predict, "Predictions", PredictRequest, READS_ALONE),
     OfServer("POST /models/load", models_routes.load, "Success", ModelRequest, READS),
     OfServer("POST /models/unload", models_routes.unload, "Success", ModelRequest, (*READS_ALONE, 404)),
     OfServer(
@@ -109,8 +104,6 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     OfServer("POST /v1/streams/lookup", stream_routes.find_streams, "Streams", StreamsRequest, READS_ALONE),
     OfServer("GET /tools", list_tools, "Tools"),
     OfServer("POST /tools", call_tool, OBJECT, ToolRequest, (*READS_ALONE, 404, 500, 501), "ToolEvent"),
-    OfServer("GET /cors-proxy", cors_proxy, "*/*", errors=(*READS_ALONE, 502, 504), query=_URL),
-    OfServer("POST /cors-proxy", cors_proxy, "*/*", errors=(*READS_ALONE, 502, 504), query=_URL),
     OfModel(
         "POST /v1/chat/completions /chat/completions",
         chat_completions,

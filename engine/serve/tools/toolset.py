@@ -66,9 +66,6 @@ class Toolset:
             names = ", ".join(session.server.name for session in self._sessions)
             self._say(f"warning: clients may call the tools of MCP servers: {names}")
             self._finding = asyncio.create_task(self._find())
-        if self.options.proxy:
-            which = "any host, private addresses too" if self.options.proxy_private else "public addresses"
-            self._say(f"warning: clients may send requests through /cors-proxy to {which}")
 
     async def _find(self) -> None:
         """List the tools of each MCP server that has not been listed yet."""
