@@ -215,10 +215,10 @@ def _values(hint: Any) -> list[str | bool]:
 def openapi(_device: str, _only: str) -> Record:
     """The document by path and component."""
     from quengine.serve.routes.openapi import document
-    from quengine.serve.routes.table import ROUTES
     from quengine.serve.settings import ServerSettings
+    from tests.engine.serve.serving import TABLE
 
-    made = document(ROUTES, ServerSettings(model_names=("frozen",), parallel=4))
+    made = document(TABLE, ServerSettings(model_names=("frozen",), parallel=4))
     flat = {f"path {path}": entry for path, entry in made["paths"].items()}
     return flat | {f"schema {name}": entry for name, entry in made["components"].get("schemas", {}).items()}
 

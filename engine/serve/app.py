@@ -1,6 +1,6 @@
 """The application: the routes, and what every request passes on its way to one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -20,20 +20,16 @@ from quengine.serve.models.registry import Models
 from quengine.serve.resumable import Resumable
 from quengine.serve.routes.model_route import ModelRoute
 from quengine.serve.routes.route import OfModel, OfServer
-from quengine.serve.routes.table import ROUTES
 from quengine.serve.schemas.errors import ApiError
+from quengine.serve.table import ROUTES
 
 R = TypeVar("R", OfModel, OfServer)
 
-KEYLESS = frozenset(path for route in ROUTES if route.keyless for path in route.paths)
-FOR_APPS = frozenset((route.method, path) for route in ROUTES if route.apps for path in route.paths)
-_KNOWN = frozenset(path for route in ROUTES for path in route.paths)
 
-
-def _by_path(kind: type[R]) -> dict[str, dict[str, R]]:
+def _by_path(routes: Sequence[OfModel | OfServer], kind: type[R]) -> dict[str, dict[str, R]]:
     """The routes of each path by method: a path is one of Starlette's, so that a 405 names all its methods."""
     by_path: dict[str, dict[str, R]] = {}
-    for route in ROUTES:
+    for route in routes:
         if isinstance(route, kind):
             for path in route.paths:
                 by_path.setdefault(path, {})[route.method] = route
@@ -50,12 +46,19 @@ def _of_model(models: Models, routes: Mapping[str, OfModel]) -> ASGIApp:
     return Resumable(app, models.streams, models.settings.limits) if kept else app
 
 
-def make_app(models: Models) -> Starlette:
-    """The ASGI application of a server."""
-    settings = models.settings
+def for_apps(routes: Sequence[OfModel | OfServer]) -> frozenset[tuple[str, str]]:
+    """Method and path of what apps of this machine may use."""
+    return frozenset((route.method, path) for route in routes if route.apps for path in route.paths)
+
+
+def make_app(models: Models, more: Sequence[OfServer] = ()) -> Starlette:
+    """The ASGI application of a server; `more`: routes of side rooms."""
+    settings, table = models.settings, (*ROUTES, *more)
+    known = frozenset(path for route in table for path in route.paths)
+    keyless = frozenset(path for route in table if route.keyless for path in route.paths)
 
     def answered(path: str, status: int) -> None:
-        models.metrics.answered(path if path in _KNOWN else "other", status)
+        models.metrics.answered(path if path in known else "other", status)
         record = access_log.current()
         models.metrics.ignored(len(record.ignored))
         models.metrics.shortened(record.shortened)
@@ -63,11 +66,11 @@ def make_app(models: Models) -> Starlette:
     routes = [
         *(
             Route(path, partial(_dispatch, models, each), methods=list(each))
-            for path, each in _by_path(OfServer).items()
+            for path, each in _by_path(table, OfServer).items()
         ),
         *(
             Route(path, _of_model(models, each), methods=list(each))
-            for path, each in _by_path(OfModel).items()
+            for path, each in _by_path(table, OfModel).items()
         ),
     ]
     routes.sort(key=lambda route: "{" in route.path)  # OPTIONS of a path is answered by the first that fits
@@ -86,12 +89,14 @@ def make_app(models: Models) -> Starlette:
                 allow_private_network=True,
             )
         )
-    middleware.append(Middleware(Guard, settings, KEYLESS, FOR_APPS))
-    return Starlette(
+    middleware.append(Middleware(Guard, settings, keyless, for_apps(table)))
+    app = Starlette(
         routes=routes,
         middleware=[Middleware(WithoutTrailingSlash), Middleware(Catch, answered), *middleware],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},
     )
+    app.state.routes = table
+    return app
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

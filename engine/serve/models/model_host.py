@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from quengine.errors import CannotRunError
 from quengine.serve import access_log
-from quengine.serve.checkpoint_metrics import CheckpointMetrics
-from quengine.serve.image_metrics import ImageMetrics
+from quengine.serve.engine_metrics import CheckpointMetrics, ImageMetrics, ReplicaMetrics
 from quengine.serve.metrics import Metrics
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.processes.server_handle import Handle, joined
@@ -35,7 +34,6 @@ from quengine.serve.processes.shared_engine import (
     Work,
 )
 from quengine.serve.processes.shared_model import ServedModel
-from quengine.serve.replicas.replica_metrics import ReplicaMetrics
 from quengine.serve.response_store import ResponseStore
 from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, ApiError, bad_request
 from quengine.serve.schemas.openai import ChatRequest, CompletionRequest

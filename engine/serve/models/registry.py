@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from quengine.models.hub.hub import resolve_model
 from quengine.serve.http import off_loop
@@ -21,10 +21,19 @@ from quengine.serve.response_store import ResponseStore
 from quengine.serve.resumable import StreamStore
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.settings import ServerSettings
-from quengine.serve.tools.toolset import Toolset
 
 _MOST_NAMES = 20
 """Names that an error lists."""
+
+
+class Beside(Protocol):
+    """What begins and ends with a server's models."""
+
+    def start(self) -> None: ...
+
+    def end(self) -> Awaitable[None]:
+        """End; called again and again, also while answers are finished."""
+        ...
 
 
 class Models:
@@ -36,6 +45,7 @@ class Models:
             is loaded at once.
         say: called with lines for the terminal.
         failed: called with what an only model failed of, after which it does not come back.
+        beside: what begins and ends with the models.
 
     Attributes:
         joined_metrics: of a server that is one of several behind an address, the metrics of all.
@@ -48,12 +58,13 @@ class Models:
         find: Callable[[], Sequence[ModelSpec]] | None,
         say: Callable[[str], None],
         failed: Callable[[BaseException], None],
+        beside: Sequence[Beside] = (),
     ) -> None:
         self.settings = settings
+        self._beside = beside
         self.metrics = ServerMetrics()
         self.responses = ResponseStore(settings.limits.stored)
         self.streams = StreamStore()
-        self.tools = Toolset(settings.tools, say)
         self.pulls = Pulls(self._link)
         self.created = int(time.time())
         self.draining = False
@@ -248,7 +259,8 @@ class Models:
 
     def start(self) -> None:
         """Load what is to be there from the start."""
-        self.tools.start()
+        for each in self._beside:
+            each.start()
         for host in self.hosts:
             if host.alone:
                 self._residency.begin(host)
@@ -256,9 +268,10 @@ class Models:
                 self.load(host)
 
     def tick(self) -> None:
-        """Unload what has been idle for long enough; at the end, end the tools while answers are finished."""
+        """Unload what has been idle for long enough; at the end, end what is beside while answers are finished."""
         if self.draining:
-            self.tools.end()
+            for each in self._beside:
+                each.end()
         for host in self.hosts:
             if host.expired:
                 self._say(f"{host.name}: unloaded after {host.keep_s:g} s without a request")
@@ -284,10 +297,12 @@ class Models:
             host.worker.stop()
 
     async def join(self, seconds: float) -> None:
-        """Wait for the ends of the workers, at most so long, and of the tools."""
+        """Wait for the ends of the workers, at most so long, and of what is beside."""
         for host in self.hosts:
             host.text_pool.close()
-        await asyncio.gather(self.tools.end(), *(host.worker.join(seconds) for host in self.hosts))
+        await asyncio.gather(
+            *(each.end() for each in self._beside), *(host.worker.join(seconds) for host in self.hosts)
+        )
 
     # --- who has which model -------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from quengine.serve.models.registry import Models
 from quengine.serve.processes.server_engine import ProcessEngine
 from quengine.serve.ray.replica_metrics import join_metrics
 from quengine.serve.routes.status_routes import metrics_text
+from quengine.serve.tools.tool_routes import ToolRoom
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +42,8 @@ class RayReplica:
         self.problem: BaseException | None = None
         self._spec = spec
         self._tasks: list[asyncio.Task[None]] = []
-        self._models = Models(spec.settings, self._launch, None, self._say, self._failed)
+        self._tools = ToolRoom(spec.settings.tools, self._say)
+        self._models = Models(spec.settings, self._launch, None, self._say, self._failed, [self._tools])
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:  # Ray's name for it
         """The application, when the model is loaded: requests come to the replica from then on.
@@ -57,7 +59,7 @@ class RayReplica:
             await asyncio.sleep(0.05)
         self._models.joined_metrics = self._joined_metrics
         self._tasks.append(asyncio.get_running_loop().create_task(self._tick()))
-        return make_app(self._models)
+        return make_app(self._models, self._tools.routes)
 
     def check_health(self) -> None:
         """Raises what keeps the replica from answering; Ray then starts another in its place."""

@@ -9,11 +9,11 @@ from pathlib import Path
 from msgspec import Struct
 
 from quengine.serve.schemas.errors import ApiError
+from quengine.serve.tool_options import BUILT_IN, COMMANDS, ToolsOptions
 from quengine.serve.tools.command import check_confinement, command_tool
 from quengine.serve.tools.file_tools import file_tools
 from quengine.serve.tools.mcp_config import mcp_servers
 from quengine.serve.tools.mcp_session import McpSession, check_installed
-from quengine.serve.tools.options import BUILT_IN, COMMANDS, ToolsOptions
 from quengine.serve.tools.search import search_tools
 from quengine.serve.tools.tool import Answer, ServerTool, ToolError, ToolInput, schema_of
 from quengine.serve.tools.workspace import Workspace

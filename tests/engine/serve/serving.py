@@ -16,9 +16,16 @@ from quengine.serve.models.residency import Launch
 from quengine.serve.processes.shared_engine import Engine
 from quengine.serve.server import Server, bind
 from quengine.serve.settings import Limits, ServerSettings
+from quengine.serve.table import ROUTES
+from quengine.serve.tool_options import ToolsOptions
+from quengine.serve.tools.tool_routes import ToolRoom
 from tests.engine.serve.fake_engine import FakeEngine
 
 KEY = "test-key"
+
+
+TABLE = (*ROUTES, *ToolRoom(ToolsOptions(), print).routes)
+"""All routes."""
 
 
 @dataclass
@@ -66,7 +73,9 @@ def serving(
         **(settings or {}),
     }
     said: list[str] = []
-    server = Server(ServerSettings(**chosen), launch or (lambda *_: make_engine()), said.append, find)  # type: ignore[arg-type]
+    made = ServerSettings(**chosen)  # type: ignore[arg-type]
+    rooms = [ToolRoom(made.tools, said.append)]
+    server = Server(made, launch or (lambda *_: make_engine()), said.append, find, rooms)
     listener = bind("127.0.0.1", 0)
     served = Served(server, f"http://127.0.0.1:{listener.getsockname()[1]}", said)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve_engine(listener)))

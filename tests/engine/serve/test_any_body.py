@@ -8,10 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quengine.serve.routes.table import ROUTES
-from tests.engine.serve.serving import serving
+from tests.engine.serve.serving import TABLE, serving
 
-PATHS = sorted(path for route in ROUTES if route.method == "POST" for path in route.paths)
+PATHS = sorted(path for route in TABLE if route.method == "POST" for path in route.paths)
 NAMES = """
     model messages prompt input content tokens n stream stream_options max_tokens max_completion_tokens
     n_predict max_output_tokens temperature top_k top_p min_p typical_p repeat_penalty repeat_last_n

@@ -7,17 +7,16 @@ from urllib.parse import urlsplit
 import pytest
 
 from quengine.errors import EngineError
-from quengine.serve.app import FOR_APPS
+from quengine.serve.app import for_apps
 from quengine.serve.guard import host_name
-from quengine.serve.routes.table import ROUTES
 from quengine.serve.settings import ServerSettings
-from quengine.serve.tools.options import ToolsOptions
-from tests.engine.serve.serving import serving
+from quengine.serve.tool_options import ToolsOptions
+from tests.engine.serve.serving import TABLE, serving
 
 
 def test_every_route_but_health_and_the_pages_files_wants_the_key() -> None:
     with serving(settings={"api_keys": ("one", "two")}) as served, served.http() as client:
-        for method, path in ((route.method, path) for route in ROUTES for path in route.paths):
+        for method, path in ((route.method, path) for route in TABLE for path in route.paths):
             answer = client.request(method, path.replace("{name:path}", "x"))
             free = {"/": 200, "/health": 200, "/v1/health": 200, "/page/{name}": 404}
             assert answer.status_code == free.get(path, 401), path
@@ -111,9 +110,9 @@ def shut() -> list[tuple[str, str]]:
     """Every route that does more than generate, but the page's files, which any origin may fetch."""
     found = [
         (route.method, path)
-        for route in ROUTES
+        for route in TABLE
         for path in route.paths
-        if (route.method, path) not in FOR_APPS
+        if (route.method, path) not in for_apps(TABLE)
     ]
     names = {path for _, path in found}
     assert {"/tools", "/slots/{id_slot}", "/slots", "/models/load", "/api/pull", "/v1/stream"} <= names

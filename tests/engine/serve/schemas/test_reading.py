@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from quengine.serve.routes.table import ROUTES
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.fields import Body
 from quengine.serve.schemas.messages import Message
@@ -13,6 +12,7 @@ from quengine.serve.schemas.openai import ChatRequest, EmbeddingRequest, Respons
 from quengine.serve.schemas.reading import read_body, read_part
 from quengine.serve.schemas.requests import TokenizeRequest
 from quengine.serve.schemas.response_items import InputItem
+from tests.engine.serve.serving import TABLE
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -169,5 +169,5 @@ def test_every_value_that_switches_a_sampler_off_is_taken() -> None:
 
 
 def test_no_two_bodies_share_a_name() -> None:
-    bodies = dict.fromkeys(route.request for route in ROUTES if isinstance(route.request, type))
+    bodies = dict.fromkeys(route.request for route in TABLE if isinstance(route.request, type))
     assert len({kind.__name__ for kind in bodies}) == len(bodies) == len(set(bodies))

@@ -15,7 +15,7 @@ from quengine import EngineError
 from quengine.errors import CannotRunError
 from quengine.kernels.confine import landlock
 from quengine.serve.settings import ServerSettings
-from quengine.serve.tools.options import BUILT_IN, ToolsOptions
+from quengine.serve.tool_options import BUILT_IN, ToolsOptions
 from quengine.serve.tools.search_main import Glob
 from quengine.serve.tools.toolset import Toolset
 from tests.engine.serve.serving import KEY, Served, serving
@@ -439,7 +439,7 @@ def test_the_flags_are_checked(tmp_path: Path) -> None:
 
 def test_tools_are_named_on_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from quengine.cli.main import run
-    from quengine.serve.tools.options import _names
+    from quengine.serve.tool_options import _names
 
     assert _names(["edit_file,read_file", "get_info"]) == ("read_file", "edit_file", "get_info")
     assert _names(["all"]) == BUILT_IN

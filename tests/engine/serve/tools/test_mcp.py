@@ -21,9 +21,9 @@ import pytest
 
 from quengine import EngineError
 from quengine.errors import CannotRunError
+from quengine.serve.tool_options import ToolsOptions
 from quengine.serve.tools import mcp_session
 from quengine.serve.tools.mcp_config import McpServer, mcp_servers
-from quengine.serve.tools.options import ToolsOptions
 from quengine.serve.tools.toolset import Toolset
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.tools.own_children import children, runs

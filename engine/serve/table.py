@@ -1,4 +1,4 @@
-"""The routes of the server: the one table of them."""
+"""The routes of the server: the one table of them, but for those of side rooms."""
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -53,9 +53,7 @@ from quengine.serve.schemas.requests import (
     StreamsRequest,
     TemplateRequest,
     TokenizeRequest,
-    ToolRequest,
 )
-from quengine.serve.tools.tool_routes import call_tool, list_tools
 
 _ANTHROPICS = (*READS_ALONE, 404, 500, 529)
 _ONE: Schema = {"anyOf": [ref("NativeCompletion"), ref("NativeFields")]}
@@ -67,10 +65,9 @@ _HTML, _SCRIPT = "text/html; charset=utf-8", "text/javascript; charset=utf-8"
 
 async def openapi(models: Models, request: Request) -> Response:
     """This document."""
-    del request
     engine = None if models.only is None else models.only.worker.engine
     vocab_size = None if engine is None else engine.model.vocab_size
-    return json_response(document(ROUTES, models.settings, vocab_size))
+    return json_response(document(request.app.state.routes, models.settings, vocab_size))
 
 
 ROUTES: tuple[OfModel | OfServer, ...] = (
@@ -102,8 +99,6 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     ),
     OfServer("DELETE /v1/stream", stream_routes.stop_stream, NOTHING, errors=(400,), query=_CONVERSATION),
     OfServer("POST /v1/streams/lookup", stream_routes.find_streams, "Streams", StreamsRequest, READS_ALONE),
-    OfServer("GET /tools", list_tools, "Tools"),
-    OfServer("POST /tools", call_tool, OBJECT, ToolRequest, (*READS_ALONE, 404, 500, 501), "ToolEvent"),
     OfModel(
         "POST /v1/chat/completions /chat/completions",
         chat_completions,
