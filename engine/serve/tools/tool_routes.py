@@ -37,13 +37,13 @@ class ToolRoom:
     """
 
     def __init__(self, options: ToolsOptions, say: Callable[[str], None]) -> None:
-        self._tools = Toolset(options, say)
+        self.toolset = Toolset(options, say)
         errors = (*READS_ALONE, 404, 500, 501)
         self.routes = (
             OfServer("GET /tools", self.list_tools, "Tools"),
             OfServer("POST /tools", self.call_tool, OBJECT, ToolRequest, errors, "ToolEvent"),
         )
-        self.start, self.end = self._tools.start, self._tools.end
+        self.start, self.end = self.toolset.start, self.toolset.end
 
     async def list_tools(self, models: Models, request: Request) -> Response:
         """The tools that may be called here.
@@ -52,7 +52,7 @@ class ToolRoom:
         """
         del models
         check_page(request)
-        return json_response([tool.listing for tool in (await self._tools.tools()).values()])
+        return json_response([tool.listing for tool in (await self.toolset.tools()).values()])
 
     async def call_tool(self, models: Models, request: Request) -> Response:
         """Call a tool.
@@ -60,7 +60,7 @@ class ToolRoom:
         Raises ApiError for one that is not here, and for a runtime other than this machine.
         """
         check_page(request)
-        tools = await self._tools.tools()
+        tools = await self.toolset.tools()
         body = await read_request(request, ToolRequest, models.settings.limits)
         _check_runtime(request.headers.get("x-tool-runtime", ""))
         tool = tools.get(body.tool)
@@ -71,14 +71,14 @@ class ToolRoom:
         if body.stream and not tool.streams:
             raise ApiError(404, f"the tool {tool.name} has no stream", param="stream")
         try:
-            folder = self._tools.folder(unquote(request.headers.get("x-tool-cwd", "")))
+            folder = self.toolset.folder(unquote(request.headers.get("x-tool-cwd", "")))
         except ToolError as error:
             raise bad_request(str(error), "x-tool-cwd", "invalid_value") from None
         arguments = {key: value for key, value in body.params.items() if key != "cwd" or tool.kind == "mcp"}
         if body.stream:
-            chunks = _streamed(self._tools, tool, partial(ToolInput, arguments, folder))
+            chunks = _streamed(self.toolset, tool, partial(ToolInput, arguments, folder))
             return EventStream(await anext(chunks), chunks, EVENTS)
-        work = self._tools.call(tool, ToolInput(arguments, folder))
+        work = self.toolset.call(tool, ToolInput(arguments, folder))
         return json_response(await unless_gone(request.receive, work))
 
 

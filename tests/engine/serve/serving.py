@@ -30,9 +30,10 @@ TABLE = (*ROUTES, *ToolRoom(ToolsOptions(), print).routes)
 
 @dataclass
 class Served:
-    """A running server and its address. `said` is what it would have printed."""
+    """A running server, what it has beside its models, and its address. `said` is what it would have printed."""
 
     server: Server
+    tools: ToolRoom
     url: str
     said: list[str] = field(default_factory=list)
 
@@ -74,10 +75,10 @@ def serving(
     }
     said: list[str] = []
     made = ServerSettings(**chosen)  # type: ignore[arg-type]
-    rooms = [ToolRoom(made.tools, said.append)]
-    server = Server(made, launch or (lambda *_: make_engine()), said.append, find, rooms)
+    tools = ToolRoom(made.tools, said.append)
+    server = Server(made, launch or (lambda *_: make_engine()), said.append, find, [tools])
     listener = bind("127.0.0.1", 0)
-    served = Served(server, f"http://127.0.0.1:{listener.getsockname()[1]}", said)
+    served = Served(server, tools, f"http://127.0.0.1:{listener.getsockname()[1]}", said)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve_engine(listener)))
     thread.start()
     try:
