@@ -174,7 +174,7 @@ _ANSWERS: Mapping[str, str] = {
     # The server
     "--no-webui": "--no-ui",
     "--webui": "--ui",
-    "--webui-mcp-proxy": "--ui-mcp-proxy",
+    "--ui-mcp-proxy --webui-mcp-proxy": "--mcp-servers-config FILE: the server itself reaches MCP servers",
     "--no-ui-mcp-proxy --no-webui-mcp-proxy -no-ag --no-agent": "off unless it is asked for",
     "-ag --agent --tools-runtime --tool-server": "--tools and --tools-dir",
     "--ui-config --webui-config": "the page keeps its settings in the browser",

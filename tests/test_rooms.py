@@ -108,6 +108,34 @@ def test_the_core_imports_no_optional_room() -> None:
             assert not [name for name in imports_of(path) if name.startswith(OPTIONAL)], path
 
 
+def test_side_rooms_of_the_server_are_imported_by_nothing_in_its_core() -> None:
+    side = tuple(f"quengine.serve.{room}." for room in ("tools", "ray", "replicas"))
+    for path in sources("engine/serve"):
+        if not module_name(path).startswith(side):
+            assert not [name for name in imports_of(path) if f"{name}.".startswith(side)], path
+
+
+def test_the_rooms_of_the_server_import_each_other_in_one_direction() -> None:
+    """A folder is a room, with the files that lie in it; a file beside the folders is one of its own."""
+
+    def room(module: str) -> str:
+        *above, last = module.removeprefix("quengine.serve.").split(".")
+        return ".".join(above) or last
+
+    files = {module_name(path).removesuffix(".__init__"): path for path in sources("engine/serve")}
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        targets = {
+            each if each in files else each.rpartition(".")[0] for each in imports_of(path)
+        } & files.keys()
+        graph.setdefault(room(name), set()).update({room(each) for each in targets} - {room(name)})
+    assert {"guard", "routes", "models"} <= graph.keys() and "models" in graph["routes"]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
 def test_every_room_says_what_it_is_for() -> None:
     for layer in LAYERS:
         for path in sources(layer):

@@ -1,6 +1,6 @@
 """Writes down what a restructuring must not change, and compares two such records.
 
-    python -m benchmarks.checks.freeze write FOLDER [--device cuda] [--part runs ptx cpu-code openapi errors]
+    python -m benchmarks.checks.freeze write FOLDER [--device cuda] [--part runs ptx cpu-code openapi answers errors]
     python -m benchmarks.checks.freeze compare BEFORE AFTER
 
 Run from the repository root. A folder gets a JSON file for each part:
@@ -12,6 +12,7 @@ Run from the repository root. A folder gets a JSON file for each part:
 - `cpu-code`: a digest of the machine code of every CPU kernel that this processor can run: LLVM aborts on
   instructions that it lacks.
 - `openapi`: the server's OpenAPI document.
+- `answers`: what it answers to requests of every API (`server_answers.py`).
 - `errors`: what damaged and wrong files, flags and requests are answered.
 
 `compare` prints each entry that differs, and for log-probabilities by how much; exit status 1 if there is one.
@@ -205,12 +206,20 @@ def _values(hint: Any) -> list[str | bool]:
 
 def openapi(_device: str, _only: str) -> Record:
     """The document by path and component."""
-    from quengine.serve.schemas.openapi import document
+    from quengine.serve.routes.openapi import document
     from quengine.serve.settings import ServerSettings
+    from tests.engine.serve.serving import TABLE
 
-    made = document(ServerSettings(model_names=("frozen",), parallel=4))
+    made = document(TABLE, ServerSettings(model_names=("frozen",), parallel=4))
     flat = {f"path {path}": entry for path, entry in made["paths"].items()}
     return flat | {f"schema {name}": entry for name, entry in made["components"].get("schemas", {}).items()}
+
+
+def answers(_device: str, _only: str) -> Record:
+    """The server's answers by request."""
+    from benchmarks.checks.server_answers import recorded
+
+    return recorded()
 
 
 def errors(_device: str, _only: str) -> Record:
@@ -267,6 +276,7 @@ PARTS: dict[str, Callable[[str, str], Record]] = {
     "ptx": ptx,
     "cpu-code": cpu_code,
     "openapi": openapi,
+    "answers": answers,
     "errors": errors,
 }
 

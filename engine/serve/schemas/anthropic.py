@@ -220,9 +220,6 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     stream: bool = False
 
 
-ANTHROPIC_BODIES: tuple[type[CountTokensRequest], ...] = (CountTokensRequest, MessagesRequest)
-
-
 def anthropic_answers() -> dict[str, Schema]:
     """The schemas of answers and of their parts, by component name."""
     text = record(type=const("text"), text=STRING)

@@ -219,19 +219,6 @@ class OllamaCopyRequest(Body, frozen=True):
     destination: str = ""
 
 
-OLLAMA_BODIES: tuple[type[Body], ...] = (
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaEmbedRequest,
-    OllamaEmbeddingsRequest,
-    OllamaShowRequest,
-    OllamaPullRequest,
-    OllamaDeleteRequest,
-    OllamaCreateRequest,
-    OllamaCopyRequest,
-)
-
-
 def ollama_answers() -> dict[str, Schema]:
     """The schemas of answers and of their parts, by component name."""
     details = record(

@@ -190,14 +190,6 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
     user: Any = None
 
 
-OPENAI_BODIES: tuple[type[Body], ...] = (
-    ChatRequest,
-    CompletionRequest,
-    ResponseRequest,
-    EmbeddingRequest,
-)
-
-
 _TAIL = {"usage": ref("Usage"), "seed": COUNT, "timings": ref("Timings")}
 _VERBOSE = {
     "__verbose": {"anyOf": [ref("NativeCompletion"), {"type": "array", "items": ref("NativeCompletion")}]}

@@ -193,7 +193,6 @@ def _status() -> dict[str, Schema]:
         **_slots(),
         "LoraAdapters": {"type": "array", "maxItems": 0},
         "Success": record(success=const(True)),
-        "Predictions": record(predictions={"type": "array"}),
         **_tools_and_streams(),
         "Props": record(
             default_generation_settings=record(n_ctx=COUNT, params=ref("GenerationSettings")),

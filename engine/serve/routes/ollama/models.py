@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quengine.models.hub.hub_name import quant_of
 from quengine.serve.http import json_response, read_request
-from quengine.serve.models.model_entry import ModelEntry
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.infill import fills_gaps
@@ -30,17 +30,19 @@ _SHOWN = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_la
 
 
 async def version(models: Models, request: Request) -> Response:
+    """The release of Ollama's API."""
     del models, request
     return json_response({"version": API_VERSION})
 
 
 async def tags(models: Models, request: Request) -> Response:
+    """The names of the model."""
     del request
     return json_response(
         {
             "models": [
                 {"name": name, "model": name, **_entry(each), "modified_at": _modified(models, each)}
-                for each in models.entries
+                for each in models.hosts
                 for name in each.spec.settings.model_names
             ]
         }
@@ -48,9 +50,12 @@ async def tags(models: Models, request: Request) -> Response:
 
 
 async def running(models: Models, request: Request) -> Response:
-    """The models in memory. Raises ApiError (503) while an only one is being loaded at first."""
+    """The model in memory.
+
+    Raises ApiError (503) while an only one is being loaded at first.
+    """
     del request
-    there = [each for each in models.entries if each.loaded or (each.alone and not each.asleep)]
+    there = [each for each in models.hosts if each.loaded or (each.alone and each.kept is None)]
     return json_response(
         {
             "models": [
@@ -62,27 +67,30 @@ async def running(models: Models, request: Request) -> Response:
     )
 
 
-def _in_memory(entry: ModelEntry) -> dict[str, Any]:
-    left, size = entry.expires_in, entry.memory or entry.nbytes
+def _in_memory(host: ModelHost) -> dict[str, Any]:
+    left, size = host.expires_in, host.memory or host.nbytes
     return {
         "size": size,
         "expires_at": NEVER if left is None else timestamp(time.time() + min(left, _LONG_S)),
-        "size_vram": size if entry.device.startswith("cuda") else 0,
-        "context_length": entry.service.model.ctx_size,
+        "size_vram": size if host.device.startswith("cuda") else 0,
+        "context_length": host.model.ctx_size,
     }
 
 
 async def show(models: Models, request: Request) -> Response:
-    """What a model is; it is not loaded for that."""
+    """What the model is.
+
+    It is not loaded for that.
+    """
     body = await read_request(request, OllamaShowRequest, models.settings.limits)
-    service = models.named(body.given).service
-    service.check_model_name(served_name(service, body.given))
+    host = models.named(body.given)
+    host.check_model_name(served_name(host, body.given))
     model = await models.described(models.named(body.given))
-    settings = generation_settings(service.settings.defaults, model)
+    settings = generation_settings(host.settings.defaults, model)
     parameters = [("num_ctx", model.ctx_size), *((name, settings[name]) for name in _SHOWN)]
     return json_response(
         {
-            "modelfile": f"FROM {service.model_name}\n",
+            "modelfile": f"FROM {host.name}\n",
             "parameters": "\n".join(f"{name:30} {value}" for name, value in parameters),
             "template": model.template or "",
             "details": _details(model.facts),
@@ -93,25 +101,25 @@ async def show(models: Models, request: Request) -> Response:
     )
 
 
-def _facts(entry: ModelEntry) -> Mapping[str, Any]:
+def _facts(host: ModelHost) -> Mapping[str, Any]:
     """Of a model that is not loaded, path and size. Raises ApiError where an only one is not yet."""
-    if entry.loaded or entry.alone:
-        return entry.service.model.facts
-    return {"path": str(entry.spec.path), "size": entry.nbytes}
+    if host.loaded or host.alone:
+        return host.model.facts
+    return {"path": str(host.spec.path), "size": host.nbytes}
 
 
-def _modified(models: Models, entry: ModelEntry) -> str:
+def _modified(models: Models, host: ModelHost) -> str:
     """When the file was last written; when the server was started where that cannot be read."""
-    given = _facts(entry).get("path")
+    given = _facts(host).get("path")
     try:
         return timestamp(Path(given).stat().st_mtime if given else models.created)
     except OSError:
         return timestamp(models.created)
 
 
-def _entry(entry: ModelEntry) -> dict[str, Any]:
+def _entry(host: ModelHost) -> dict[str, Any]:
     """What lists of models say of each. `digest` is that of the description: the file's would take reading it."""
-    facts = _facts(entry)
+    facts = _facts(host)
     text = json.dumps(dict(facts), sort_keys=True, default=str)
     return {
         "size": facts.get("size", 0),

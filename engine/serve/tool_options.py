@@ -1,4 +1,4 @@
-"""The options of tools, MCP servers and the proxy, and the conditions under which a server may have them."""
+"""The options of tools and MCP servers, and the conditions under which a server may have them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -80,25 +80,16 @@ class ToolsOptions:
     mcp_json: Annotated[str | None, Flag("--mcp-servers-json", "The same JSON itself.", _PANEL, "JSON")] = (
         None
     )
-    proxy: Annotated[
-        bool,
-        Flag("--ui-mcp-proxy --cors-proxy", "Let clients reach other hosts through /cors-proxy.", _PANEL),
-    ] = False
-    proxy_private: Annotated[
-        bool, Flag("--cors-proxy-private", "Let them reach private addresses as well.", _PANEL)
-    ] = False
 
     def __post_init__(self) -> None:
         if self.names and self.folder is None:
             raise EngineError("--tools needs --tools-dir DIR: the folder that the tools are confined to")
         if self.folder is not None and not self.folder.is_dir():
             raise EngineError(f"--tools-dir {self.folder}: there is no such folder")
-        if self.proxy_private and not self.proxy:
-            raise EngineError("--cors-proxy-private needs --cors-proxy")
 
     @property
     def any(self) -> bool:
-        return bool(self.names or self.mcp or self.proxy)
+        return bool(self.names or self.mcp)
 
     @property
     def mcp(self) -> bool:
@@ -107,4 +98,4 @@ class ToolsOptions:
     @property
     def flag(self) -> str:
         """The one that switches them on, as errors name it."""
-        return "--tools" if self.names else "--mcp-servers-config" if self.mcp else "--cors-proxy"
+        return "--tools" if self.names else "--mcp-servers-config"

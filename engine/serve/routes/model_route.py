@@ -7,7 +7,7 @@ give up a connection on which nothing comes.
 import asyncio
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -18,23 +18,20 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quengine.serve import access_log
 from quengine.serve.guard import check_may_change, is_limited
-from quengine.serve.http import read_raw, to_json, unless_gone
-from quengine.serve.models.model_entry import ModelEntry
+from quengine.serve.http import EVENTS, read_raw, to_json, unless_gone
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
+from quengine.serve.routes.route import OfModel
 from quengine.serve.schemas.error_forms import in_dialect
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.fields import Body
-from quengine.serve.schemas.openapi import EVENTS, OPERATIONS
 from quengine.serve.schemas.reading import read_body
-from quengine.serve.service import Service
 from quengine.serve.settings import Limits
 
-Endpoint = Callable[[Service, Request], Awaitable[Response]]
 T = TypeVar("T")
 
 COMMENT_SECONDS = 5.0
 """Until a stream that waits for its model begins, and between two comments."""
-_STREAMED = frozenset(path for (_, path), operation in OPERATIONS.items() if operation.event is not None)
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _EMPTY = (b"null", b'""', b"[]")
@@ -61,46 +58,46 @@ class _Wanted(msgspec.Struct):
 
 
 class ModelRoute:
-    """The ASGI application of a path: its function by method, called with the service of the model.
+    """The ASGI application of a path: its function by method, called with the host of the model.
 
     POST takes the model's name from the query or the body and waits for it; other methods take it from the query, and
     neither load it nor keep it from sleep.
     """
 
-    def __init__(self, models: Models, endpoints: Mapping[str, Endpoint]) -> None:
+    def __init__(self, models: Models, routes: Mapping[str, OfModel]) -> None:
         self._models = models
-        self._endpoints = endpoints
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        endpoint, request = self._endpoints[method], Request(scope, receive, send)
+        route, request = self._routes[method], Request(scope, receive, send)
         if method != "POST":
-            service = self._models.named(request.query_params.get("model", "")).service
-            await (await endpoint(service, request))(scope, receive, send)
+            named = self._models.named(request.query_params.get("model", ""))
+            await (await route.endpoint(named, request))(scope, receive, send)
             return
-        entry, wanted, keep_s = self._models.only, _Wanted(), None
-        if entry is None or not entry.admits:
+        host, wanted, keep_s = self._models.only, _Wanted(), None
+        if host is None or not host.admits:
             wanted = await _wanted(request, self._models.settings.limits)
-            entry = self._models.named(wanted.name)
+            host = self._models.named(wanted.name)
         if scope["path"].startswith("/api/") and wanted.keep_alive is not None:
             keep_s = seconds_of(wanted.keep_alive)
         limited = self._models.only is None and is_limited(scope)
         if limited:
-            _check_changes_nothing(scope, entry, keep_s)
-        if keep_s == 0 and wanted.asks_nothing and not entry.loaded:
-            await (await endpoint(entry.service, request))(scope, receive, send)
+            _check_changes_nothing(scope, host, keep_s)
+        if keep_s == 0 and wanted.asks_nothing and not host.loaded:
+            await (await route.endpoint(host, request))(scope, receive, send)
             return
-        streams = wanted.stream is True and scope["path"] in _STREAMED
+        streams = wanted.stream is True and route.event is not None
         stream = _WaitingStream(send, scope["path"]) if streams else None
         async with AsyncExitStack() as held:
             try:
-                entering = held.enter_async_context(self._models.using(entry, keep_s, sets_keep=not limited))
-                if entry.admits:
-                    service = await entering
+                entering = held.enter_async_context(self._models.using(host, keep_s, sets_keep=not limited))
+                if host.admits:
+                    await entering
                 else:
-                    waiting = entering if stream is None else stream.until(entering, entry, self._models)
-                    service = await unless_gone(receive, waiting)
-                await (await endpoint(service, request))(scope, receive, stream or send)
+                    waiting = entering if stream is None else stream.until(entering, host, self._models)
+                    await unless_gone(receive, waiting)
+                await (await route.endpoint(host, request))(scope, receive, stream or send)
             except ApiError as error:
                 if stream is None or not stream.begun:
                     raise
@@ -108,12 +105,12 @@ class ModelRoute:
                 await stream.fail(error)
 
 
-def _check_changes_nothing(scope: Scope, entry: ModelEntry, keep_s: float | None) -> None:
+def _check_changes_nothing(scope: Scope, host: ModelHost, keep_s: float | None) -> None:
     """Of a request that may generate only. Raises ApiError where it would load or unload the model."""
     if keep_s == 0:
-        check_may_change(scope, f"unload {entry.name}")
-    if not entry.admits and not entry.wanted:
-        check_may_change(scope, f"load {entry.name}")
+        check_may_change(scope, f"unload {host.name}")
+    if not host.admits and not host.wanted:
+        check_may_change(scope, f"load {host.name}")
     if keep_s is not None:
         access_log.current().ignored.append("keep_alive")
 
@@ -160,12 +157,12 @@ class _WaitingStream:
         if not (self.begun and message["type"] == "http.response.start"):
             await self._send(message)
 
-    async def until(self, work: Awaitable[T], entry: ModelEntry, models: Models) -> T:
+    async def until(self, work: Awaitable[T], host: ModelHost, models: Models) -> T:
         """The result of `work`, with a comment now and then until it is there."""
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait((task,), timeout=COMMENT_SECONDS))[0]:
-                await self._comment(models.waiting_text(entry))
+                await self._comment(models.waiting_text(host))
             return task.result()
         finally:
             task.cancel()

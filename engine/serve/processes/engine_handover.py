@@ -32,7 +32,7 @@ from quengine.serve.processes.shared_engine import (
     Prefilled,
     TakeBlocks,
 )
-from quengine.serve.replicas.shared_region import BlockRegion
+from quengine.serve.processes.shared_region import BlockRegion
 
 logger = logging.getLogger("quengine.serve")
 
