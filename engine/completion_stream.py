@@ -59,6 +59,7 @@ class CompletionStream:
         self.progress: Callable[[int, int], None] | None = None
         self._started = False
         self._closed = False
+        self._ended: Completion | None = None
 
     def __iter__(self) -> Self:
         return self
@@ -95,7 +96,12 @@ class CompletionStream:
 
     @property
     def completion(self) -> Completion:
-        return _checked(self._engine.completion(self.sequence), self.sequence)
+        return _checked(self._whole, self.sequence)
+
+    @property
+    def _whole(self) -> Completion:
+        """What was generated, as it is; of a stream that was read to its end also once the engine is closed."""
+        return self._ended or self._engine.completion(self.sequence)
 
     def start(self) -> None:
         """Queues the request now instead of at the first iteration. It must then be finished or closed.
@@ -125,6 +131,7 @@ class CompletionStream:
             return text
         if self.sequence.error is not None:
             raise self.sequence.error
+        self._ended = self._engine.completion(self.sequence)
         raise StopIteration
 
 
@@ -139,8 +146,8 @@ def _checked(completion: Completion, sequence: Sequence) -> Completion:
 class ChatStream(CompletionStream):
     """The answer to a conversation: iterate over it for the text, or over `deltas` for reasoning and tool calls too.
 
-    `completion` has the text and the reasoning without the markup of the model's answer format. `new_parser` creates a
-    parser for one answer.
+    `completion` has the text, the reasoning and the tool calls without the markup of the model's answer format.
+    `new_parser` creates a parser for one answer.
     """
 
     def __init__(
@@ -152,7 +159,7 @@ class ChatStream(CompletionStream):
 
     def __next__(self) -> str:
         while True:
-            if text := collect(self._next_deltas())[0]:
+            if text := "".join(delta.text for delta in self._next_deltas() if isinstance(delta, TextDelta)):
                 return text
 
     def deltas(self) -> Iterator[Delta]:
@@ -166,11 +173,12 @@ class ChatStream(CompletionStream):
 
     @property
     def completion(self) -> Completion:
-        completion, parser = self._engine.completion(self.sequence), self._new_parser()
+        completion, parser = self._whole, self._new_parser()
         deltas = parser.push(completion.text)
         if self.sequence.finished:
             deltas += parser.finish()
-        answer = replace(completion, text=collect(deltas)[0], reasoning=reasoning_of(deltas))
+        text, calls = collect(deltas)
+        answer = replace(completion, text=text, reasoning=reasoning_of(deltas), tool_calls=calls)
         return _checked(answer, self.sequence)
 
     def _next_deltas(self) -> list[Delta]:

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from quengine.cli import main
-from quengine.cli.foreign_flags import FOREIGN
+from quengine.foreign_flags import FOREIGN
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
