@@ -41,9 +41,9 @@ _BIAS = Range(-MAX_BIAS, MAX_BIAS)
 _INTEGERS = (
     *("max_tokens", "min_tokens", "top_k", "repeat_last_n", "seed", "logprobs", "n"),
     *("dry_allowed_length", "dry_penalty_last_n", "mirostat", "n_keep", "n_discard"),
-    *("n_indent", "t_max_predict_ms", "prompt_logprobs"),
+    *("n_indent", "t_max_predict_ms"),
 )
-_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("max_tokens", "seed", "logprobs")
 _FIXED = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
 """The order of the samplers that a CUDA graph has, beside bias."""
 _PLAIN: Mapping[str, Any] = {
@@ -196,7 +196,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: Annotated[bool, Flag("--ignore-eos", "Go on after the model's end token.", PANEL)] = False
     logprobs: Annotated[int | None, Range(0, MAX_COUNT)] = None
-    prompt_logprobs: Annotated[int | None, Range(0, MAX_COUNT)] = None
+    prompt_logprobs: int | None = None
     logits_processors: tuple[LogitsProcessor, ...] = ()
     constraint: ConstraintSpec | None = None
     dry_multiplier: Annotated[
@@ -281,6 +281,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 _check_number(name, value, allowed, name in _INTEGERS)
+        if self.prompt_logprobs is not None:  # no field of a request, and so without a range of its own
+            _check_number("prompt_logprobs", self.prompt_logprobs, RANGES["logprobs"], whole=True)
         for name in ("ignore_eos", "post_sampling_probs", "context_shift"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, getattr(self, name), "must be True or False")

@@ -79,6 +79,8 @@ def test_log_probabilities_of_prompt_and_text_have_the_texts_of_their_tokens(llm
     found = [entry.logprob for entry in completion.prompt_logprobs]
     np.testing.assert_allclose(found, expected_logprobs(llm, ids), atol=1e-4)
     assert llm.generate("the", GREEDY)[0].prompt_logprobs is None
+    with pytest.raises(EngineError, match="prompt_logprobs = -1: must be a whole number"):
+        SamplingParams(prompt_logprobs=-1)
 
 
 def test_choices_are_scored_by_the_tokens_after_the_prompt(llm: LLM) -> None:

@@ -124,7 +124,7 @@ def _native() -> dict[str, Schema]:
 
 
 def _generation_settings() -> Schema:
-    numbers = {key: NUMBER for key in RANGES if key not in ("max_tokens", "logprobs", "prompt_logprobs", "n")}
+    numbers = {key: NUMBER for key in RANGES if key not in ("max_tokens", "logprobs", "n")}
     numbers |= dict.fromkeys(("adaptive_target", "adaptive_decay"), NUMBER)
     whole = ["n_predict", "max_tokens", "seed", "n_probs", "n_ctx", "min_keep"]
     bias = record(token=TOKEN, bias=or_null(NUMBER))
