@@ -13,6 +13,7 @@ TYPE_CHECKING = not __name__
 if TYPE_CHECKING:
     from typing import Any
 
+    from quengine.async_llm import AsyncLLM
     from quengine.errors import CannotRunError, EngineError
     from quengine.evaluation.by_tensor import compare_tensors
     from quengine.evaluation.compare import compare
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BatchProgress",
     "CannotRunError",
     "ChoiceScore",
@@ -50,6 +52,7 @@ __all__ = [
 
 _HOME = {
     "LLM": "quengine.llm",
+    "AsyncLLM": "quengine.async_llm",
     "SamplingParams": "quengine.request.sampling_params",
     "BatchProgress": "quengine.request.output",
     "ChoiceScore": "quengine.scoring.choices",

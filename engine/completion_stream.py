@@ -70,13 +70,13 @@ class CompletionStream:
         try:
             self.start()
             # Steps of other threads and other streams advance this sequence too.
-            while not (text := self.sequence.stream.read()):
-                if self.sequence.finished:
-                    return self._end()
+            while (text := self.read()) == "":
                 if self.progress is not None and not self.sequence.generated:
                     total = self.sequence.num_prompt_tokens
                     self.progress(min(self.sequence.num_cached_tokens, total), total)
                 self._engine.step()
+            if text is None:
+                raise StopIteration
             return text
         except BaseException as error:
             # A single C call: a second interrupt may come at any point, and must find the sequence noted.
@@ -113,6 +113,24 @@ class CompletionStream:
             self._started = True
             self._engine.add(self.sequence)
 
+    def read(self) -> str | None:
+        """The text that is new: "" where there is none yet, None at the end. Computes nothing.
+
+        Raises:
+            Exception: why the sequence could not go on.
+        """
+        if text := self.sequence.stream.read():
+            return text
+        if not self.sequence.finished:
+            return ""
+        self._engine.end_step()
+        if text := self.sequence.stream.read():
+            return text
+        if self.sequence.error is not None:
+            raise self.sequence.error
+        self._ended = self._engine.completion(self.sequence)
+        return None
+
     def finish(self) -> Completion:
         """Computes the request to its end, and returns its completion."""
         for _ in self:
@@ -123,16 +141,6 @@ class CompletionStream:
         """Cancels the request, unless it has finished."""
         self._engine.cancel(self.sequence)
         self._closed = True
-
-    def _end(self) -> str:
-        """The last piece of a finished sequence. Raises the sequence's error, or StopIteration if no text is left."""
-        self._engine.end_step()
-        if text := self.sequence.stream.read():
-            return text
-        if self.sequence.error is not None:
-            raise self.sequence.error
-        self._ended = self._engine.completion(self.sequence)
-        raise StopIteration
 
 
 def _checked(completion: Completion, sequence: Sequence) -> Completion:
@@ -181,12 +189,20 @@ class ChatStream(CompletionStream):
         answer = replace(completion, text=text, reasoning=reasoning_of(deltas), tool_calls=calls)
         return _checked(answer, self.sequence)
 
+    def parse(self, text: str | None) -> list[Delta]:
+        """The parts of the answer that are certain with more of its raw text, None at its end."""
+        if self._parser is None:
+            return []
+        if text is not None:
+            return self._parser.push(text)
+        deltas = self._parser.finish()
+        self._parser = None
+        return deltas
+
     def _next_deltas(self) -> list[Delta]:
         if self._closed or self._parser is None:
             raise StopIteration
         try:
-            return self._parser.push(super().__next__())
+            return self.parse(super().__next__())
         except StopIteration:
-            deltas = self._parser.finish()
-            self._parser = None
-            return deltas
+            return self.parse(None)

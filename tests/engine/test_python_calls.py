@@ -102,6 +102,10 @@ def test_choices_are_scored_by_the_tokens_after_the_prompt(llm: LLM) -> None:
     (greedy,) = llm.score(ids, [likeliest.text])
     assert greedy.greedy == (greedy.tokens == likeliest.tokens[: len(greedy.tokens)])
     assert not all(score.greedy for score in scores)
+    only = llm.encode("a")
+    assert len(only) == 1  # a prompt that would take a decode step, which scores nothing
+    (after,) = llm.score(only, ["b"])
+    np.testing.assert_allclose(after.logprobs, expected_logprobs(llm, [*only, *after.tokens]), atol=1e-4)
     with pytest.raises(EngineError, match="the choice '' adds no token"):
         llm.score(prompt, ["a", ""])
 
