@@ -1,8 +1,10 @@
 """`LLM` for asyncio: a thread computes the requests of all tasks together, and the event loop never waits for a step.
 
-async with AsyncLLM("smollm2-135m", parallel=8) as llm:
-    async for piece in llm.stream("Once upon a time"):
-        print(piece, end="")
+    async with AsyncLLM("smollm2-135m", parallel=8) as llm:
+        async for piece in llm.stream("Once upon a time"):
+            print(piece, end="")
+
+A stream holds its request only weakly there: one that a task no longer refers to is cancelled.
 """
 
 import asyncio

@@ -1,9 +1,11 @@
 """Names of options that other programs have: a TypeError says what to write in their place, as the command line does.
 
-@hinted
-def __init__(self, model: str, ctx_size: int | None = None) -> None: ...
+    @hinted
+    def __init__(self, model: str, ctx_size: int | None = None) -> None: ...
 
-Model("m", n_ctx=4096)    TypeError: Model() has no n_ctx: use ctx_size
+    Model("m", n_ctx=4096)    TypeError: Model() has no n_ctx: use ctx_size
+
+What other names mean is in `foreign_flags`, which the command line has too, and below.
 """
 
 import inspect
