@@ -492,6 +492,24 @@ class LLM(Configured):
         except EngineError as error:
             raise EngineError(f"reasoning effort {error}") from None
 
+    def render_chat(
+        self,
+        messages: Seq[Message],
+        tools: Seq[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continued: bool = False,
+    ) -> str:
+        """The prompt of a conversation as text, for people to read; `encode_chat` has its tokens, and the arguments.
+
+        `continued`: it ends within the last message, an answer that is to go on.
+
+        Raises:
+            EngineError: the model has no template, or the template fails.
+        """
+        check_messages(messages)
+        return self._chat.render(messages, tools, variables or {}, "continued" if continued else "answer")
+
     def encode_chat(
         self,
         messages: Seq[Message],
