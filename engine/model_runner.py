@@ -129,11 +129,14 @@ class ModelRunner:
             self.graphs.together = ranks.together
 
     def release(self) -> None:
-        """Releases the captured steps, after which no step can be computed. Other ranks then leave the group."""
+        """Releases the captured steps, the weights and the cache: no step can be computed any more. Other ranks leave
+        the group."""
         if self.graphs is not None:
             self.graphs.release()
         if self.ranks is not None:
             self.ranks.close()
+        self.graphs = self.device_decoder = None
+        del self.decoder, self.cache
 
     def launch(self, plan: StepPlan, on_host: bool = False) -> StepPlan:
         """Launches a step, on a CUDA device without waiting for it; returns it, with its results. `on_host`: tokens are

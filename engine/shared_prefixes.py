@@ -26,12 +26,14 @@ class SharedPrefixes:
     def prompt_end(self, sequence: Sequence) -> int:
         """End of the tokens that are computed in chunks and whose blocks may be shared; 0 for a prompt of one token.
 
-        Such a prompt takes a decode step, as it would for a single sequence, unless its rows are pooled.
+        Such a prompt takes a decode step, as it would for a single sequence, unless its rows are pooled or its logits
+        wanted.
         """
         if sequence.pool is not None:
             return sequence.num_prompt_tokens
         end = sequence.num_prefill_tokens if self.deterministic else len(sequence.token_ids)
-        return end if end > 1 else 0
+        wanted = sequence.scores is not None and bool(sequence.scores.missing_rows)
+        return end if end > 1 or wanted else 0
 
     def most_shared(self, sequence: Sequence) -> int:
         """Number of tokens at its beginning that may be taken from the prefix cache.

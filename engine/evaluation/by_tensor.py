@@ -19,9 +19,9 @@ from quengine.errors import EngineError
 from quengine.evaluation.compare import FileComparison, ModelBase, check_finite, part_rows, parts_of
 from quengine.evaluation.divergence import Numbers, mean_of
 from quengine.evaluation.loaded_weights import LoadedWeights, Parts
-from quengine.evaluation.perplexity import DEFAULT_CTX, Chunk, Estimate
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.platform.device import on_device
+from quengine.scoring.perplexity import DEFAULT_CTX, Chunk, Estimate
 
 if TYPE_CHECKING:
     from quengine.llm import LLM

@@ -11,14 +11,14 @@ import pytest
 import typer
 
 from quengine.cli import main
-from quengine.cli.foreign_flags import FOREIGN
+from quengine.foreign_flags import FOREIGN
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALL = [*DOCS, ROOT / "CHANGELOG.md"]
 PRESENT = [path for path in DOCS if path.name != "llama-server-tests.md"]
 """Those that name only what is there: that page names llama.cpp's files."""
-FOLDERS = ("engine", "kernels", "models", "cli", "tests", "benchmarks", "docs")
+FOLDERS = ("engine", "kernels", "models", "cli", "tests", "benchmarks", "docs", "examples")
 PLACEHOLDERS = {"tests/models/architectures/test_NAME.py"}
 OTHERS = {"--fuse-qkv", "--fuse-gate-up-exps", "--gpus"}
 """Flags of llama.cpp's converter and of Docker."""

@@ -116,6 +116,7 @@ class _Leader(local):
 
 _leader = _Leader()
 _team: _Team | None = None
+_last_threads = 0
 _team_lock = Lock()
 
 
@@ -139,6 +140,16 @@ def set_threads(threads: int) -> None:
                 previous.dismiss()
 
 
+def dismiss_threads() -> None:
+    """Ends the threads of the CPU kernels; as many start again with the next list."""
+    global _team, _last_threads
+    with _team_lock:
+        if _team is not None:
+            _last_threads = _team.threads
+            _team.dismiss()
+            _team = None
+
+
 def get_threads() -> int:
     """The number of threads in use: `max_threads()` until `set_threads` is called."""
     return _the_team().threads
@@ -146,7 +157,7 @@ def get_threads() -> int:
 
 def _the_team() -> _Team:
     if _team is None:
-        set_threads(max_threads())
+        set_threads(_last_threads or max_threads())
     assert _team is not None
     return _team
 

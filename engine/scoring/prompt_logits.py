@@ -6,20 +6,45 @@ Prompts take the engine's usual way: the scheduler's chunks, steps of several pr
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from quengine.completion_stream import CompletionStream
+from quengine.config import EngineConfig
 from quengine.errors import EngineError
+from quengine.models.tokenizer import Tokenizer
+from quengine.request.prompt import Prompt
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quengine.completion_stream import CompletionStream
-    from quengine.llm import LLM
-
 _ROOM = 2048
 """Positions of the prompts that are computed at the same time, at least."""
+
+
+class PromptEngine(Protocol):
+    """What computes prompts: an LLM."""
+
+    config: EngineConfig
+    ctx_size: int
+    tokenizer: Tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with the beginning-of-text token if the model uses one."""
+        ...
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> CompletionStream:
+        """A request, which is queued once it is started."""
+        ...
+
+    def step(self) -> object:
+        """Computes one batch, or waits for the batch that another thread computes."""
+        ...
+
+    def end_step(self) -> None:
+        """Waits until the current step, if any, is done."""
+        ...
 
 
 class PromptLogits(PromptScores):
@@ -45,14 +70,14 @@ class PromptLogits(PromptScores):
         self._at += len(logits)
 
 
-def compute(llm: "LLM", prompts: Iterable[PromptLogits]) -> Iterator[PromptLogits]:
+def compute(llm: PromptEngine, prompts: Iterable[PromptLogits]) -> Iterator[PromptLogits]:
     """Computes prompts, up to `parallel` at a time; yields each once all its logits were taken, in order.
 
     Raises:
         EngineError: a prompt does not fit the context, or `take` raised it.
     """
     waiting, params = iter(prompts), SamplingParams(temperature=0.0, max_tokens=0)
-    streams = deque["CompletionStream"]()
+    streams = deque[CompletionStream]()
     try:
         while _fill(llm, streams, waiting, params):
             while not streams[0].sequence.finished:
@@ -70,7 +95,10 @@ def compute(llm: "LLM", prompts: Iterable[PromptLogits]) -> Iterator[PromptLogit
 
 
 def _fill(
-    llm: "LLM", streams: "deque[CompletionStream]", waiting: Iterator[PromptLogits], params: SamplingParams
+    llm: PromptEngine,
+    streams: deque[CompletionStream],
+    waiting: Iterator[PromptLogits],
+    params: SamplingParams,
 ) -> bool:
     """Queues the next prompts; returns whether any is under way."""
     while len(streams) < 2 * llm.config.parallel and (prompt := next(waiting, None)) is not None:
