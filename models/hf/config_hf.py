@@ -100,6 +100,11 @@ def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
     return result
 
 
+def text_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json of the text model with the defaults of its type, beside the keys that are not of the text."""
+    return {**config, **_text_model(config)[2]}
+
+
 def _text_model(config: Mapping[str, Any]) -> tuple[Architecture, ModelType, Mapping[str, Any]]:
     """The architecture, model type and configuration with the type's defaults of the text model in config.json."""
     outer = config.get("model_type")
