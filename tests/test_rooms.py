@@ -141,3 +141,44 @@ def test_every_room_says_what_it_is_for() -> None:
         for path in sources(layer):
             if path.name == "__init__.py":
                 assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def changed_packages(source: str) -> Iterator[str]:
+    """The attributes of torch, Triton or numba that a module assigns to, as the source has them."""
+    tree = ast.parse(source)
+    taken = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0]
+        in ("torch", "triton", "numba", "llvmlite")
+    }
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+        targets = [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else targets
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            targets = [ast.Attribute(node.args[0], ast.unparse(node.args[1]))]
+        for target in targets:
+            name = ast.unparse(target)
+            if isinstance(target, ast.Attribute) and name.partition(".")[0] in taken:
+                yield name
+
+
+def test_other_packages_are_changed_in_one_file() -> None:
+    """But for the settings that Triton has for its users."""
+    source = "import torch, triton.x as y\nfrom numba import z\ntorch.a.b = 1\nsetattr(y, 'c', 1)\ndel z.d\nq = z.e\n"
+    assert set(changed_packages(source)) == {"torch.a.b", "y.'c'", "z.d"}
+    found = {
+        (path.name, name)
+        for layer in LAYERS
+        for path in sources(layer)
+        for name in changed_packages(path.read_text())
+        if not name.startswith("triton.knobs.")
+    }
+    assert {file for file, _ in found} == {"triton_changes.py"}, found
+    assert {name for _, name in found} == {
+        "JITFunction.run",
+        "DependenciesFinder._update_hash",
+        "driver._active",
+    }

@@ -14,8 +14,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from quengine.kernels.cuda.launch.kernel import launches_handed_to
 from quengine.kernels.cuda.launch.record_kernels import specialized_on
+from quengine.kernels.cuda.launch.triton_changes import launches_handed_to
 
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 """Bytes of shared memory available to one block, by compute capability."""
