@@ -255,7 +255,7 @@ class CudaGraphs:
         step = self._steps.get(key)
         if step is None or key.rows > UNMOVED_ROWS:
             step = self.capture(key)
-        self.kernels_per_step = step.nodes.kernels
+        self.kernels_per_step = step.kernels
         return step
 
     def configure(
