@@ -87,9 +87,10 @@ class BatchInputs:
         batch = self._batch
         slots = batch.slots_of(group).to(torch.int64).view(-1, 1)
         if batch.phase == "prefill":
-            one = len(batch.query_lens) == 1
-            lengths = None if one else torch.tensor(batch.query_lens)
-            slots = slots.expand(len(batch), 1) if one else slots.repeat_interleave(lengths, 0)
+            if len(batch.query_lens) == 1:
+                slots = slots.expand(len(batch), 1)
+            else:
+                slots = slots.repeat_interleave(torch.tensor(batch.query_lens), 0)
         return batch.positions.to(torch.int64)[self._first :], slots[self._first :]
 
     def chosen(self, experts: Tensor | None, router: Router) -> Tensor | None:
