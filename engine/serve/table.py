@@ -7,12 +7,11 @@ from starlette.responses import Response
 from quengine.serve.http import EVENTS, json_response
 from quengine.serve.models.registry import Models
 from quengine.serve.page.files import page, page_file
-from quengine.serve.routes import slot_routes, status_routes, stream_routes, token_routes
+from quengine.serve.routes import model_routes, slot_routes, status_routes, stream_routes, token_routes
 from quengine.serve.routes.anthropic.messages import count_tokens, messages
 from quengine.serve.routes.chat import chat_completions, chat_tokens
 from quengine.serve.routes.completions import completions
 from quengine.serve.routes.infill import infill
-from quengine.serve.routes.models import table as models_routes
 from quengine.serve.routes.native import completion
 from quengine.serve.routes.ollama import embeddings as ollama_embeddings
 from quengine.serve.routes.ollama import generation, model_changes
@@ -116,10 +115,10 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     ),
     OfServer("GET /lora-adapters", status_routes.lora_adapters, "LoraAdapters"),
     OfServer("POST /lora-adapters", status_routes.change_lora_adapters, Success, "LoraScales", READS_ALONE),
-    OfServer("GET /models /v1/models", models_routes.models, ModelList, errors=(503,), apps=True),
-    OfServer("GET /v1/models/{name:path}", models_routes.model, Model, errors=(404, 503), apps=True),
-    OfServer("POST /models/load", models_routes.load, Success, ModelRequest, READS),
-    OfServer("POST /models/unload", models_routes.unload, Success, ModelRequest, (*READS_ALONE, 404)),
+    OfServer("GET /models /v1/models", model_routes.models, ModelList, errors=(503,), apps=True),
+    OfServer("GET /v1/models/{name:path}", model_routes.model, Model, errors=(404, 503), apps=True),
+    OfServer("POST /models/load", model_routes.load, Success, ModelRequest, READS),
+    OfServer("POST /models/unload", model_routes.unload, Success, ModelRequest, (*READS_ALONE, 404)),
     OfServer(
         "GET /v1/stream", stream_routes.read_stream, EVENTS, errors=(400, 404, 503), query=_CONVERSATION
     ),
