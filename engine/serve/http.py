@@ -46,7 +46,9 @@ def to_json(value: Any) -> bytes:
     try:
         return _encode(value)
     except (OverflowError, UnicodeError):  # or a number beyond 64 bits, which a client gave
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+        return json.dumps(
+            value, ensure_ascii=False, separators=(",", ":"), default=msgspec.to_builtins
+        ).encode(errors="replace")
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

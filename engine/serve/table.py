@@ -7,12 +7,11 @@ from starlette.responses import Response
 from quengine.serve.http import EVENTS, json_response
 from quengine.serve.models.registry import Models
 from quengine.serve.page.files import page, page_file
-from quengine.serve.routes import slot_routes, status_routes, stream_routes, token_routes
+from quengine.serve.routes import model_routes, slot_routes, status_routes, stream_routes, token_routes
 from quengine.serve.routes.anthropic.messages import count_tokens, messages
 from quengine.serve.routes.chat import chat_completions, chat_tokens
 from quengine.serve.routes.completions import completions
 from quengine.serve.routes.infill import infill
-from quengine.serve.routes.models import table as models_routes
 from quengine.serve.routes.native import completion
 from quengine.serve.routes.ollama import embeddings as ollama_embeddings
 from quengine.serve.routes.ollama import generation, model_changes
@@ -28,19 +27,45 @@ from quengine.serve.routes.responses.route import (
 from quengine.serve.routes.route import COMPUTES, NOTHING, READS, READS_ALONE, OfModel, OfServer
 from quengine.serve.routes.vectors.embeddings import embeddings, native_embeddings
 from quengine.serve.routes.vectors.rerank import rerank
-from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
+from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest, TokenCount
+from quengine.serve.schemas.llama import (
+    DetokenizedText,
+    Health,
+    KeptStream,
+    Model,
+    ModelList,
+    NativeEmbedding,
+    RenderedPrompt,
+    Success,
+)
 from quengine.serve.schemas.ollama import (
     OllamaChatRequest,
     OllamaCopyRequest,
     OllamaCreateRequest,
     OllamaDeleteRequest,
+    OllamaEmbed,
+    OllamaEmbeddings,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
+    OllamaProcesses,
+    OllamaPullLine,
     OllamaPullRequest,
+    OllamaShow,
     OllamaShowRequest,
+    OllamaSuccess,
+    OllamaTags,
+    OllamaVersion,
 )
-from quengine.serve.schemas.openai import ChatRequest, CompletionRequest, EmbeddingRequest, ResponseRequest
+from quengine.serve.schemas.openai import (
+    ChatRequest,
+    CompletionRequest,
+    DeletedResponse,
+    EmbeddingList,
+    EmbeddingRequest,
+    PromptTokens,
+    ResponseRequest,
+)
 from quengine.serve.schemas.openapi_parts import OBJECT, Schema, ref
 from quengine.serve.schemas.requests import (
     DetokenizeRequest,
@@ -74,10 +99,10 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     OfServer("GET /", page, _HTML, errors=(404,), keyless=True),
     OfServer("GET /page/{name}", page_file, _SCRIPT, errors=(404,), keyless=True),
     OfServer("GET /openapi.json", openapi, OBJECT, apps=True),
-    OfServer("GET /health /v1/health", status_routes.health, "Health", None, (503,), apps=True, keyless=True),
+    OfServer("GET /health /v1/health", status_routes.health, Health, None, (503,), apps=True, keyless=True),
     OfServer("GET /metrics", status_routes.metrics, CONTENT_TYPE_LATEST, errors=(501,)),
     OfServer("GET /props", status_routes.props, "Props", errors=(503,), apps=True),
-    OfServer("POST /props", status_routes.change_props, "Success", errors=(501,)),
+    OfServer("POST /props", status_routes.change_props, Success, errors=(501,)),
     OfServer("GET /slots", slot_routes.slots, "Slots", errors=(501, 503)),
     OfModel(
         "POST /slots/{id_slot}",
@@ -89,16 +114,18 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
         apps=False,
     ),
     OfServer("GET /lora-adapters", status_routes.lora_adapters, "LoraAdapters"),
-    OfServer("POST /lora-adapters", status_routes.change_lora_adapters, "Success", "LoraScales", READS_ALONE),
-    OfServer("GET /models /v1/models", models_routes.models, "ModelList", errors=(503,), apps=True),
-    OfServer("GET /v1/models/{name:path}", models_routes.model, "Model", errors=(404, 503), apps=True),
-    OfServer("POST /models/load", models_routes.load, "Success", ModelRequest, READS),
-    OfServer("POST /models/unload", models_routes.unload, "Success", ModelRequest, (*READS_ALONE, 404)),
+    OfServer("POST /lora-adapters", status_routes.change_lora_adapters, Success, "LoraScales", READS_ALONE),
+    OfServer("GET /models /v1/models", model_routes.models, ModelList, errors=(503,), apps=True),
+    OfServer("GET /v1/models/{name:path}", model_routes.model, Model, errors=(404, 503), apps=True),
+    OfServer("POST /models/load", model_routes.load, Success, ModelRequest, READS),
+    OfServer("POST /models/unload", model_routes.unload, Success, ModelRequest, (*READS_ALONE, 404)),
     OfServer(
         "GET /v1/stream", stream_routes.read_stream, EVENTS, errors=(400, 404, 503), query=_CONVERSATION
     ),
     OfServer("DELETE /v1/stream", stream_routes.stop_stream, NOTHING, errors=(400,), query=_CONVERSATION),
-    OfServer("POST /v1/streams/lookup", stream_routes.find_streams, "Streams", StreamsRequest, READS_ALONE),
+    OfServer(
+        "POST /v1/streams/lookup", stream_routes.find_streams, list[KeptStream], StreamsRequest, READS_ALONE
+    ),
     OfModel(
         "POST /v1/chat/completions /chat/completions",
         chat_completions,
@@ -111,7 +138,7 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     OfModel(
         "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens",
         chat_tokens,
-        "PromptTokens",
+        PromptTokens,
         ChatRequest,
         READS,
     ),
@@ -119,19 +146,19 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     OfModel(
         "POST /v1/responses/input_tokens /responses/input_tokens",
         response_tokens,
-        "PromptTokens",
+        PromptTokens,
         ResponseRequest,
         READS,
     ),
     OfModel(
         "POST /v1/messages", messages, "AnthropicMessage", MessagesRequest, _ANTHROPICS, "AnthropicEvent"
     ),
-    OfModel("POST /v1/messages/count_tokens", count_tokens, "TokenCount", CountTokensRequest, _ANTHROPICS),
+    OfModel("POST /v1/messages/count_tokens", count_tokens, TokenCount, CountTokensRequest, _ANTHROPICS),
     OfServer("GET /v1/responses/{id}", stored_response, "Response", errors=(400, 404)),
     OfServer("GET /v1/responses/{id}/input_items", response_input_items, "InputItemList", errors=(400, 404)),
-    OfServer("DELETE /v1/responses/{id}", delete_response, "DeletedResponse", errors=(404,)),
-    OfModel("POST /v1/embeddings", embeddings, "EmbeddingList", EmbeddingRequest),
-    OfModel("POST /embeddings /embedding", native_embeddings, "NativeEmbeddings", NativeEmbeddingRequest),
+    OfServer("DELETE /v1/responses/{id}", delete_response, DeletedResponse, errors=(404,)),
+    OfModel("POST /v1/embeddings", embeddings, EmbeddingList, EmbeddingRequest),
+    OfModel("POST /embeddings /embedding", native_embeddings, list[NativeEmbedding], NativeEmbeddingRequest),
     OfModel(
         "POST /v1/rerank /v2/rerank /rerank /v1/reranking /reranking",
         rerank,
@@ -141,8 +168,8 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     OfModel("POST /infill", infill, _ONE_OR_SEVERAL, InfillRequest, (*COMPUTES, 501), "NativeChunk"),
     OfModel("POST /completion /completions", completion, _ONE_OR_SEVERAL, NativeRequest, event="NativeChunk"),
     OfModel("POST /tokenize", token_routes.tokenize, "Tokens", TokenizeRequest, READS),
-    OfModel("POST /detokenize", token_routes.detokenize, "DetokenizedText", DetokenizeRequest, READS),
-    OfModel("POST /apply-template", token_routes.apply_template, "RenderedPrompt", TemplateRequest, READS),
+    OfModel("POST /detokenize", token_routes.detokenize, DetokenizedText, DetokenizeRequest, READS),
+    OfModel("POST /apply-template", token_routes.apply_template, RenderedPrompt, TemplateRequest, READS),
     OfModel("POST /api/chat", generation.chat, "OllamaChat", OllamaChatRequest, line="OllamaChatLine"),
     OfModel(
         "POST /api/generate",
@@ -151,30 +178,30 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
         OllamaGenerateRequest,
         line="OllamaGenerateLine",
     ),
-    OfModel("POST /api/embed", ollama_embeddings.embed, "OllamaEmbed", OllamaEmbedRequest),
+    OfModel("POST /api/embed", ollama_embeddings.embed, OllamaEmbed, OllamaEmbedRequest),
     OfModel(
-        "POST /api/embeddings", ollama_embeddings.one_embedding, "OllamaEmbeddings", OllamaEmbeddingsRequest
+        "POST /api/embeddings", ollama_embeddings.one_embedding, OllamaEmbeddings, OllamaEmbeddingsRequest
     ),
-    OfServer("GET /api/tags", ollama_models.tags, "OllamaTags", errors=(503,), apps=True),
-    OfServer("GET /api/ps", ollama_models.running, "OllamaProcesses", errors=(503,), apps=True),
-    OfServer("GET /api/version", ollama_models.version, "OllamaVersion", apps=True),
-    OfServer("POST /api/show", ollama_models.show, "OllamaShow", OllamaShowRequest, READS, apps=True),
+    OfServer("GET /api/tags", ollama_models.tags, OllamaTags, errors=(503,), apps=True),
+    OfServer("GET /api/ps", ollama_models.running, OllamaProcesses, errors=(503,), apps=True),
+    OfServer("GET /api/version", ollama_models.version, OllamaVersion, apps=True),
+    OfServer("POST /api/show", ollama_models.show, OllamaShow, OllamaShowRequest, READS, apps=True),
     OfServer(
         "POST /api/create",
         model_changes.create,
-        "OllamaCreate",
+        OllamaSuccess,
         OllamaCreateRequest,
         READS,
-        line="OllamaCreateLine",
+        line=OllamaSuccess,
     ),
     OfServer(
         "POST /api/pull",
         model_changes.pull,
-        "OllamaPull",
+        OllamaSuccess,
         OllamaPullRequest,
         (*READS, 429, 500, 502, 507),
-        line="OllamaPullLine",
+        line=OllamaPullLine,
     ),
-    OfServer("DELETE /api/delete", model_changes.delete, "OllamaDelete", OllamaDeleteRequest, (*READS, 500)),
-    OfServer("POST /api/copy", model_changes.copy, "OllamaCopy", OllamaCopyRequest, (*READS, 500)),
+    OfServer("DELETE /api/delete", model_changes.delete, OllamaSuccess, OllamaDeleteRequest, (*READS, 500)),
+    OfServer("POST /api/copy", model_changes.copy, OllamaSuccess, OllamaCopyRequest, (*READS, 500)),
 )

@@ -61,11 +61,6 @@ def prompt_tokens(request: GenerationRequest, end: Finished | None = None) -> in
     return end.timings.prompt_tokens if request.images and end is not None else len(request.prompt)
 
 
-def token_count(tokens: int) -> dict[str, Any]:
-    """How long a prompt is, as OpenAI's /v1/responses/input_tokens says it."""
-    return {"object": "response.input_tokens", "input_tokens": tokens}
-
-
 def stream_end(
     head: dict[str, Any],
     requests: Sequence[GenerationRequest],

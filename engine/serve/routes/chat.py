@@ -19,7 +19,6 @@ from quengine.serve.routes.answers import (
     answer_tail,
     stream_end,
     timings_body,
-    token_count,
 )
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.images import counted
@@ -35,7 +34,7 @@ from quengine.serve.routes.prompts import (
 from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.openai import ChatRequest
+from quengine.serve.schemas.openai import ChatRequest, PromptTokens
 from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.tool_calls import (
     CallDelta,
@@ -75,7 +74,7 @@ async def chat_tokens(host: ModelHost, request: Request) -> Response:
     body = await read_request(request, ChatRequest, host.limits)
     (answer, *_) = await unless_gone(request.receive, prepare_chat(host, body))
     tokens = await counted(host, answer.request.prompt, answer.request.images, "messages")
-    return json_response(token_count(tokens))
+    return json_response(PromptTokens(input_tokens=tokens))
 
 
 async def prepare_chat(host: ModelHost, body: ChatRequest) -> list[Answer]:

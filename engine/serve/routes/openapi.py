@@ -6,6 +6,7 @@ that of one event or line, as is the use before OpenAPI 3.2 has a word of its ow
 
 import re
 from collections.abc import Sequence
+from types import GenericAlias
 from typing import Any
 
 from quengine import __version__
@@ -15,6 +16,7 @@ from quengine.serve.schemas.fields import Body
 from quengine.serve.schemas.openapi_answers import answer_schemas
 from quengine.serve.schemas.openapi_parts import STRING, Schema, ref
 from quengine.serve.schemas.openapi_requests import request_schemas
+from quengine.serve.schemas.written import written_schemas
 from quengine.serve.settings import ServerSettings
 
 JSON = "application/json"
@@ -58,7 +60,8 @@ def document(
     }
     names = settings.model_names if settings.strict_model else ()
     bodies = dict.fromkeys(route.request for route in routes if isinstance(route.request, type))
-    schemas = {**request_schemas(bodies, settings.limits, names, vocab_size), **answer_schemas()}
+    _, written = written_schemas(_structs(routes))
+    schemas = {**request_schemas(bodies, settings.limits, names, vocab_size), **answer_schemas(), **written}
     components: dict[str, Any] = {"schemas": schemas}
     if settings.api_keys:
         components["securitySchemes"] = {
@@ -98,6 +101,25 @@ def _operation_id(method: str, path: str) -> str:
     return "_".join([method.lower(), *filter(None, words)])
 
 
+def _structs(routes: Sequence[OfModel | OfServer]) -> list[Any]:
+    """The types of all answers and lines that are structs."""
+    kinds = [each for route in routes for each in (route.answer, route.line) if _is_type(each)]
+    return list(dict.fromkeys(kinds))
+
+
+def _is_type(answer: Any) -> bool:
+    return isinstance(answer, type | GenericAlias)
+
+
+def _schema(answer: Any) -> Schema:
+    if isinstance(answer, str):
+        return ref(answer)
+    if not _is_type(answer):
+        return dict(answer)
+    ((schema,), _) = written_schemas([answer])
+    return schema
+
+
 def _name(request: type[Body] | str) -> str:
     return request if isinstance(request, str) else request.__name__
 
@@ -108,11 +130,11 @@ def _success(route: OfModel | OfServer) -> dict[str, Any]:
     if isinstance(route.answer, str) and "/" in route.answer:
         content: dict[str, Any] = {route.answer: {"schema": STRING}}
     else:
-        content = {JSON: {"schema": ref(route.answer) if isinstance(route.answer, str) else route.answer}}
+        content = {JSON: {"schema": _schema(route.answer)}}
     if route.event is not None:
         content[EVENTS] = {"schema": _event(route)}
     if route.line is not None:
-        content[LINES] = {"schema": {"anyOf": [ref(route.line), ref(route.error)]}}
+        content[LINES] = {"schema": {"anyOf": [_schema(route.line), ref(route.error)]}}
     return {"description": route.summary, "content": content}
 
 

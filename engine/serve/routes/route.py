@@ -5,7 +5,7 @@ Routing and access (`app.py`), the streams and errors of an API, and the OpenAPI
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +15,7 @@ from quengine.serve.models.registry import Models
 from quengine.serve.schemas.error_forms import error_schema_of
 from quengine.serve.schemas.fields import Body
 from quengine.serve.schemas.openapi_parts import Schema
+from quengine.serve.schemas.written import Written
 
 H = TypeVar("H", ModelHost, Models)
 
@@ -33,10 +34,11 @@ class Route(Generic[H]):
     Attributes:
         rule: its method, and its paths as Starlette takes them, between spaces.
         endpoint: its function; the first line of its docstring is the route's summary.
-        answer: a schema, the name of one, a media type for what is no JSON, or NOTHING.
+        answer: its struct, or a list of such; a schema, the name of one, a media type for what is no JSON, or NOTHING.
         request: the struct of its body, or the name of a schema.
         errors: the statuses of its errors, beside those of access.
-        event, line: the schema of a stream's events (EVENTS), and of its lines (LINES).
+        event: the name of the schema of a stream's events (EVENTS).
+        line: the struct of a stream's lines (LINES), or the name of a schema.
         query: names and schemas of parameters behind the path, all of them required.
         apps: apps of this machine may use it where no key guards anything: generating, and what they look at before.
         keyless: it needs no key.
@@ -45,11 +47,11 @@ class Route(Generic[H]):
 
     rule: str
     endpoint: Callable[[H, Request], Awaitable[Response]]
-    answer: Schema | str
+    answer: Schema | str | type[Any]
     request: type[Body] | str | None = None
     errors: tuple[int, ...] = ()
     event: str | None = None
-    line: str | None = None
+    line: str | type[Written] | None = None
     query: tuple[tuple[str, Schema], ...] = ()
     apps: bool = False
     keyless: bool = False

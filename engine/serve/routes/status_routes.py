@@ -1,7 +1,9 @@
 """The state of the server and of its models: health, metrics, properties, adapters. None of it loads a model."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,12 +12,14 @@ from quengine.models.hub.hub_name import quant_of
 from quengine.serve.http import json_response, read_array
 from quengine.serve.models.model_host import ModelHost, State
 from quengine.serve.models.registry import Models
+from quengine.serve.processes.shared_engine import ReplicaStats
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import FINGERPRINT
 from quengine.serve.routes.images import MEDIA_MARKER
 from quengine.serve.routes.native import generation_settings
 from quengine.serve.schemas.errors import ApiError, switched_off
 from quengine.serve.schemas.fields import LoraAdapter
+from quengine.serve.schemas.llama import Health, Replicas, Success
 from quengine.serve.schemas.reading import read_part
 from quengine.serve.settings import ServerSettings
 
@@ -34,14 +38,16 @@ async def health(models: Models, request: Request) -> Response:
             raise host.unavailable()
         if (trouble := host.worker.trouble) is not None:
             raise ApiError(503, trouble, code="unresponsive", retry_after=5)
-    sleeping = models.only is not None and models.only.kept is not None
-    status: dict[str, Any] = {"status": "ok", **({"is_sleeping": True} if sleeping else {})}
+    status = Health()
     if models.only is not None:
         stats = models.only.worker.stats
-        for name, replicas in (("replicas", stats.replicas), ("prefill_replicas", stats.prefill)):
-            if replicas:
-                status[name] = {"up": sum(each.up for each in replicas), "of": len(replicas)}
+        status.is_sleeping = UNSET if models.only.kept is None else True
+        status.replicas, status.prefill_replicas = _replicas(stats.replicas), _replicas(stats.prefill)
     return json_response(status)
+
+
+def _replicas(stats: Sequence[ReplicaStats]) -> Replicas | UnsetType:
+    return Replicas(up=sum(each.up for each in stats), of=len(stats)) if stats else UNSET
 
 
 async def metrics(models: Models, request: Request) -> Response:
@@ -148,4 +154,4 @@ async def change_lora_adapters(models: Models, request: Request) -> Response:
     There are none, so that all scales must be 0.
     """
     read_part(list[LoraAdapter], await read_array(request, models.settings.limits), "adapters")
-    return json_response({"success": True})
+    return json_response(Success())

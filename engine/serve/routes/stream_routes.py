@@ -11,6 +11,7 @@ from starlette.responses import Response
 from quengine.serve.http import EVENTS, EventStream, json_response, read_request
 from quengine.serve.models.registry import Models
 from quengine.serve.resumable import KeptStream
+from quengine.serve.schemas import llama
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.requests import StreamsRequest
 
@@ -56,13 +57,13 @@ async def find_streams(models: Models, request: Request) -> Response:
     body = await read_request(request, StreamsRequest, models.settings.limits)
     return json_response(
         [
-            {
-                "conversation_id": stream.conversation,
-                "is_done": stream.done,
-                "total_bytes": stream.total,
-                "started_at": int(stream.began),
-                "completed_at": int(stream.ended_at),
-            }
+            llama.KeptStream(
+                conversation_id=stream.conversation,
+                is_done=stream.done,
+                total_bytes=stream.total,
+                started_at=int(stream.began),
+                completed_at=int(stream.ended_at),
+            )
             for stream in models.streams.found(body.conversation_ids)
         ]
     )

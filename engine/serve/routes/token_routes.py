@@ -10,6 +10,7 @@ from quengine.serve.processes.shared_text import TextJob
 from quengine.serve.routes.constraints import read_tools
 from quengine.serve.routes.images import read_urls, without_urls
 from quengine.serve.routes.prompts import read_messages, template_variables, token_id
+from quengine.serve.schemas.llama import DetokenizedText, RenderedPrompt
 from quengine.serve.schemas.reading import token_ids
 from quengine.serve.schemas.requests import DetokenizeRequest, TemplateRequest, TokenizeRequest
 
@@ -37,7 +38,7 @@ async def detokenize(host: ModelHost, request: Request) -> Response:
     host.check_model_name(body.model)
     model = host.model
     text = await off_loop(lambda: model.decode(token_ids(body.tokens, "tokens", model.vocab_size)))
-    return json_response({"content": text})
+    return json_response(DetokenizedText(content=text))
 
 
 async def apply_template(host: ModelHost, request: Request) -> Response:
@@ -64,4 +65,4 @@ async def apply_template(host: ModelHost, request: Request) -> Response:
         ending=ending,
     )
     result = await unless_gone(request.receive, host.text_pool.perform(host.model, job))
-    return json_response({"prompt": result.text.decode().replace(IMAGE, model.marker or IMAGE)})
+    return json_response(RenderedPrompt(prompt=result.text.decode().replace(IMAGE, model.marker or IMAGE)))

@@ -28,6 +28,7 @@ from quengine.serve.schemas.openapi_parts import (
     record,
     ref,
 )
+from quengine.serve.schemas.written import Count, Written
 from quengine.structured.tool_calls import MAX_TOOLS
 
 
@@ -220,6 +221,10 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     stream: bool = False
 
 
+class TokenCount(Written):
+    input_tokens: Count
+
+
 def anthropic_answers() -> dict[str, Schema]:
     """The schemas of answers and of their parts, by component name."""
     text = record(type=const("text"), text=STRING)
@@ -261,5 +266,4 @@ def anthropic_answers() -> dict[str, Schema]:
         "AnthropicError": record(type=const("error"), error=error_schema()["properties"]["error"]),
         "AnthropicEvent": {"anyOf": events},
         "AnthropicMessage": message,
-        "TokenCount": record(input_tokens=COUNT),
     }

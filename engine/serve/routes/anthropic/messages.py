@@ -17,7 +17,7 @@ from quengine.serve.routes.constraints import answer_constraint, read_constraint
 from quengine.serve.routes.images import counted
 from quengine.serve.routes.sampling import sampling_params
 from quengine.serve.routes.streaming import ChunkForm, named_event, stream_answer, whole_answer
-from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
+from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest, TokenCount
 from quengine.serve.schemas.error_forms import AnthropicError
 from quengine.serve.schemas.errors import ApiError
 
@@ -50,7 +50,7 @@ async def count_tokens(host: ModelHost, request: Request) -> Response:
     await answer_constraint(use, host.model, await read_constraint(chat))
     await sampling_params(host, chat, logprobs=None, constraint=None)
     prompt = await unless_gone(request.receive, chat_prompt(host, chat, use, limited=False))
-    return json_response({"input_tokens": await counted(host, prompt.ids, prompt.images, "messages")})
+    return json_response(TokenCount(input_tokens=await counted(host, prompt.ids, prompt.images, "messages")))
 
 
 class _Form(ChunkForm):

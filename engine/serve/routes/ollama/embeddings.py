@@ -12,7 +12,12 @@ from quengine.serve.routes.ollama.requests import served_name
 from quengine.serve.routes.shortening import tell
 from quengine.serve.routes.vectors.embeddings import as_json
 from quengine.serve.routes.vectors.embeddings import embed as embed_prompts
-from quengine.serve.schemas.ollama import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from quengine.serve.schemas.ollama import (
+    OllamaEmbed,
+    OllamaEmbeddings,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+)
 from quengine.serve.schemas.openai import EmbeddingRequest
 
 
@@ -27,13 +32,12 @@ async def embed(host: ModelHost, request: Request) -> Response:
     vectors, tokens = await _vectors(host, request, body.model, body.input, notes, body.dimensions)
     answer = await off_loop(
         lambda: json_response(
-            {
-                "model": host.name,
-                "embeddings": [as_json(vector.tolist()) for vector in vectors],
-                "total_duration": nanoseconds(time.perf_counter() - began),
-                "load_duration": 0,
-                "prompt_eval_count": tokens,
-            }
+            OllamaEmbed(
+                model=host.name,
+                embeddings=[as_json(vector.tolist()) for vector in vectors],
+                total_duration=nanoseconds(time.perf_counter() - began),
+                prompt_eval_count=tokens,
+            )
         )
     )
     tell("/api/embed", notes or (), answer)
@@ -45,7 +49,7 @@ async def one_embedding(host: ModelHost, request: Request) -> Response:
     body = await read_request(request, OllamaEmbeddingsRequest, host.limits)
     notes: list[str] = []
     vectors, _ = await _vectors(host, request, body.model, body.prompt, notes)
-    answer = json_response({"embedding": vectors[0].tolist() if vectors else []})
+    answer = json_response(OllamaEmbeddings(embedding=vectors[0].tolist() if vectors else []))
     tell("/api/embeddings", notes, answer)
     return answer
 

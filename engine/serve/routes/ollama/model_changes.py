@@ -5,7 +5,6 @@ Each is refused without --allow-model-changes, but for a pull of what is here.
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,10 +24,12 @@ from quengine.serve.schemas.ollama import (
     OllamaCopyRequest,
     OllamaCreateRequest,
     OllamaDeleteRequest,
+    OllamaPullLine,
     OllamaPullRequest,
+    OllamaSuccess,
 )
 
-_SUCCESS = {"status": "success"}
+_SUCCESS = OllamaSuccess()
 
 
 async def pull(models: Models, request: Request) -> Response:
@@ -46,7 +47,7 @@ async def pull(models: Models, request: Request) -> Response:
     await off_loop(lambda: hub_name(plain))
     steps = models.pulls.follow(name, plain)
     if body.stream:
-        return EventStream(line({"status": "pulling manifest"}), _lines(steps), LINES)
+        return EventStream(line(OllamaPullLine(status="pulling manifest")), _lines(steps), LINES)
     await unless_gone(request.receive, _last(steps))
     return json_response(_SUCCESS)
 
@@ -69,17 +70,18 @@ async def _last(steps: AsyncGenerator[Step, None]) -> None:
             pass
 
 
-def _statuses(step: Step) -> list[dict[str, Any]]:
+def _statuses(step: Step) -> list[OllamaPullLine]:
     if not isinstance(step, FileProgress):
-        return [{"status": step}]
+        return [OllamaPullLine(status=step)]
     kind = "sha256" if len(step.digest) == 64 else "sha1"
-    progress = {
-        "status": f"pulling {step.digest[:12]}",
-        "digest": f"{kind}:{step.digest}",
-        "total": step.total,
-        "completed": step.completed,
-    }
-    return [progress, *([{"status": f"verifying {kind} digest"}] if step.completed == step.total else [])]
+    progress = OllamaPullLine(
+        status=f"pulling {step.digest[:12]}",
+        digest=f"{kind}:{step.digest}",
+        total=step.total,
+        completed=step.completed,
+    )
+    done = step.completed == step.total
+    return [progress, *([OllamaPullLine(status=f"verifying {kind} digest")] if done else [])]
 
 
 async def delete(models: Models, request: Request) -> Response:

@@ -19,7 +19,16 @@ from quengine.serve.routes.infill import fills_gaps
 from quengine.serve.routes.native import generation_settings
 from quengine.serve.routes.ollama.answers import timestamp
 from quengine.serve.routes.ollama.requests import served_name
-from quengine.serve.schemas.ollama import OllamaShowRequest
+from quengine.serve.schemas.ollama import (
+    OllamaDetails,
+    OllamaProcess,
+    OllamaProcesses,
+    OllamaShow,
+    OllamaShowRequest,
+    OllamaTag,
+    OllamaTags,
+    OllamaVersion,
+)
 
 API_VERSION = "0.12.0"
 """The release of Ollama whose API this is: clients compare it with the one that they need."""
@@ -32,21 +41,25 @@ _SHOWN = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_la
 async def version(models: Models, request: Request) -> Response:
     """The release of Ollama's API."""
     del models, request
-    return json_response({"version": API_VERSION})
+    return json_response(OllamaVersion(version=API_VERSION))
 
 
 async def tags(models: Models, request: Request) -> Response:
     """The names of the model."""
     del request
-    return json_response(
-        {
-            "models": [
-                {"name": name, "model": name, **_entry(each), "modified_at": _modified(models, each)}
-                for each in models.hosts
-                for name in each.spec.settings.model_names
-            ]
-        }
-    )
+    listed = [
+        OllamaTag(
+            name=name,
+            model=name,
+            size=_facts(each).get("size", 0),
+            digest=_digest(each),
+            details=_details(_facts(each)),
+            modified_at=_modified(models, each),
+        )
+        for each in models.hosts
+        for name in each.spec.settings.model_names
+    ]
+    return json_response(OllamaTags(models=listed))
 
 
 async def running(models: Models, request: Request) -> Response:
@@ -56,25 +69,22 @@ async def running(models: Models, request: Request) -> Response:
     """
     del request
     there = [each for each in models.hosts if each.loaded or (each.alone and each.kept is None)]
-    return json_response(
-        {
-            "models": [
-                {"name": name, "model": name, **_entry(each), **_in_memory(each)}
-                for each in there
-                for name in each.spec.settings.model_names
-            ]
-        }
-    )
+    listed = [_in_memory(each, name) for each in there for name in each.spec.settings.model_names]
+    return json_response(OllamaProcesses(models=listed))
 
 
-def _in_memory(host: ModelHost) -> dict[str, Any]:
+def _in_memory(host: ModelHost, name: str) -> OllamaProcess:
     left, size = host.expires_in, host.memory or host.nbytes
-    return {
-        "size": size,
-        "expires_at": NEVER if left is None else timestamp(time.time() + min(left, _LONG_S)),
-        "size_vram": size if host.device.startswith("cuda") else 0,
-        "context_length": host.model.ctx_size,
-    }
+    return OllamaProcess(
+        name=name,
+        model=name,
+        size=size,
+        digest=_digest(host),
+        details=_details(_facts(host)),
+        expires_at=NEVER if left is None else timestamp(time.time() + min(left, _LONG_S)),
+        size_vram=size if host.device.startswith("cuda") else 0,
+        context_length=host.model.ctx_size,
+    )
 
 
 async def show(models: Models, request: Request) -> Response:
@@ -89,15 +99,15 @@ async def show(models: Models, request: Request) -> Response:
     settings = generation_settings(host.settings.defaults, model)
     parameters = [("num_ctx", model.ctx_size), *((name, settings[name]) for name in _SHOWN)]
     return json_response(
-        {
-            "modelfile": f"FROM {host.name}\n",
-            "parameters": "\n".join(f"{name:30} {value}" for name, value in parameters),
-            "template": model.template or "",
-            "details": _details(model.facts),
-            "model_info": _model_info(model),
-            "capabilities": _capabilities(model),
-            "modified_at": _modified(models, models.named(body.given)),
-        }
+        OllamaShow(
+            modelfile=f"FROM {host.name}\n",
+            parameters="\n".join(f"{name:30} {value}" for name, value in parameters),
+            template=model.template or "",
+            details=_details(model.facts),
+            model_info=_model_info(model),
+            capabilities=_capabilities(model),
+            modified_at=_modified(models, models.named(body.given)),
+        )
     )
 
 
@@ -117,27 +127,21 @@ def _modified(models: Models, host: ModelHost) -> str:
         return timestamp(models.created)
 
 
-def _entry(host: ModelHost) -> dict[str, Any]:
-    """What lists of models say of each. `digest` is that of the description: the file's would take reading it."""
-    facts = _facts(host)
-    text = json.dumps(dict(facts), sort_keys=True, default=str)
-    return {
-        "size": facts.get("size", 0),
-        "digest": hashlib.sha256(text.encode(errors="replace")).hexdigest(),
-        "details": _details(facts),
-    }
+def _digest(host: ModelHost) -> str:
+    """That of a model's description: the file's would take reading it."""
+    text = json.dumps(dict(_facts(host)), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
-def _details(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _details(facts: Mapping[str, Any]) -> OllamaDetails:
     path, family = Path(facts.get("path") or ".gguf"), str(facts.get("architecture", ""))
-    return {
-        "parent_model": "",
-        "format": "gguf" if path.name.endswith(".gguf") else "safetensors",
-        "family": family,
-        "families": [family],
-        "parameter_size": _parameter_size(int(facts.get("n_params", 0))),
-        "quantization_level": quant_of(path.name),
-    }
+    return OllamaDetails(
+        format="gguf" if path.name.endswith(".gguf") else "safetensors",
+        family=family,
+        families=[family],
+        parameter_size=_parameter_size(int(facts.get("n_params", 0))),
+        quantization_level=quant_of(path.name),
+    )
 
 
 def _parameter_size(count: int) -> str:

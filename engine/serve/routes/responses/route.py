@@ -8,7 +8,6 @@ from quengine.serve.http import json_response, off_loop, read_request, unless_go
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
 from quengine.serve.routes.answer_events import Answer
-from quengine.serve.routes.answers import token_count
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.images import counted
 from quengine.serve.routes.prompts import reasoning_wanted
@@ -20,7 +19,7 @@ from quengine.serve.routes.sampling import requests_of, sampling_params
 from quengine.serve.routes.shortening import tell
 from quengine.serve.routes.streaming import stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.openai import ResponseRequest
+from quengine.serve.schemas.openai import DeletedResponse, PromptTokens, ResponseRequest
 from quengine.serve.schemas.reading import shown
 from quengine.structured.constraint_spec import ConstraintSpec
 
@@ -47,7 +46,7 @@ async def response_tokens(host: ModelHost, request: Request) -> Response:
     form = await unless_gone(request.receive, _prepared(host, body, []))
     asked = form.answer.request
     tokens = await counted(host, asked.prompt, asked.images, "input")
-    return json_response(token_count(tokens))
+    return json_response(PromptTokens(input_tokens=tokens))
 
 
 async def stored_response(models: Models, request: Request) -> Response:
@@ -94,7 +93,7 @@ async def delete_response(models: Models, request: Request) -> Response:
     """Delete a stored response."""
     response_id = request.path_params["id"]
     models.responses.delete(response_id)
-    return json_response({"id": response_id, "object": "response", "deleted": True})
+    return json_response(DeletedResponse(id=response_id))
 
 
 async def _prepared(host: ModelHost, body: ResponseRequest, notes: list[str]) -> ResponseForm:

@@ -18,7 +18,8 @@ from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.streaming import answered
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.openai import EmbeddingRequest
+from quengine.serve.schemas.llama import NativeEmbedding
+from quengine.serve.schemas.openai import Embedding, EmbeddingList, EmbeddingRequest, PromptUsage
 from quengine.serve.schemas.reading import wrong_value
 from quengine.serve.schemas.requests import NativeEmbeddingRequest
 
@@ -32,19 +33,14 @@ async def embeddings(host: ModelHost, request: Request) -> Response:
     vectors, tokens = await embed(host, request, body)
     return await off_loop(
         lambda: json_response(
-            {
-                "object": "list",
-                "data": [
-                    {
-                        "object": "embedding",
-                        "index": index,
-                        "embedding": as_json(_encoded(vector, body.encoding_format)),
-                    }
+            EmbeddingList(
+                data=[
+                    Embedding(index=index, embedding=as_json(_encoded(vector, body.encoding_format)))
                     for index, vector in enumerate(vectors)
                 ],
-                "model": host.name,
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            }
+                model=host.name,
+                usage=PromptUsage(prompt_tokens=tokens, total_tokens=tokens),
+            )
         )
     )
 
@@ -93,7 +89,9 @@ async def native_embeddings(host: ModelHost, request: Request) -> Response:
     return await off_loop(
         lambda: json_response(
             [
-                {"index": index, "embedding": [as_json(row.tolist()) for row in vector.reshape(-1, width)]}
+                NativeEmbedding(
+                    index=index, embedding=[as_json(row.tolist()) for row in vector.reshape(-1, width)]
+                )
                 for index, vector in enumerate(vectors)
             ]
         )

@@ -13,6 +13,7 @@ from quengine.serve.http import json_response, off_loop, read_request
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
 from quengine.serve.schemas.errors import ApiError
+from quengine.serve.schemas.llama import Modalities, Model, ModelList, ModelStatus, Success
 from quengine.serve.schemas.requests import ModelRequest
 
 _EPOCH = time.time() - time.monotonic()
@@ -30,7 +31,7 @@ async def models(models: Models, request: Request) -> Response:
     hosts = list(models.hosts)
     seeing = await off_loop(lambda: {each for each in hosts if _may_see(each)})
     rows = [_model(models, each, name, each in seeing) for each in hosts for name in _ids(each)]
-    return json_response({"object": "list", "data": rows})
+    return json_response(ModelList(data=rows))
 
 
 async def model(models: Models, request: Request) -> Response:
@@ -49,14 +50,14 @@ async def load(models: Models, request: Request) -> Response:
     """
     body = await read_request(request, ModelRequest, models.settings.limits)
     models.load(models.named(body.model))
-    return json_response({"success": True})
+    return json_response(Success())
 
 
 async def unload(models: Models, request: Request) -> Response:
     """Unload a model after its running answers."""
     body = await read_request(request, ModelRequest, models.settings.limits)
     await models.unload(models.named(body.model))
-    return json_response({"success": True})
+    return json_response(Success())
 
 
 def _ids(host: ModelHost) -> tuple[str, ...]:
@@ -65,7 +66,7 @@ def _ids(host: ModelHost) -> tuple[str, ...]:
     return names if host.alone else names[:1]
 
 
-def _model(models: Models, host: ModelHost, name: str, may_see: bool) -> dict[str, Any]:
+def _model(models: Models, host: ModelHost, name: str, may_see: bool) -> Model:
     meta: dict[str, Any] = {"size": host.nbytes}
     modalities = ["text"]
     if host.loaded or host.alone:
@@ -75,17 +76,15 @@ def _model(models: Models, host: ModelHost, name: str, may_see: bool) -> dict[st
         meta = shown | {"n_ctx": served.ctx_size, "ftype": quant_of(str(served.facts.get("path", "")))}
     elif may_see:
         modalities.append("image")
-    return {
-        "id": name,
-        "object": "model",
-        "created": models.created,
-        "owned_by": "quengine",
-        "aliases": host.spec.settings.model_names,
-        "tags": host.spec.settings.model_tags,
-        "architecture": {"input_modalities": modalities, "output_modalities": ["text"]},
-        "meta": meta,
-        "status": _status(models, host),
-    }
+    return Model(
+        id=name,
+        created=models.created,
+        aliases=host.spec.settings.model_names,
+        tags=host.spec.settings.model_tags,
+        architecture=Modalities(input_modalities=modalities, output_modalities=["text"]),
+        meta=meta,
+        status=_status(models, host),
+    )
 
 
 def _may_see(host: ModelHost) -> bool:
@@ -98,19 +97,12 @@ def _may_see(host: ModelHost) -> bool:
     return config.mmproj is not None or find_projector(path) is not None
 
 
-def _status(models: Models, host: ModelHost) -> dict[str, Any]:
-    """As llama-server's router has it, with what `engine ps` prints, and whether POST /models/unload can unload it."""
-    status: dict[str, Any] = {"value": host.status, "unloadable": models.unloads and host.loaded}
+def _status(models: Models, host: ModelHost) -> ModelStatus:
+    status = ModelStatus(value=host.status, unloadable=models.unloads and host.loaded)
     if host.failure is not None and not host.loaded:
-        status |= {"failed": True, "error": host.failure}
+        status.failed, status.error = True, host.failure
     if host.loaded:
-        worker = host.worker
-        status |= {
-            "device": host.device,
-            "memory": host.memory,
-            "running": worker.running,
-            "waiting": worker.waiting,
-            "last_used": round(_EPOCH + host.used_at, 3),
-            "keep_seconds": host.keep_s,
-        }
+        status.device, status.memory = host.device, host.memory
+        status.running, status.waiting = host.worker.running, host.worker.waiting
+        status.last_used, status.keep_seconds = round(_EPOCH + host.used_at, 3), host.keep_s
     return status
