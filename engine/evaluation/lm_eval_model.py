@@ -6,13 +6,14 @@ Importing this module registers the name; run as a program it then is `lm_eval`,
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lm_eval.models  # noqa: F401  (lm-eval registers its own only while no other model is)
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
 
 from quengine.errors import EngineError
 from quengine.llm import LLM
@@ -88,16 +89,14 @@ class QuengineLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return tokenizer.encode(string, bos=bos, special=self._is_templated)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Log-probability of each continuation, and whether it is what a temperature of 0 generates; what is too long
         loses its beginning."""
-        pairs = [(context, after) for _, context, after in requests]
-        scored = score_continuations(self.llm, [self._fitting(*pair) for pair in pairs])
+        scored = score_continuations(self.llm, [self._fitting(*pair) for _, *pair in requests])
+        shown = tqdm(scored, desc="Running loglikelihood requests", total=len(requests), disable=disable_tqdm)
         found = list[tuple[float, bool]]()
-        for (texts, _, _), (logprobs, greedy) in zip(
-            requests, self._shown(scored, len(pairs), disable_tqdm), strict=True
-        ):
+        for (texts, *_), (logprobs, greedy) in zip(requests, shown, strict=True):
             found.append((sum(logprobs), greedy))
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, found[-1])
@@ -137,11 +136,6 @@ class QuengineLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
-
-    def _shown(self, values: Iterable[Any], count: int, hidden: bool) -> Iterable[Any]:
-        from tqdm import tqdm
-
-        return tqdm(values, desc="Running loglikelihood requests", total=count, disable=hidden)
 
 
 def _params(settings: dict[str, Any]) -> SamplingParams:
