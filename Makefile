@@ -80,7 +80,7 @@ test-gpu: $(VENV)/tested
 
 # Every CUDA kernel for three GPUs, none of which need be there.
 aot: $(VENV)/installed
-	$(BIN)/python -m quengine.kernels.cuda.aot
+	$(BIN)/python -m benchmarks.checks.aot
 
 # mypy and mkdocstrings read packages by folder name, so the import root is laid out as links.
 IMPORT_ROOT = rm -rf $(1) && mkdir -p $(1)/quengine && \

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from quengine.cli.bench_page import bench_page
-from quengine.diagnostics.bench import bench_machine
-from quengine.diagnostics.bench.bench_machine import MATRIX_SIZE
+from quengine.diagnostics import machine
 from quengine.diagnostics.bench.bench_row import BenchRow
 from quengine.diagnostics.bench.profile import format_profile
 from quengine.memory import gib
@@ -160,9 +159,9 @@ def _yardsticks(row: BenchRow) -> str:
     """What the percentages are of."""
     parts = [f"copies at {row.bandwidth / 1e9:.0f} GB/s, read and written"]
     if row.matrix_rate is not None:
-        size = " x ".join([str(MATRIX_SIZE)] * 3)
+        size = " x ".join([str(machine.MATRIX_SIZE)] * 3)
         parts.append(f"fp16 matrix products (cuBLAS, {size}) at {row.matrix_rate / 1e12:.0f} TFLOP/s")
-    name = bench_machine.describe_machine(row.device)["machine"]["gpu"]["name"]
+    name = machine.describe_machine(row.device)["machine"]["gpu"]["name"]
     return f"Measured on this {name}: {'; '.join(parts)}."
 
 
@@ -174,7 +173,7 @@ def _print_profiles(row: BenchRow) -> None:
 
 
 def _described(row: BenchRow) -> dict[str, Any]:
-    return row.as_dict(bench_machine.describe_machine(row.device))
+    return row.as_dict(machine.describe_machine(row.device))
 
 
 def _write_json(rows: Iterator[BenchRow]) -> None:
@@ -202,8 +201,8 @@ def _write_html(rows: Iterator[BenchRow]) -> None:
     found = list(rows)
     headings = tuple(dict.fromkeys(column for row in found for column in _columns_of(row)))
     cells = [[column[2](row) if column in _columns_of(row) else "-" for column in headings] for row in found]
-    machine = bench_machine.describe_machine(found[0].device)
-    sys.stdout.write(bench_page(found, machine, [[name for name, _, _ in headings], *cells]))
+    described = machine.describe_machine(found[0].device)
+    sys.stdout.write(bench_page(found, described, [[name for name, _, _ in headings], *cells]))
 
 
 _WRITERS: dict[str, Callable[[Iterator[BenchRow]], None]] = {

@@ -13,8 +13,13 @@ import typer
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
-"""Pages of the repository's root, and what the site calls them."""
+OUTSIDE = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples/README.md": "examples.md",
+    "README.md": "index.md",
+}
+"""Pages outside of docs/, and what the site calls them."""
 MARK = "<!-- commands -->"
 
 
@@ -22,8 +27,16 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the pages from outside of docs/."""
     for name, page in OUTSIDE.items():
         if page != "index.md":
-            files.append(File.generated(config, page, content=_inside((ROOT / name).read_text())))
+            text = _inside((ROOT / name).read_text("utf-8"))
+            if page == "examples.md":
+                text = "\n".join((re.sub(r"\]\((\w+)\.py\)", r"](#\1py)", text), *_scripts()))
+            files.append(File.generated(config, page, content=text))
     return files
+
+
+def _scripts() -> Iterator[str]:
+    for script in sorted((ROOT / "examples").glob("*.py")):
+        yield from ("", f"## {script.name}", "", "```python", script.read_text("utf-8").rstrip(), "```")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

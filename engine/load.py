@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
@@ -28,7 +28,7 @@ from quengine.loading.placement import (
     rank_count,
     stages_of,
 )
-from quengine.memory import gib
+from quengine.memory import gib, image_room
 from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.config import Stage
@@ -59,6 +59,7 @@ class LoadedModel:
     experts: the experts in host memory, on a CUDA device.
     ranks: the processes that share the model; None: it is not shared.
     vision: makes images rows of prompts, from the file or folder `projector`; None: the model reads text.
+    kept_images: bytes of the device's memory for encoded images.
     config: the options, with what was chosen for drafts.
     """
 
@@ -76,6 +77,7 @@ class LoadedModel:
     ranks: "RankGroup | None" = None
     vision: Vision | None = None
     projector: Path | None = None
+    kept_images: int = 0
     config: EngineConfig = field(default_factory=EngineConfig)
 
     @property
@@ -94,9 +96,8 @@ class LoadedModel:
         return sum(file.nbytes for file in files if file is not None) + self.cache.nbytes + drafts
 
     def close(self) -> None:
-        """Ends the other ranks, and unmaps the files."""
-        if self.ranks is not None:
-            self.runner.release()
+        """Ends the other ranks, gives up what was captured, and unmaps the files."""
+        self.runner.release()
         self.checkpoint.close()
         if self.draft_checkpoint is not None:
             self.draft_checkpoint.close()
@@ -139,6 +140,8 @@ def load_model(
     config, own = settle_drafts(config, checkpoint, device, vision is not None)
     draft = draft if own is None else own
     free = free_memory(device, config.ranks)
+    kept_images = 0 if vision is None else image_room(device.type, free, config.image_cache)
+    free -= kept_images
     logger.info("device %s: %s; %s of memory free", device, device_name(device), gib(free))
     experts = ExpertPlacement.choose(config, part, device.type)
     experts.check_host_memory(available_memory())
@@ -164,7 +167,7 @@ def load_model(
     return LoadedModel(
         *(path, checkpoint, tokenizer.result(), runner, device, threads, load_s, notes, experts),
         *(drafts, draft, runner.ranks, vision, None if vision is None else projector_path(config, path)),
-        config,
+        *(kept_images, config),
     )
 
 

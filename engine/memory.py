@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from operator import mul
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.config import MOST_DRAFT_TOKENS
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
@@ -61,6 +61,10 @@ CHECKPOINTS_SHARE = 8
 COLD_BYTES, COLD_SHARE = 8 * 2**30, 8
 """Host memory for checkpoints that have no room on a CUDA device: so much, and one part in so many of what is free, at
 most."""
+
+_IMAGES_SHARE = 64
+"""Encoded images take at most one part in this number of the free memory of a CUDA device, before they go to the
+host's: of 140 GiB 80 images of 1,369 rows of 5,120."""
 
 _SLAB = 512 * 2**20
 """Bytes that are pinned at once, at most, unless a single state takes more: some 0.1 seconds."""
@@ -279,6 +283,17 @@ def state_pool(config: ModelConfig, group: CacheGroup, states: int, drafts: bool
     return CachePool(
         states, is_state=True, rewinds=rewinds, spares=int(drafts and rewinds < MOST_DRAFT_TOKENS)
     )
+
+
+def image_room(kind: str, free: int, host_mib: int) -> int:
+    """Bytes of a device's memory that keep encoded images.
+
+    Args:
+        kind: kind of device, "cpu" or "cuda".
+        free: bytes of its memory that are free.
+        host_mib: the user's MiB of host memory for them; with 0 none are kept.
+    """
+    return free // _IMAGES_SHARE if kind == "cuda" and host_mib else 0
 
 
 def cold_slab(size: int) -> int:

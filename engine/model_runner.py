@@ -3,16 +3,15 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from quengine.block_manager import BlockCopy
+from quengine.block_pool import BlockCopy
 from quengine.errors import EngineError
 from quengine.kernels import sampling
-from quengine.kernels.embedded_rows import EmbeddedRows, embedded_rows
+from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
@@ -25,6 +24,7 @@ from quengine.request.prompt_scores import split_rows
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.runners.graph_keys import GraphKey
+from quengine.runners.image_rows import angles_of_step, embeds_of
 from quengine.runners.state_copies import copies_before
 from quengine.sampler import Result
 from quengine.slot import Slot
@@ -33,11 +33,8 @@ from quengine.step_plan import (
     GivenRows,
     SequenceRows,
     StepPlan,
-    angle_rows,
     forward_batch,
     given_rows,
-    results_after,
-    samples,
     scored_rows,
 )
 
@@ -62,12 +59,11 @@ class StepGraphs(Protocol):
     kernels_per_step: int | None
     together: Together
 
-    def lookup(self, phase: Phase, rows: Seq[SequenceRows]) -> GraphKey | None:
+    def lookup(
+        self, phase: Phase, rows: Seq[SequenceRows], embeds: EmbeddedRows | None = None
+    ) -> GraphKey | None:
         """The key of the captured step for these rows; None if they are to be computed eagerly."""
         ...
-
-    takes_embeds: bool
-    """Whether rows of a captured prefill step may be given as embeddings."""
 
     def replay(
         self,
@@ -133,11 +129,14 @@ class ModelRunner:
             self.graphs.together = ranks.together
 
     def release(self) -> None:
-        """Releases the captured steps, after which no step can be computed. Other ranks then leave the group."""
+        """Releases the captured steps, the weights and the cache: no step can be computed any more. Other ranks leave
+        the group."""
         if self.graphs is not None:
             self.graphs.release()
         if self.ranks is not None:
             self.ranks.close()
+        self.graphs = self.device_decoder = None
+        del self.decoder, self.cache
 
     def launch(self, plan: StepPlan, on_host: bool = False) -> StepPlan:
         """Launches a step, on a CUDA device without waiting for it; returns it, with its results. `on_host`: tokens are
@@ -155,22 +154,23 @@ class ModelRunner:
         exception that is raised concerns all rows; no sequence has then advanced, and the call may be repeated with
         fewer of them. The block tables cover the rows.
         """
-        if plan.phase == "prefill" and (found := self._pooled_or_scored(plan)) is not None:
-            plan.results = lambda: found
-            return plan
-        given = plan.given
-        if self.device_decoder is not None and not on_host and not given.numbers:
-            with ProfilerRange(f"launch {_NAMES[plan.phase]}"):
-                results = self.device_decoder.launch(plan)
-            if results is not None:
-                plan.results, plan.may_follow = results, True
+        if plan.phase == "prefill":
+            plan.outcome = self._pooled_or_scored(plan)
+            if plan.outcome is not None:
                 return plan
+        given, device = plan.given, self.device_decoder
+        if device is not None and not on_host:
+            with ProfilerRange(f"launch {_NAMES[plan.phase]}"):
+                if plan.phase == "prefill":
+                    device.launch_prompts(plan, given)
+                    return plan
+                if device.launch(plan):
+                    return plan
         if plan.phase == "decode" and self._has_states:
             self._keep_states(list(zip(plan.sequences, plan.starts, strict=True)))
         with ProfilerRange(_NAMES[plan.phase]):
             logits = self.forward(plan.phase, plan.rows, given=given).float().cpu()
-        after = partial(_sampled_after, logits)
-        plan.results = partial(results_after, plan.sequences, plan.slots, plan.sampled_rows, after)
+        plan.sampled, plan.logits = plan.sampled_rows, dict(enumerate(logits))
         return plan
 
     def _pooled_or_scored(self, plan: StepPlan) -> list[Result] | None:
@@ -197,50 +197,28 @@ class ModelRunner:
         output: Literal["last logits", "all logits"] = "all logits" if all_logits else "last logits"
         step = PlannedStep(phase, rows, output, eager=eager)
         with self.together(step.giving(given, self.decoder.config.embedding_length)):
-            embeds, graphs = self._embeds(given), self.graphs
-            angles = self._angles(rows, given)
-            captures = not all_logits and not eager
-            plain = embeds is None or (embeds.later is None and not given.spans)
-            takes = embeds is None or (graphs is not None and graphs.takes_embeds and plain)
-            if graphs is not None and captures and takes:
-                key = graphs.lookup(phase, rows)
+            embeds, angles = self._given(rows, given)
+            graphs = self.graphs
+            if graphs is not None and not all_logits and not eager:
+                key = graphs.lookup(phase, rows, embeds)
                 if key is not None:
                     return graphs.replay(key, rows, embeds, angles)
             batch = forward_batch(phase, rows, self.decoder.backend.device, all_logits, embeds, angles)
             return self.decoder.forward(batch, self.cache.layers)
 
-    def _embeds(self, given: GivenRows) -> EmbeddedRows | None:
-        """The rows given as embeddings on the device, on all ranks that have a part of the embedding layer."""
-        if not given.numbers:
-            return None
-        config, device = self.decoder.config, self.decoder.backend.device
-        width, values = config.embedding_length, given.values
-        if values is None:
-            values = torch.empty(len(given.numbers), (1 + given.later) * width, device=device)
-        embeds = embedded_rows(list(given.numbers), values, device, width, given.spans)
-        if (
-            config.stage is not None
-        ):  # the first one alone has the embedding layer, and all layers that add to rows
-            return embeds if config.stage.is_first else embeds._replace(later=None)
-        self.decoder.backend.communicator.broadcast(embeds.values)
-        if embeds.later is not None:
-            self.decoder.backend.communicator.broadcast(embeds.later)
-        return embeds
-
-    def _angles(self, rows: Seq[SequenceRows], given: GivenRows) -> list[int] | None:
-        """`angle_rows` of a step, whose image rows' angles are in the rotary tables once it runs."""
-        if given.places:
-            places = torch.tensor(given.places, device=self.decoder.backend.device)
-            self.decoder.turn_images(places)
-        return angle_rows(rows, self.cache.ctx_size, given)
+    def _given(
+        self, rows: Seq[SequenceRows], given: GivenRows
+    ) -> tuple[EmbeddedRows | None, list[int] | None]:
+        """The rows of a step that are given, and the positions that all are rotated by."""
+        angles = angles_of_step(self.decoder, self.cache.ctx_size, rows, given)
+        return embeds_of(self.decoder, given), angles
 
     @torch.no_grad()
     def hidden(self, rows: Seq[SequenceRows], given: GivenRows = TOKENS_ALONE) -> Tensor:
         """The hidden rows that the output matrix would read, of all tokens of these chunks: [T, embedding length]."""
         step = PlannedStep("prefill", rows, "hidden rows")
         with self.together(step.giving(given, self.decoder.config.embedding_length)):
-            embeds = self._embeds(given)
-            angles = self._angles(rows, given)
+            embeds, angles = self._given(rows, given)
             batch = forward_batch("prefill", rows, self.decoder.backend.device, False, embeds, angles)
             return self.decoder.hidden(batch, self.cache.layers)
 
@@ -252,7 +230,7 @@ class ModelRunner:
         step = PlannedStep("prefill", rows, "logits of parts", parts=parts)
         with self.together(step.giving(given, self.decoder.config.embedding_length)):
             device = self.decoder.backend.device
-            embeds, angles = self._embeds(given), self._angles(rows, given)
+            embeds, angles = self._given(rows, given)
             batch = forward_batch("prefill", rows, device, False, embeds, angles)
             tensors = (torch.tensor(part, device=device) for part in parts)
             yield from self.decoder.forward_parts(batch, self.cache.layers, tensors)
@@ -337,12 +315,11 @@ class ModelRunner:
             for (sequence, rows), of_rows in zip(scored, logits, strict=False):
                 if results[sequence] is None:
                     results[sequence] = _add_scores(sequence, of_rows[: len(rows)])
-            rows_left = next(logits).float().cpu() if sampled else ()
+            rows_left = dict(enumerate(next(logits).float().cpu())) if sampled else {}
             next(logits, None)  # ends the step on all ranks
-        with ProfilerRange("sample"):
-            for sequence, row in zip(sampled, rows_left, strict=True):
-                if results[sequence] is None:
-                    results[sequence] = sequence.sample_next(row)
+        for row, sequence in enumerate(sampled):
+            if results[sequence] is None:
+                results[sequence] = sequence.sampled_after(row, rows_left, ())
         return list(results.values())
 
     @torch.no_grad()
@@ -362,22 +339,16 @@ class ModelRunner:
         return None
 
 
-def _sampled_after(logits: Tensor, sequence: Sequence, row: int) -> Result:
-    """The token after a row of a sequence, given the step's logits [rows, vocab] on the host."""
-    with ProfilerRange("sample"):
-        return sequence.sample_next(logits[row])
-
-
 def _wanted_rows(
     plan: StepPlan, vocab_size: int
 ) -> tuple[list[tuple[Sequence, list[int]]], dict[Sequence, int]]:
     """Rows of a step of chunks: those that score prompts, in parts, and the last row of each sampled sequence."""
     scored, sampled, first = list[tuple[Sequence, list[int]]](), dict[Sequence, int](), 0
-    for sequence, chunk in zip(plan.sequences, plan.chunks, strict=True):
+    for sequence, chunk, ends in zip(plan.sequences, plan.chunks, plan.sampled_rows, strict=True):
         for part in split_rows(scored_rows(sequence, chunk), vocab_size):
             scored.append((sequence, [first + row for row in part]))
         first += len(chunk.ids)
-        if samples(sequence, chunk):
+        if ends is not None:
             sampled[sequence] = first - 1
     return scored, sampled
 

@@ -1,6 +1,6 @@
 """One step: whose rows are computed, as the scheduler plans it and a runner launches it, and then its results."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quengine.kernels.embedded_rows import EmbeddedRows
+from quengine.kernels.embedded_rows import EmbeddedRows, joined
 from quengine.kernels.forward_batch import BlockTables, ForwardBatch, Phase, decode_batch, prefill_batch
 from quengine.request.prompt_images import PromptImages
 from quengine.request.sequence import Sequence
-from quengine.sampler import Result, Sample, Verified
+from quengine.sampler import NO_CHOICE, Result, Sample, Verified
 from quengine.slot import Slot
 
 
@@ -62,10 +62,6 @@ class DraftRoom(NamedTuple):
     end: int
 
 
-def _not_launched() -> list[Result]:
-    raise RuntimeError("the step has not been launched")
-
-
 @dataclass(eq=False)
 class StepPlan:
     """One step: a chunk of each sequence's prompt (prefill), or its next token (decode). The scheduler plans it, a
@@ -77,10 +73,15 @@ class StepPlan:
         starts: the position of each sequence's first row; -1: the device alone knows it.
         chunks: in prefill, the rows. In decode they follow from the sequences, as far as the host knows them.
         drafting: in a decode step that drafts on the device, the draft of each sequence; else empty.
-        results: waits for the results of the sequences, in order, once the step is launched; None for a sequence
-            cancelled meanwhile, NO_CHOICE where a device found no token (`ModelRunner.explain`). Valid until the next
-            step is launched, unless `may_follow`. It does not refer to the plan, so that its logits are freed early.
-        may_follow: another step may be launched before the results are taken.
+
+    A runner that launches it sets what its results follow from:
+        sampled: the `sampled_rows`; None: each sequence has one row, after which the device samples.
+        tokens: int64, in pinned memory: what the device samples after each row, negative where it finds no token. A
+            step that drafts on the device has 2 * most + 1 of each sequence: what is sampled after its newest token and
+            its drafted ones, and the drafted tokens. None: the host samples.
+        arrived: the event after these tokens, and after `logits`.
+        logits: fp32 [vocab] each, on the host, of the rows after which the host samples.
+        outcome: the results, where prompts are pooled or scored.
     """
 
     phase: Phase
@@ -89,8 +90,11 @@ class StepPlan:
     starts: list[int]
     chunks: list[SequenceRows] = field(default_factory=list)
     drafting: list[DraftRoom] = field(default_factory=list)
-    results: Callable[[], list[Result]] = _not_launched
-    may_follow: bool = False
+    sampled: Seq[int | None] | None = None
+    tokens: Tensor | None = None
+    arrived: torch.cuda.Event | None = None
+    logits: Mapping[int, Tensor] = field(default_factory=dict)
+    outcome: list[Result] | None = None
 
     @classmethod
     def prefill(cls, sequences: list[Sequence], chunks: list[SequenceRows]) -> "StepPlan":
@@ -126,8 +130,10 @@ class StepPlan:
         """Of each sequence, the row of its newest token, from whose logits the next one is sampled; None: the step has
         no such row. Of a prefill step the rows are those of its logits."""
         if self.phase == "prefill":
-            pairs = enumerate(zip(self.sequences, self.chunks, strict=True))
-            return [row if samples(*pair) else None for row, pair in pairs]
+            ends = [
+                chunk.end == len(s.token_ids) for s, chunk in zip(self.sequences, self.chunks, strict=True)
+            ]
+            return [row if is_newest else None for row, is_newest in enumerate(ends)]
         found, first = list[int | None](), 0
         for sequence in self.sequences:
             found.append(first + sequence.replay if sequence.next_is_newest else None)
@@ -147,7 +153,7 @@ class StepPlan:
         numbers = [number for part in parts for number in part.numbers]
         spans = [span for part in parts for span in part.spans]
         places = [place for part in parts for place in part.places]
-        return GivenRows(numbers, torch.cat(values), spans, places) if values else TOKENS_ALONE
+        return GivenRows(numbers, joined(values), spans, places) if values else TOKENS_ALONE
 
     @property
     def drafted(self) -> Iterable[int]:
@@ -156,7 +162,38 @@ class StepPlan:
 
     @property
     def launched(self) -> bool:
-        return self.results is not _not_launched
+        return self.outcome is not None or self.tokens is not None or bool(self.logits)
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether another step may be launched before the results are taken."""
+        return self.tokens is not None
+
+    def results(self) -> list[Result]:
+        """Waits for the step; returns the result of each sequence, in order: None without a token, or for a sequence
+        cancelled meanwhile, NO_CHOICE where a device found no token (`ModelRunner.explain`). To be called once the step
+        is launched, and before the next one is unless `may_follow`."""
+        if self.outcome is not None:
+            return self.outcome
+        tokens = list[int]()
+        if self.tokens is not None and self.arrived is not None:
+            self.arrived.synchronize()
+            tokens = self.tokens.tolist()
+        if self.drafting:
+            width = 2 * max(self.drafted) + 1
+            return [verified(tokens[number * width :][:width]) for number in range(len(self.sequences))]
+        if self.sampled is None:
+            return [Sample(token) if token >= 0 else NO_CHOICE for token in tokens[: len(self.sequences)]]
+        found = list[Result]()
+        for sequence, slot, row in zip(self.sequences, self.slots, self.sampled, strict=True):
+            result: Result = None
+            if row is not None and sequence.slot is slot:
+                result = sequence.sampled_after(row, self.logits, tokens)
+                if sequence.draft and isinstance(result, Sample):  # the rows of a draft come after it
+                    later = partial(_after_draft, sequence, row, self.logits, tokens)
+                    result = Verified(result, later)
+            found.append(result)
+        return found
 
     @property
     def cancelled(self) -> bool:
@@ -181,33 +218,27 @@ def given_rows(images: PromptImages | None, ids: Seq[int], start: int, first: in
     runs = () if images is None else images.spans(start, start + len(ids))
     spans = [(first + low, first + high, before) for low, high, before in runs]
     places = () if images is None else images.places(start, start + len(ids))
-    return GivenRows(numbers, torch.cat(values), spans, places) if values else TOKENS_ALONE
-
-
-def results_after(
-    sequences: Seq[Sequence],
-    slots: Seq[Slot],
-    rows: Seq[int | None],
-    after: Callable[[Sequence, int], Result],
-) -> list[Result]:
-    """The results of a step, given its `sampled_rows` and what is sampled after a row of a sequence. The rows of a
-    draft come after that of the newest token."""
-    found = list[Result]()
-    for sequence, slot, row in zip(sequences, slots, rows, strict=True):
-        result: Result = None
-        if row is not None and sequence.slot is slot:
-            result = after(sequence, row)
-            if sequence.draft and isinstance(result, Sample):
-                result = Verified(result, partial(_after_draft, after, sequence, row))
-        found.append(result)
-    return found
+    return GivenRows(numbers, joined(values), spans, places) if values else TOKENS_ALONE
 
 
 def _after_draft(
-    after: Callable[[Sequence, int], Result], sequence: Sequence, newest: int, accepted: int
+    sequence: Sequence, newest: int, logits: Mapping[int, Tensor], tokens: Seq[int], accepted: int
 ) -> Result:
     """What is sampled after `accepted` tokens of a draft, given the row of the newest token."""
-    return after(sequence, newest + accepted)
+    return sequence.sampled_after(newest + accepted, logits, tokens)
+
+
+def verified(found: Seq[int]) -> Result:
+    """The result of a sequence, given what a device has sampled after its newest token and each of up to n drafted
+    ones, and the drafted tokens: [2 * n + 1], negative where there is no token."""
+    most = len(found) // 2
+    drafted = found[most + 1 :]
+    length = next((place for place, token in enumerate(drafted) if token < 0), most)
+    results: list[Result] = [Sample(token) if token >= 0 else NO_CHOICE for token in found[: length + 1]]
+    first = results[0]
+    if not length or not isinstance(first, Sample):
+        return first
+    return Verified(first, results.__getitem__, drafted[:length])
 
 
 def angles_of(sequence: Sequence, start: int, end: int) -> Seq[int] | None:
@@ -224,11 +255,6 @@ def angle_rows(rows: Seq[SequenceRows], context: int, given: GivenRows = TOKENS_
     for number, row in enumerate(given.numbers if given.places else ()):
         found[row] = context + number
     return found
-
-
-def samples(sequence: Sequence, chunk: SequenceRows) -> bool:
-    """Whether a chunk ends with the sequence's newest token, from whose logits the next token is sampled."""
-    return chunk.end == len(sequence.token_ids)
 
 
 def scored_rows(sequence: Sequence, chunk: SequenceRows) -> range:

@@ -38,6 +38,26 @@ def place_embeddings(x: Tensor, given: EmbeddedRows | None) -> Tensor:
     return x
 
 
+def sent(
+    values: Sequence[int] | Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The values on a device, without waiting for what it computes."""
+    made = torch.tensor(values, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The features [n, width] of several images, one after the other, on a CUDA device where some of them are on it. To
+    be called as its step is launched: others may give up the parts' memory from then on."""
+    on_device = [part for part in parts if part.is_cuda]
+    for part in on_device:
+        part.record_stream(torch.cuda.current_stream(part.device))
+    if on_device and len(on_device) < len(parts):
+        device = on_device[0].device
+        parts = [part.to(device, non_blocking=True) for part in parts]
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def embedded_rows(
     numbers: list[int],
     values: Tensor,
@@ -47,7 +67,7 @@ def embedded_rows(
 ) -> EmbeddedRows:
     """The rows with these numbers in a step, on its device. values: [n, width] or, with `later`, [n, (1 + layers) *
     width]."""
-    rows = torch.tensor(numbers, dtype=torch.int64, device=device)
-    values = values.to(device, torch.float32)
+    rows = sent(numbers, torch.int64, device)
+    values = values.to(device, torch.float32, non_blocking=True)
     parts = values.view(len(values), -1, width).transpose(0, 1).contiguous()
     return EmbeddedRows(rows, parts[0], spans, parts[1:] if len(parts) > 1 else None)

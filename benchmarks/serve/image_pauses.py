@@ -183,6 +183,7 @@ def loaded(
 
 def files(folder: Path, model: str, projector: str) -> tuple[Path, Path]:
     """The files of the model and of its projector."""
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{model}.gguf"
     if not path.exists():
         write_synthetic(path, model)

@@ -21,7 +21,7 @@ from quengine.kernels.channel import encode
 from quengine.llm import LLM
 from quengine.platform import collector
 from quengine.request.sampling_params import SamplingParams
-from quengine.runners.cuda_graphs import StepTokens
+from quengine.runners.cuda_graphs import LaunchedStep
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import SamplingKind, padded_rows
 from quengine.runners.static_inputs import DecodeInputs
@@ -57,16 +57,24 @@ class Graphs:
         )
         self._launched = 0
 
-    def launch(self, slots: list[Slot], given: dict[int, SequenceRows], kind: SamplingKind) -> StepTokens:
-        del kind
+    def launch(
+        self,
+        slots: list[Slot],
+        given: dict[int, SequenceRows],
+        kind: SamplingKind,
+        on_host: Sequence[int] = (),
+    ) -> LaunchedStep:
+        del kind, on_host
         self.inputs.set_rows(slots, given)
         self.inputs.send()
         self._launched += 1
-        return StepTokens(self._tokens[self._launched % 16], END, self._tokens)
+        return self._tokens[self._launched % 16], END, {}
 
-    def prefill(self, rows: Sequence[SequenceRows], slots: list[int], kind: SamplingKind) -> StepTokens:
-        del slots, kind
-        return StepTokens(torch.full((len(rows),), 100), END, self._tokens)
+    def prefill(
+        self, rows: Sequence[SequenceRows], slots: list[int], kind: SamplingKind, on_host: Sequence[int] = ()
+    ) -> LaunchedStep:
+        del slots, kind, on_host
+        return torch.full((len(rows),), 100), END, {}
 
     def configure(self, *settings: Any) -> None:
         """Settings of a slot, which are sent once a sequence."""
@@ -78,9 +86,7 @@ def measure(given: argparse.Namespace, streams: int) -> None:
         decoder = DeviceDecoder(Graphs(streams, -(-llm.ctx_size // 32), 32000))  # type: ignore[arg-type]
 
         def launch(plan: StepPlan) -> StepPlan:
-            results = decoder.launch(plan)
-            assert results is not None
-            plan.results, plan.may_follow = results, True
+            assert decoder.launch_prompts(plan) if plan.phase == "prefill" else decoder.launch(plan)
             return plan
 
         llm.runner.launch = launch  # type: ignore[method-assign]

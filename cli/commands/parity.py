@@ -127,7 +127,7 @@ def parity(
         from quengine.diagnostics.parity.parity_files import compare_files
         from quengine.diagnostics.parity.parity_images import image_tokens
         from quengine.diagnostics.parity.parity_locate import locate
-        from quengine.diagnostics.parity.parity_sides import SidePair, parse_sides
+        from quengine.diagnostics.parity.parity_sides import loaded_sides, parse_sides
 
     collector.working()
     side_a, side_b = parse_sides(flags.a, flags.b, model)
@@ -139,7 +139,7 @@ def parity(
     began, progress = time.perf_counter(), ProgressLine()
     progress(f"loading {side_a.name} and {side_b.name}")
     try:
-        with SidePair(side_a, side_b, config) as sides:
+        with loaded_sides(side_a, side_b, config) as sides:
             unsaid = None in (flags.files or flags.texts, flags.prompts, flags.tokens)
             _announce_duration(sides, workload, unsaid and not flags.quick, progress)
             report = compare_sides(sides.a, sides.b, workload, progress, config.cache_type)

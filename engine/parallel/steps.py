@@ -53,7 +53,7 @@ def _compute(runner: ModelRunner, step: PlannedStep) -> None:
                 pass
         case "tokens":
             assert step.kind is not None
-            _graphs(runner).prefill(step.rows, step.slots, step.kind)
+            _graphs(runner).prefill(step.rows, step.slots, step.kind, (), step.given)
         case _:
             all_logits = step.output == "all logits"
             runner.forward(step.phase, step.rows, all_logits, step.eager, step.given)

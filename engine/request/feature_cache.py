@@ -1,4 +1,5 @@
-"""Images that are kept encoded, by the hash of their files, the least recently used of which make room."""
+"""Images that are kept encoded, by the hash of their files: the least recently used of those on a device make room in
+its memory, and go to host memory, where they make room in turn."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from quengine.request.prompt_images import Features
 
 @dataclass(frozen=True, eq=False)
 class EncodedImage:
-    """An image's features, fp32 [rows, embedding length] in host memory, and the part of a prompt that it takes."""
+    """An image's features, and the part of a prompt that it takes."""
 
     features: Features
     layout: tuple[str | int, ...]
@@ -21,43 +22,82 @@ class EncodedImage:
 
 class ImageCounts(NamedTuple):
     """Images of prompts so far: encoded, in batches, and found kept or on their way for another request; and the images
-    that are kept now, with their bytes in host memory."""
+    that are kept now, with their bytes, and those of them on the device."""
 
     encoded: int = 0
     batches: int = 0
     found: int = 0
     kept: int = 0
     kept_bytes: int = 0
+    device_bytes: int = 0
 
 
-class FeatureCache:
-    """At most `most_bytes` of images. The caller holds a lock.
+class _Tier:
+    """Images in one memory, at most `most` bytes of them."""
 
-    Attributes:
-        nbytes: of the images that are kept.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most, self.nbytes = most_bytes, 0
-        self._images = OrderedDict[bytes, EncodedImage]()
-
-    def __len__(self) -> int:
-        return len(self._images)
+    def __init__(self, most: int) -> None:
+        self.most, self.nbytes = most, 0
+        self.images = OrderedDict[bytes, EncodedImage]()
 
     def get(self, name: bytes) -> EncodedImage | None:
-        image = self._images.get(name)
+        image = self.images.get(name)
         if image is not None:
-            self._images.move_to_end(name)
+            self.images.move_to_end(name)
         return image
 
     def add(self, name: bytes, image: EncodedImage) -> None:
-        """Keep an image in place of those used longest ago; one that is larger than all room makes none."""
-        if image.nbytes > self._most:
-            return
-        if name in self._images:
-            self.nbytes -= self._images.pop(name).nbytes
-        self._images[name] = image
+        self.images[name] = image
         self.nbytes += image.nbytes
-        while self.nbytes > self._most:
-            _, oldest = self._images.popitem(last=False)
-            self.nbytes -= oldest.nbytes
+
+    def remove(self, name: bytes) -> None:
+        if name in self.images:
+            self.nbytes -= self.images.pop(name).nbytes
+
+    def excess(self) -> "list[tuple[bytes, EncodedImage]]":
+        """Removes the images used longest ago that are beyond the limit."""
+        found = list[tuple[bytes, EncodedImage]]()
+        while self.nbytes > self.most:
+            found.append(self.images.popitem(last=False))
+            self.nbytes -= found[-1][1].nbytes
+        return found
+
+
+class FeatureCache:
+    """At most `device_bytes` of images on the encoder's device, where it leaves them, and `host_bytes` in host memory.
+    The caller holds a lock."""
+
+    def __init__(self, host_bytes: int, device_bytes: int = 0) -> None:
+        self._host, self._device = _Tier(host_bytes), _Tier(device_bytes)
+
+    def __len__(self) -> int:
+        return len(self._host.images) + len(self._device.images)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the images that are kept."""
+        return self._host.nbytes + self._device.nbytes
+
+    @property
+    def device_bytes(self) -> int:
+        return self._device.nbytes
+
+    def get(self, name: bytes) -> EncodedImage | None:
+        return self._device.get(name) or self._host.get(name)
+
+    def add(self, name: bytes, image: EncodedImage) -> None:
+        """Keeps an image in place of those used longest ago; one that is larger than all room makes none."""
+        for tier in (self._device, self._host):
+            tier.remove(name)
+        if image.features.on_device and image.nbytes <= self._device.most:
+            self._device.add(name, image)
+            for oldest, moved in self._device.excess():
+                self._add_to_host(oldest, moved)
+        else:
+            self._add_to_host(name, image)
+
+    def _add_to_host(self, name: bytes, image: EncodedImage) -> None:
+        if image.features.on_device:  # else prompts that have the image would hold the device's memory
+            image.features.to_host()
+        if image.nbytes <= self._host.most:
+            self._host.add(name, image)
+            self._host.excess()

@@ -13,15 +13,16 @@ from hashlib import sha256
 from io import BytesIO
 from typing import TYPE_CHECKING, Protocol
 
-import torch
 from torch import Tensor
 
 from quengine.errors import EngineError
+from quengine.models.images.limited_decoder import stop_decoders
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.content_parts import places_of
 from quengine.request.feature_cache import EncodedImage, FeatureCache, ImageCounts
-from quengine.request.image_queue import ImageQueue, SlicedEncoder
+from quengine.request.image_queue import Encoder, ImageQueue
 from quengine.request.prompt_images import Features, ImagePrompt, ImageRows, PromptImages
+from quengine.runners.device_turns import DeviceTurns
 
 if TYPE_CHECKING:
     from quengine.models.vision import PreparedImage
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _COMMON_SIDE = 1024
 
 
-class Vision(SlicedEncoder, Protocol):
+class Vision(Encoder, Protocol):
     """`models.vision.VisionModel`, as far as prompts need it."""
 
     @property
@@ -50,8 +51,8 @@ class ImagePrompts:
     Args:
         vision: the encoder and projector.
         tokenizer: of the text model.
-        device: of the encoder.
-        cache_bytes: host memory for features that are kept for later prompts.
+        turns: of the encoder with steps, on a CUDA device; None: it is on the CPU.
+        host_bytes, device_bytes: memory for features that are kept for later prompts.
         most_rows: of a run that attends both ways, which one step computes.
         alone: each image is encoded by itself, so that its features follow from it alone to the last bit.
 
@@ -64,8 +65,9 @@ class ImagePrompts:
         self,
         vision: Vision,
         tokenizer: Tokenizer,
-        device: torch.device,
-        cache_bytes: int,
+        turns: DeviceTurns | None,
+        host_bytes: int,
+        device_bytes: int,
         most_rows: int,
         alone: bool = True,
     ) -> None:
@@ -74,8 +76,8 @@ class ImagePrompts:
         # The token at image rows, which no sampler may count as text: of <start><image><end> the middle one.
         self._pad = self.marker_ids[len(self.marker_ids) // 2]
         self._most_rows = most_rows
-        self._queue, self._on_cuda = ImageQueue(vision, device, alone), device.type == "cuda"
-        self._kept, self._number_found = FeatureCache(cache_bytes), 0
+        self._queue, self._on_cuda = ImageQueue(vision, turns, alone), turns is not None
+        self._kept, self._number_found = FeatureCache(host_bytes, device_bytes), 0
         self._under_way: dict[bytes, Future[EncodedImage]] = {}
         self._lock = threading.Lock()
 
@@ -83,7 +85,9 @@ class ImagePrompts:
     def counts(self) -> ImageCounts:
         """Images so far, those of a warm-up too."""
         queue, kept = self._queue, self._kept
-        return ImageCounts(queue.encoded, queue.batches, self._number_found, len(kept), kept.nbytes)
+        return ImageCounts(
+            *(queue.encoded, queue.batches, self._number_found, len(kept), kept.nbytes, kept.device_bytes)
+        )
 
     def warm_up(self) -> None:
         """Encodes a picture of a common size as often as it takes to have its steps captured, on a CUDA device: the
@@ -93,13 +97,18 @@ class ImagePrompts:
             for _ in range(2):
                 self.encode(image)
 
+    def close(self) -> None:
+        """Ends the thread that encodes images, once it has encoded what waits, and the processes that decode files."""
+        self._queue.close()
+        stop_decoders()
+
     def prepare(self, data: bytes) -> "PreparedImage":
         """An image file as the encoder takes it. Raises EngineError where it is none that is read here."""
         return self._vision.prepare(data)
 
     def encode(self, image: "PreparedImage") -> Tensor:
         """Its features, fp32 [rows, embedding length] in host memory, which are not kept."""
-        return self._queue.add([image])[0].result()
+        return self._queue.add([image])[0].result().cpu()
 
     def of_rows(self, ids: Seq[int], images: Seq[tuple["PreparedImage", Tensor]]) -> ImagePrompt:
         """The prompt of these tokens with images and given features in place of the markers among them, in order."""

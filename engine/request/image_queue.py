@@ -1,21 +1,23 @@
 """Images of all requests on their way through the encoder: in a thread and on a stream of its own, beside steps.
 
-Images wait in the order in which they come. Those of one size are encoded together, of whichever requests; a slice of
-some layers follows the last one once that is done, so that no step waits for more than a slice.
+Images wait in the order in which they come. Those of one size are encoded together, of whichever requests, in slices
+of some layers that take turns with steps (`runners/device_turns.py`).
 """
 
 import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+from quengine.runners.device_turns import DeviceTurns
 
 if TYPE_CHECKING:
     from quengine.models.vision import PreparedImage
@@ -30,10 +32,12 @@ _NICE = 5
 """Of the thread that encodes on the CPU: it has a quarter of a processor that a thread which decodes wants as well."""
 
 
-class SlicedEncoder(Protocol):
+class Encoder(Protocol):
     """`models.vision.VisionModel`, as far as images that wait need it."""
 
-    def slices(self, images: Seq["PreparedImage"]) -> Generator[None, None, list[Tensor]]: ...
+    def encode(
+        self, images: Seq["PreparedImage"], turn: Callable[[], AbstractContextManager[object]]
+    ) -> list[Tensor]: ...
 
 
 class ImageQueue:
@@ -41,7 +45,7 @@ class ImageQueue:
 
     Args:
         vision: the encoder.
-        device: of the encoder.
+        turns: those of the steps, on a CUDA device; None: the encoder is on the CPU.
         alone: each image by itself, so that its features follow from it alone to the last bit.
 
     Attributes:
@@ -49,22 +53,25 @@ class ImageQueue:
         batches: number of times that some were encoded together, or one alone.
     """
 
-    def __init__(self, vision: SlicedEncoder, device: torch.device, alone: bool) -> None:
-        self._vision, self._device, self._alone = vision, device, alone
+    def __init__(self, vision: Encoder, turns: DeviceTurns | None, alone: bool) -> None:
+        self._vision, self._turns, self._alone = vision, turns, alone
         self._waiting: deque[tuple[PreparedImage, Future[Tensor]]] = deque()
         self._lock = threading.Lock()
-        yields = device.type != "cuda"
-        self._thread = ThreadPoolExecutor(1, "images", initializer=_yield_to_steps if yields else None)
-        self._stream: torch.cuda.Stream | None = None
+        self._thread = ThreadPoolExecutor(1, "images", initializer=_yield_to_steps if turns is None else None)
         self.encoded = self.batches = 0
 
     def add(self, images: Seq["PreparedImage"]) -> list["Future[Tensor]"]:
-        """The features of each image, once it is encoded: fp32 [rows, text_size * (1 + deepstack)] in host memory."""
+        """The features of each image, once it is encoded: fp32 [rows, text_size * (1 + deepstack)] on the
+        encoder's device."""
         added = [(image, Future[Tensor]()) for image in images]
         with self._lock:
             self._waiting.extend(added)
         self._thread.submit(self._encode_waiting)
         return [future for _, future in added]
+
+    def close(self) -> None:
+        """Ends the thread, once it has encoded what waits."""
+        self._thread.shutdown()
 
     def _encode_waiting(self) -> None:
         while batch := self._next():
@@ -92,27 +99,12 @@ class ImageQueue:
         return batch
 
     def _encoded(self, images: Seq["PreparedImage"]) -> list[Tensor]:
-        with torch.no_grad():
-            if self._device.type != "cuda":
-                values = [rows.float() for rows in self._sliced(images)]
-            else:
-                self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-                with torch.cuda.stream(self._stream):
-                    values = [_to_host(rows) for rows in self._sliced(images)]
-                    self._stream.synchronize()
+        turns, waiting = self._turns, self._waiting
+        with torch.no_grad(), nullcontext() if turns is None else turns.encoding():
+            turn = nullcontext if turns is None else lambda: turns.slice(len(images) + len(waiting))
+            values = [rows.float() for rows in self._vision.encode(images, turn)]
         logger.info("%d images encoded to %s rows", len(images), ", ".join(str(len(v)) for v in values))
         return values
-
-    def _sliced(self, images: Seq["PreparedImage"]) -> list[Tensor]:
-        slices = self._vision.slices(images)
-        while True:
-            try:
-                next(slices)
-            except StopIteration as end:
-                rows: list[Tensor] = end.value
-                return rows
-            if self._stream is not None:
-                self._stream.synchronize()
 
 
 def _yield_to_steps() -> None:
@@ -120,9 +112,3 @@ def _yield_to_steps() -> None:
     steps would wait for a turn of the scheduler's, which is longer than they are."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
-
-
-def _to_host(values: Tensor) -> Tensor:
-    """A copy in pinned memory, complete once the stream is."""
-    held = torch.empty(values.shape, dtype=torch.float32, pin_memory=True)
-    return held.copy_(values, non_blocking=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import shake_256
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,15 +32,30 @@ class ImageRows:
         return self.start + self.count
 
 
-class Features(NamedTuple):
-    """What an image became: fp32 [rows, embedding length], and the digest of all that they follow from. both_ways: rows
-    that follow each other attend to one another in both directions. grid: rows in time, down and across, of a model
-    whose image rows have three positions; None: they have consecutive ones."""
+@dataclass(eq=False)
+class Features:
+    """What an image became.
+
+    digest: of all that the values follow from. values: fp32 [rows, embedding length], on the encoder's device or in
+    host memory. both_ways: rows that follow each other attend to one another in both directions. grid: rows in time,
+    down and across, of a model whose image rows have three positions; None: they have consecutive ones.
+    """
 
     digest: bytes
     values: "Tensor"
     both_ways: bool = False
     grid: tuple[int, int, int] | None = None
+
+    @property
+    def on_device(self) -> bool:
+        return self.values.device.type != "cpu"
+
+    def to_host(self) -> None:
+        """Moves the values to pinned host memory, after the steps that read them."""
+        import torch
+
+        held = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=True)
+        self.values = held.copy_(self.values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +81,8 @@ class PromptImages:
 
     def _ids_of(self, image: int) -> list[int]:
         if image not in self._ids:
-            digest, values, *_ = self.images[image]
-            words = shake_256(digest).digest(_ID_BYTES * len(values))
+            features = self.images[image]
+            words = shake_256(features.digest).digest(_ID_BYTES * len(features.values))
             self._ids[image] = (np.frombuffer(words, dtype="<i8") | _SIGN).tolist()
         return self._ids[image]
 

@@ -3,20 +3,21 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from quengine.context.context_shift import ContextShift
 from quengine.kernels import compile_clock
-from quengine.request.output import Completion, Timings
+from quengine.platform.ranges import ProfilerRange
+from quengine.request.output import Completion, Timings, with_texts
 from quengine.request.pooling import Pool
 from quengine.request.prompt_images import PromptImages
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.text_stream import TextStream
-from quengine.sampler import Result, Sample, Sampler, TokenLogprobs
+from quengine.sampler import NO_CHOICE, Result, Sample, Sampler, TokenLogprobs
 from quengine.slot import Slot
 
 if TYPE_CHECKING:
@@ -155,10 +156,14 @@ class Sequence:
         assert self.pool is not None
         return self.pool.embedding()
 
-    def sample_next(self, logits: "Tensor") -> Result:
-        """The token after its newest one, given the logits [vocab_size] there, or why there is none."""
+    def sampled_after(self, row: int, logits: "Mapping[int, Tensor]", tokens: Seq[int]) -> Result:
+        """The token after its newest one, whose row of a step this is, or why there is none: the host samples it where
+        it has the row's logits [vocab_size], else a device has, which of `tokens` [rows] it is."""
+        if row not in logits:
+            return Sample(tokens[row]) if tokens[row] >= 0 else NO_CHOICE
         try:
-            return self.sampler.sample(logits, self.token_ids, len(self.token_ids))
+            with ProfilerRange("sample"):
+                return self.sampler.sample(logits[row], self.token_ids, len(self.token_ids))
         except Exception as error:
             return error
 
@@ -235,13 +240,19 @@ class Sequence:
         return self.stream.finish()
 
     def completion(
-        self, load_s: float, step_bytes: Callable[[int], int], cache_bytes: Callable[[int], int], peak: int
+        self,
+        load_s: float,
+        step_bytes: Callable[[int], int],
+        cache_bytes: Callable[[int], int],
+        peak: int,
+        text: Callable[[int], str],
     ) -> Completion:
         """The finished (or interrupted) request. Sizes are in bytes and only reported, never decided on.
 
         step_bytes(n): what a step of n rows reads of the weights. cache_bytes(n): what the last of n tokens reads of
-        the cache.
+        the cache. text: of a token.
         """
+        scores, params = self.scores, self.params
         count = len(self.generated) + self.end_tokens
         mean_context = self.cached_at_token // count if count else 0
         compiled_before, compiled_prompt, compiled = self.compiled
@@ -271,7 +282,12 @@ class Sequence:
             timings=timings,
             seed=self.sampler.seed,
             prompt_tokens=self.num_prompt_tokens,
-            logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
+            logprobs=None if params.logprobs is None else with_texts(self.logprobs, text),
+            prompt_logprobs=(
+                None
+                if params.prompt_logprobs is None or scores is None
+                else with_texts(scores.logprobs, text)
+            ),
         )
 
     def _weight_bytes(self, step_bytes: Callable[[int], int], count: int) -> int:

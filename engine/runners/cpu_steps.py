@@ -29,7 +29,6 @@ class CpuSteps:
 
     captured_at = 1
     kernels_per_step: int | None = None
-    takes_embeds = False  # chunks of prompts are computed eagerly
     together: Together = staticmethod(alone)  # other ranks compute eagerly
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: int = 1) -> None:
@@ -38,7 +37,9 @@ class CpuSteps:
         self._buffers: Buffers = {}
         self.capture(decode_key(min(2, rows)))  # loads or compiles the kernels that decode needs
 
-    def lookup(self, phase: Phase, rows: Seq[SequenceRows]) -> GraphKey | None:
+    def lookup(
+        self, phase: Phase, rows: Seq[SequenceRows], _embeds: EmbeddedRows | None = None
+    ) -> GraphKey | None:
         """The key of a decode step's list; None for chunks of prompts, which are computed eagerly."""
         if phase == "prefill":
             return None

@@ -7,7 +7,7 @@ memory pool, since they run one after another; results for the host are copied, 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from quengine.kernels.cuda.backend import CudaBackend, has_dependent_launch
 from quengine.kernels.cuda.launch.compile_ahead import finish_compiling
 from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, place_rows, take_drafts
 from quengine.kernels.cuda.sampling.sampling import (
-    NO_TOKEN,
     DecodeState,
     SamplingBuffers,
     SamplingSettings,
@@ -27,11 +26,9 @@ from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kv_cache import KVCache
-from quengine.models.architectures import attentions_of
 from quengine.models.decoder import Decoder
 from quengine.parallel.wire import Capture, Configure, LaunchDecode, PlannedStep, Prompts, Together, alone
 from quengine.request.sampling_params import SamplingParams
-from quengine.request.sequence import Sequence
 from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import (
     CAPTURED_AT,
@@ -48,10 +45,11 @@ from quengine.runners.graph_keys import (
     rarer_keys,
     sharing_keys,
 )
+from quengine.runners.image_rows import angles_of_step, embeds_of
 from quengine.runners.static_inputs import DecodeInputs, PrefillInputs, PromptEnds
-from quengine.sampler import NO_CHOICE, Result, Sample, Sampler
+from quengine.sampler import Sampler
 from quengine.slot import Slot
-from quengine.step_plan import SequenceRows, angle_rows, forward_batch
+from quengine.step_plan import TOKENS_ALONE, GivenRows, SequenceRows, forward_batch
 
 PENDING = 4
 """Default for the most decode steps in flight, whose tokens have not been read yet."""
@@ -60,45 +58,8 @@ _ONE_SEQUENCE = 8
 """Rows of a decode step that one sequence usually has with drafts."""
 
 
-class StepTokens:
-    """The results of a step: the tokens that it samples and stores in pinned memory, and logits for the host.
-
-    Args:
-        memory: int64 [rows or more], where the tokens are stored.
-        arrived: an event after the step.
-        logits: fp32 [rows, vocab] on the device, until the next step is launched.
-    """
-
-    def __init__(self, memory: Tensor, arrived: torch.cuda.Event, logits: Tensor) -> None:
-        self._memory = memory
-        self._arrived = arrived
-        self._logits = logits
-        self._kept: dict[int, Tensor] = {}
-        self._tokens: list[int] | None = None
-
-    def keep_logits(self, rows: Seq[int]) -> None:
-        """Copies the logits of these rows to the host, in stream order, before the next step is launched."""
-        self._kept = {row: self._logits[row].to("cpu", non_blocking=True, copy=True) for row in rows}
-        if rows:
-            self._arrived.record()
-
-    def wait(self) -> list[int]:
-        """The sampled tokens, row by row; NO_TOKEN for a row without one."""
-        if self._tokens is None:
-            self._arrived.synchronize()
-            self._tokens = self._memory.tolist()
-        return self._tokens
-
-    def samples(self, rows: int) -> list[Result]:
-        """The tokens of the first rows; NO_CHOICE for a row without one."""
-        return [NO_CHOICE if token == NO_TOKEN else Sample(token) for token in self.wait()[:rows]]
-
-    def after(self, sequence: Sequence, row: int) -> Result:
-        """The token after a row of a sequence; the host samples it where the row's logits are kept."""
-        token = self.wait()[row]
-        if row in self._kept:
-            return sequence.sample_next(self._kept[row])
-        return NO_CHOICE if token == NO_TOKEN else Sample(token)
+LaunchedStep: TypeAlias = tuple[Tensor, torch.cuda.Event, dict[int, Tensor]]
+"""`tokens`, `arrived` and `logits` of a step, as `StepPlan` has them."""
 
 
 class CudaGraphs:
@@ -144,14 +105,13 @@ class CudaGraphs:
         self.prompts = PrefillInputs(
             cache.ctx_size,
             decoder.chunk_size,
-            max((attention.head_dim for attention in attentions_of(decoder.config)), default=0),
             decoder.backend.batch_invariant,
             len(cache.pools),
             device,
             decoder.config.embedding_length if takes_embeds else 0,
             turns,
         )
-        self.takes_embeds = takes_embeds
+        self._takes_embeds = takes_embeds
         held = len(self.inputs.of_slots.tokens)
         self._history = torch.zeros(held, cache.ctx_size, dtype=torch.int32, device=device)
         self._chosen = ChosenTokens.allocate(pending, self.inputs.rows, device)
@@ -201,13 +161,16 @@ class CudaGraphs:
     def captured(self) -> list[GraphKey]:
         return list(self._steps)
 
-    def lookup(self, phase: Phase, rows: Seq[SequenceRows]) -> GraphKey | None:
+    def lookup(
+        self, phase: Phase, rows: Seq[SequenceRows], embeds: EmbeddedRows | None = None
+    ) -> GraphKey | None:
         """The captured step for prompts' chunks; None if they are to be computed eagerly.
 
         Decode steps that return logits are eager too; those that sample tokens are run by `launch`.
         """
         key = prefill_key([len(part.ids) for part in rows]) if phase == "prefill" else None
-        if key is None or not self._captures(key):
+        takes = embeds is None or (self._takes_embeds and embeds.later is None and not embeds.spans)
+        if key is None or not takes or not self._captures(key):
             return None
         step = self._or_larger(key)
         return step if step in self._steps or self._seen[key] >= CAPTURED_AT else None
@@ -226,32 +189,51 @@ class CudaGraphs:
         return step.logits[: len(rows)]
 
     @torch.no_grad()
-    def prefill(self, rows: Seq[SequenceRows], slots: Seq[int], kind: SamplingKind) -> StepTokens:
+    def prefill(
+        self,
+        rows: Seq[SequenceRows],
+        slots: Seq[int],
+        kind: SamplingKind,
+        on_host: Seq[int] = (),
+        given: GivenRows = TOKENS_ALONE,
+    ) -> LaunchedStep:
         """Starts a step of prompts' chunks, captured or not, and samples after their last rows; returns without
         waiting.
 
         slots: of each chunk, the slot that takes the token; `inputs.slots`: none. They are set by `configure` for
-        `kind`. Where no slot takes a token, there is none to wait for.
+        `kind`. Where no slot takes a token, there is none to wait for. on_host: the chunks after which the host
+        samples. given: rows that images give.
         """
         number = self._launched_prompts % len(self._prompt_events)
         self._launched_prompts += 1
-        with self.together(PlannedStep("prefill", rows, "tokens", slots=slots, kind=kind)):
-            key, angles = self.lookup("prefill", rows), angle_rows(rows, self.cache.ctx_size)
+        step = PlannedStep("prefill", rows, "tokens", slots=slots, kind=kind)
+        with self.together(step.giving(given, self.decoder.config.embedding_length)):
+            angles = angles_of_step(self.decoder, self.cache.ctx_size, rows, given)
+            embeds = embeds_of(self.decoder, given)
+            key = self.lookup("prefill", rows, embeds)
             if key is None:
-                batch = forward_batch("prefill", rows, self._backend.device, angles=angles)
+                batch = forward_batch("prefill", rows, self._backend.device, False, embeds, angles)
                 logits = self.decoder.forward(batch, self.cache.layers)
             else:
-                logits = self.replay(key, rows, angles=angles)
+                logits = self.replay(key, rows, embeds, angles)
             if any(slot != self.inputs.slots for slot in slots):
                 self._ends.send(slots, [part.end - 1 for part in rows], number)
                 self._sample_ends(logits, kind)
+        kept = _copies(logits, on_host)
         self._prompt_events[number].record()
-        return StepTokens(self._ends.chosen.tokens[number], self._prompt_events[number], logits)
+        return self._ends.chosen.tokens[number], self._prompt_events[number], kept
 
     @torch.no_grad()
-    def launch(self, slots: list[Slot], given: Mapping[int, SequenceRows], kind: SamplingKind) -> StepTokens:
+    def launch(
+        self,
+        slots: list[Slot],
+        given: Mapping[int, SequenceRows],
+        kind: SamplingKind,
+        on_host: Seq[int] = (),
+    ) -> LaunchedStep:
         """Starts a decode step of these slots, in the smallest captured step that holds its rows; returns without
-        waiting. given: as of `static_inputs.step_rows`; a slot then has one row or more.
+        waiting. given: as of `static_inputs.step_rows`; a slot then has one row or more. on_host: the rows after which
+        the host samples.
 
         The slots' block tables have been set in `inputs`, and their sampling for `kind` by `configure`.
         """
@@ -263,8 +245,9 @@ class CudaGraphs:
             step.graph.replay()
         number = self._launched % len(self._events)
         self._launched += 1
+        kept = _copies(step.logits, on_host)
         self._events[number].record()
-        return StepTokens(self._chosen.tokens[number], self._events[number], step.logits)
+        return self._chosen.tokens[number], self._events[number], kept
 
     def decode_step(self, key: GraphKey) -> CapturedStep:
         """The captured step that computes a decode step of this key, captured now if missing."""
@@ -272,7 +255,7 @@ class CudaGraphs:
         step = self._steps.get(key)
         if step is None or key.rows > UNMOVED_ROWS:
             step = self.capture(key)
-        self.kernels_per_step = step.nodes.kernels
+        self.kernels_per_step = step.kernels
         return step
 
     def configure(
@@ -464,6 +447,11 @@ class CudaGraphs:
                 for key, step in self._steps.items()
                 if key.phase == "decode" and key.rows <= UNMOVED_ROWS
             }
+
+
+def _copies(logits: Tensor, rows: Seq[int]) -> dict[int, Tensor]:
+    """Copies of these rows of logits for the host, in stream order, before the next step is launched."""
+    return {row: logits[row].to("cpu", non_blocking=True, copy=True) for row in rows}
 
 
 def settings_of(params: SamplingParams, sampler: Sampler) -> SamplingSettings:

@@ -12,20 +12,14 @@ In steps of many rows every row costs the host Python time: nearly all are conti
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import partial
 
-from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.request.sequence import Sequence
-from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
+from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_rows import DeviceRows, Drafted
 from quengine.runners.draft_graphs import DraftedSequence, DraftGraphs
 from quengine.runners.graph_keys import SamplingKind
-from quengine.sampler import NO_CHOICE, Result, Sample, Verified
 from quengine.slot import Slot
-from quengine.step_plan import SequenceRows, StepPlan, known_ids, results_after
-
-Results = Callable[[], list[Result]]
-"""Waits for a step's results, one for each sequence; NO_CHOICE where the device found no token to sample."""
+from quengine.step_plan import TOKENS_ALONE, GivenRows, SequenceRows, StepPlan, known_ids
 
 
 class DeviceDecoder:
@@ -43,30 +37,30 @@ class DeviceDecoder:
         self._graphs, self._rows = graphs, DeviceRows(graphs)
         self._decoding = list[Slot]()
 
-    def launch(self, plan: StepPlan) -> Results | None:
-        """Launches a step without waiting; None if it is a decode step of too many rows."""
-        if plan.phase == "prefill":
-            return self._launch_prompts(plan)
+    def launch(self, plan: StepPlan) -> bool:
+        """Launches a decode step without waiting; returns False for one of too many rows, which is not launched."""
         if plan.drafting:
-            return self._launch_drafting(plan)
+            self._launch_drafting(plan)
+            return True
         count = len(plan.sequences)
         if self._drafts:
             count += sum(len(sequence.draft) + sequence.replay for sequence in plan.sequences)
         if count > self.most_rows:
             for slot in plan.slots:
                 slot.has_token, slot.undrafted = False, 0
-            return None
+            return False
         if self.before_launch is not None:
             self.before_launch(list(zip(plan.sequences, plan.starts, strict=True)))
         self._decoding = plan.slots
         for slot in plan.slots if self.drafting is not None else ():
             slot.undrafted += slot.undrafted > 0
-        changed = self._update(plan)
-        if not changed:
-            return partial(self._graphs.launch(plan.slots, {}, self._rows.kind).samples, len(plan.slots))
-        return self._launch_changed(plan, changed)
+        if changed := self._update(plan):
+            self._launch_changed(plan, changed)
+        else:
+            plan.tokens, plan.arrived, _ = self._graphs.launch(plan.slots, {}, self._rows.kind)
+        return True
 
-    def _launch_drafting(self, plan: StepPlan) -> Results:
+    def _launch_drafting(self, plan: StepPlan) -> None:
         """Launches a step that drafts on the device, where the host gives what it knows of sequences that join."""
         assert self.drafting is not None
         if self.before_launch is not None:
@@ -87,11 +81,11 @@ class DeviceDecoder:
                 ids = sequence.token_ids
                 parts.append(DraftedSequence(slot.index, *room, len(ids) - 1, ids[-window:]))
             slot.has_token, slot.waits, slot.undrafted = True, False, room.most + 1
-        step = self.drafting.launch(kind, parts, max(plan.drafted))
-        return lambda: [_verified(*step.of(number)) for number in range(len(parts))]
+        plan.tokens, plan.arrived = self.drafting.launch(kind, parts, max(plan.drafted))
 
-    def _launch_prompts(self, plan: StepPlan) -> Results:
-        """Launches a step of prompts; the device samples after those that end with their newest token, where it can."""
+    def launch_prompts(self, plan: StepPlan, given: GivenRows = TOKENS_ALONE) -> None:
+        """Launches a step of prompts without waiting. The device samples after those that end with their newest token,
+        where it can. given: rows that images give."""
         kinds, rows = dict[int, SamplingKind | None](), plan.sampled_rows
         for number in (row for row in rows if row is not None):
             sequence, slot = plan.sequences[number], plan.slots[number]
@@ -104,11 +98,11 @@ class DeviceDecoder:
             sequence, slot = plan.sequences[number], plan.slots[number]
             self._rows.configure(slot, sequence.params, sequence.sampler, sequence.token_ids)
             taking[number] = slot.index
-        step = self._graphs.prefill(plan.chunks, taking, self._rows.kind)
+        on_host = [number for number, kind in kinds.items() if kind is None]
+        launched = self._graphs.prefill(plan.chunks, taking, self._rows.kind, on_host, given)
         for number, kind in kinds.items():
             plan.slots[number].has_token = kind is not None
-        step.keep_logits([number for number, kind in kinds.items() if kind is None])
-        return partial(_first_tokens, plan.sequences, plan.slots, rows, step)
+        plan.sampled, (plan.tokens, plan.arrived, plan.logits) = rows, launched
 
     def _update(self, plan: StepPlan) -> dict[int, SamplingKind | None]:
         """Sends the device what it lacks of the sequences. Returns the numbers of those whose next input it does not
@@ -152,7 +146,7 @@ class DeviceDecoder:
         # Penalties count the tokens before a row, which after a drafted token may differ from the device's.
         return None if self._drafts and sequence.params.penalizes else slot.wanted
 
-    def _launch_changed(self, plan: StepPlan, kinds: dict[int, SamplingKind | None]) -> Results:
+    def _launch_changed(self, plan: StepPlan, kinds: dict[int, SamplingKind | None]) -> None:
         """Launches a step in which the host gives the inputs of some sequences, whose tokens are sampled as `kinds`."""
         given = dict[int, SequenceRows]()
         for number, kind in kinds.items():
@@ -173,22 +167,5 @@ class DeviceDecoder:
             sampled.append(first + sequence.replay if is_sampled else None)
             on_host += rows if is_sampled and kinds[number] is None else ()
             first = rows.stop
-        step = self._graphs.launch(plan.slots, given, self._rows.kind)
-        step.keep_logits(on_host)
-        return partial(results_after, plan.sequences, plan.slots, sampled, step.after)
-
-
-def _verified(sampled: list[int], draft: list[int]) -> Result:
-    """The result of a sequence, given what was sampled after its rows, and its draft."""
-    found: list[Result] = [NO_CHOICE if token == NO_TOKEN else Sample(token) for token in sampled]
-    first = found[0]
-    return Verified(first, found.__getitem__, draft) if draft and isinstance(first, Sample) else first
-
-
-def _first_tokens(
-    sequences: Seq[Sequence], slots: Seq[Slot], rows: Seq[int | None], step: StepTokens
-) -> list[Result]:
-    """The results of a step of prompts, given its sampled rows. Waits for the step where it has none too: the host must
-    not come to be many steps ahead."""
-    step.wait()
-    return results_after(sequences, slots, rows, step.after)
+        launched = self._graphs.launch(plan.slots, given, self._rows.kind, on_host)
+        plan.sampled, (plan.tokens, plan.arrived, plan.logits) = sampled, launched

@@ -18,7 +18,7 @@ from torch import Tensor
 from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens
 from quengine.kernels.cuda.sampling.draft_rows import accept, enter, place
-from quengine.kernels.cuda.sampling.sampling import NO_TOKEN, DecodeState, SamplingBuffers, sample_step
+from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.draft_rows import Drafting, Newest, PlacedRows
 from quengine.kernels.forward_batch import ForwardBatch, PendingStates
 from quengine.request.sampling_params import SamplingParams
@@ -57,31 +57,6 @@ class DraftedSequence(NamedTuple):
     end: int
     position: int = -1
     recent: Seq[int] = ()
-
-
-class DraftedTokens:
-    """The results of a step: what was sampled after the newest token and each drafted one, and the drafted tokens.
-
-    memory: int64 [sequences * (2 * count + 1) or more], where they are stored. arrived: an event after the step.
-    """
-
-    def __init__(self, memory: Tensor, arrived: torch.cuda.Event, count: int) -> None:
-        self._memory, self._arrived, self._count = memory, arrived, count
-        self._tokens: list[int] | None = None
-
-    def wait(self) -> list[int]:
-        if self._tokens is None:
-            self._arrived.synchronize()
-            self._tokens = self._memory.tolist()
-        return self._tokens
-
-    def of(self, number: int) -> tuple[list[int], list[int]]:
-        """The tokens sampled after the rows of a sequence of the step, NO_TOKEN where there is none; and its draft."""
-        width = 2 * self._count + 1
-        found = self.wait()[number * width : (number + 1) * width]
-        sampled, drafted = found[: self._count + 1], found[self._count + 1 :]
-        length = drafted.index(NO_TOKEN) if NO_TOKEN in drafted else self._count
-        return sampled[: length + 1], drafted[:length]
 
 
 class DraftGraphs:
@@ -159,9 +134,12 @@ class DraftGraphs:
         self._kinds[slot] = kind
 
     @torch.no_grad()
-    def launch(self, kind: SamplingKind, sequences: Seq[DraftedSequence], count: int) -> DraftedTokens:
-        """Starts a step of these sequences, with drafts of up to `count` tokens; returns without waiting. Their block
-        tables have been set in the target's inputs, and their sampling by `configure` of both."""
+    def launch(
+        self, kind: SamplingKind, sequences: Seq[DraftedSequence], count: int
+    ) -> tuple[Tensor, torch.cuda.Event]:
+        """Starts a step of these sequences, with drafts of up to `count` tokens; returns without waiting its `tokens`
+        and `arrived`, as `StepPlan` has them. Their block tables have been set in the target's inputs, and their
+        sampling by `configure` of both."""
         key = DraftKey(padded_rows(len(sequences)), count, kind)
         assert 1 <= count <= self.most_drafted(len(sequences))
         step = self.capture(key)
@@ -171,7 +149,7 @@ class DraftGraphs:
         number = self._launched % PENDING
         self._launched += 1
         self._events[number].record()
-        return DraftedTokens(self._results[number], self._events[number], count)
+        return self._results[number], self._events[number]
 
     @torch.no_grad()
     def capture(self, key: DraftKey) -> CapturedStep:

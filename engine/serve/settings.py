@@ -18,8 +18,8 @@ from quengine.platform.input_files import read_text
 from quengine.request.chat_options import ChatOptions
 from quengine.request.pooling import POOLINGS, Pooling
 from quengine.request.sampling_params import SamplingParams
-from quengine.serve.ray.options import RayOptions
-from quengine.serve.tools.options import ToolsOptions
+from quengine.serve.ray_options import RayOptions
+from quengine.serve.tool_options import ToolsOptions
 
 logger = logging.getLogger("quengine.serve")
 

@@ -4,18 +4,25 @@ are launched before its tokens are read."""
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
 
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.request.sampling_params import SamplingParams
-from quengine.runners.cuda_graphs import CudaGraphs, StepTokens
+from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_rows import DeviceRows, Drafted
 from quengine.runners.graph_keys import SamplingKind
 from quengine.sampler import Sampler
 from quengine.slot import Slot
 from quengine.speculative.draft_model import DraftJob
 from quengine.step_plan import SequenceRows
+
+_Read: TypeAlias = Callable[[], list[int]]
+"""Waits for the tokens of a step, row by row, and returns them; once read, they do not change."""
 
 
 class DeviceDraftSteps:
@@ -32,13 +39,13 @@ class DeviceDraftSteps:
         self._stays = target is not None
         if target is not None:
             target.drafted = graphs.history
-        self._unread: list[StepTokens] = []
+        self._unread: list[_Read] = []
         self._groups, self._most = graphs.inputs.groups, graphs.inputs.slots
         self._slots: dict[Sampler, tuple[Slot, list[int]]] = {}
 
     def draft(self, jobs: Seq[DraftJob]) -> list[Seq[int]]:
-        for unread in self._unread:  # its place is written again
-            unread.wait()
+        for read in self._unread:  # its place is written again
+            read()
         slots = self._slots_of(jobs)
         settings = [_without_penalties(job.sampler.params) for job in jobs]
         self._rows.choose_kind(slots, {SamplingKind.of(each) for each in settings})
@@ -49,10 +56,10 @@ class DeviceDraftSteps:
             if slot.kind != self._rows.kind:
                 self._rows.configure(slot, params, job.sampler, [])
             given[number] = SequenceRows(job.tokens, job.start, [job.block_table])
-        steps = [(self._graphs.launch(slots, given, self._rows.kind), dict(enumerate(newest)))]
+        steps = [(self._launch(slots, given), dict(enumerate(newest)))]
         for made in range(1, max(job.count for job in jobs)):
             going_on = [number for number, job in enumerate(jobs) if job.count > made]
-            step = self._graphs.launch([slots[number] for number in going_on], {}, self._rows.kind)
+            step = self._launch([slots[number] for number in going_on], {})
             steps.append((step, {number: row for row, number in enumerate(going_on)}))
         self._unread = [step for step, _ in steps]
         reads = [partial(_read, steps, number) for number in range(len(jobs))]
@@ -60,6 +67,10 @@ class DeviceDraftSteps:
             pairs = zip(jobs, slots, reads, strict=True)
             return [Drafted(slot.index, job.count, partial(_inputs, read)) for job, slot, read in pairs]
         return [_until_none(read()) for read in reads]
+
+    def _launch(self, slots: list[Slot], given: dict[int, SequenceRows]) -> _Read:
+        tokens, arrived, _ = self._graphs.launch(slots, given, self._rows.kind)
+        return cache(partial(_tokens_after, arrived, tokens))
 
     def _slots_of(self, jobs: Seq[DraftJob]) -> list[Slot]:
         """The slot of each job; those without a job are free again where all are taken."""
@@ -79,9 +90,14 @@ class DeviceDraftSteps:
         return next(index for index in range(self._most) if index not in used)
 
 
-def _read(steps: Seq[tuple[StepTokens, dict[int, int]]], number: int) -> list[int]:
+def _tokens_after(arrived: torch.cuda.Event, tokens: Tensor) -> list[int]:
+    arrived.synchronize()
+    return list(map(int, tokens.tolist()))
+
+
+def _read(steps: Seq[tuple[_Read, dict[int, int]]], number: int) -> list[int]:
     """The tokens of a job, given steps with the rows of the jobs that they have."""
-    return [step.wait()[rows[number]] for step, rows in steps if number in rows]
+    return [read()[rows[number]] for read, rows in steps if number in rows]
 
 
 def _without_penalties(params: SamplingParams) -> SamplingParams:

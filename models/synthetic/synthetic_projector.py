@@ -39,7 +39,7 @@ def write_synthetic_projector(
     from gguf import GGUFWriter
 
     settings = replace(PROJECTORS_OF[model] if isinstance(model, str) else model, text_size=text_size)
-    taken = _Taken(settings)
+    taken = TakenWeights(settings)
     PROJECTORS[settings.projector].encoder(taken, settings)
     pools: dict[tuple[str, int], NDArray[np.uint8]] = {}
     with beside(path) as file:
@@ -50,6 +50,10 @@ def write_synthetic_projector(
             rows = _rows(name, shape, kind, pools, np.random.default_rng([seed, index]))
             number = TYPE_BY_NAME[kind].number
             writer.add_tensor(name, rows, raw_dtype=number)  # type: ignore[arg-type]
+        if (
+            settings.projector == "pixtral"
+        ):  # llama.cpp wants the row of [IMG_BREAK], which here is the text model's
+            writer.add_tensor("v.token_embd.img_break", np.zeros(text_size, np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -57,8 +61,9 @@ def write_synthetic_projector(
     return path
 
 
-class _Taken(Weights):
-    """Notes the names and shapes of the tensors that an encoder takes, and whether each is a matrix."""
+class TakenWeights(Weights):
+    """Weights without data, on the meta device; notes the names and shapes of the tensors that an encoder takes, and
+    whether each is a matrix."""
 
     def __init__(self, settings: VisionSettings) -> None:
         super().__init__(GGUFSource.__new__(GGUFSource), torch.device("meta"), torch.float16)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from quengine.kernels.vision_rows import Norm, PatchActivation, PatchRotation, activated, scaled_below_one
 from quengine.models.vision.files import Weights
+from quengine.models.vision.matrix import Matrix, expanded
+from quengine.models.vision.matrix import joined as joined_matrices
 
 
 def rotation_of_pairs(angles: Tensor) -> PatchRotation:
@@ -31,26 +33,32 @@ def rotation_of_halves(*angles: Tensor) -> PatchRotation:
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """weight: [N, K]; bias: [N] or None."""
+    """matrix: [N, K] as stored; bias: [N] or None. kind: the type of its products."""
 
-    weight: Tensor
+    matrix: Matrix
     bias: Tensor | None
+    kind: torch.dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix in the type of its products."""
+        return expanded(self.matrix, self.kind)
 
     def __call__(self, x: Tensor, bounded: bool = True) -> Tensor:
         """x [..., K] fp32 -> [..., N] fp32. bounded: no row's product can leave the range of fp16."""
-        if self.weight.dtype == x.dtype:
+        if self.kind == x.dtype:
             return F.linear(x, self.weight, self.bias)
         if bounded:
-            y = F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype)
+            y = F.linear(x.to(self.kind), self.weight).to(x.dtype)
         else:
             x, scale = scaled_below_one(x)
-            y = F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype) * scale
+            y = F.linear(x.to(self.kind), self.weight).to(x.dtype) * scale
         return y if self.bias is None else y + self.bias
 
 
 @dataclass(frozen=True, eq=False)
 class ClippedLinear(Linear):
-    """A matrix whose inputs and outputs are clamped. bounds: of inputs, low and high, then of outputs: scalars."""
+    """A matrix with inputs and outputs that are clamped. bounds: of inputs, low and high, then of outputs: scalars."""
 
     bounds: tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -167,7 +175,7 @@ class VisionAttention:
         q, k, v = (self._heads(part, norm) for part, norm in parts)
         if rotate is not None:
             q, k = rotate(q), rotate(k)
-        kind = self.out.weight.dtype
+        kind = self.out.kind
         return self.out(self.attended(q.to(kind), k.to(kind), v.to(kind), windows).to(x.dtype))
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, windows: Windows | None) -> Tensor:
@@ -193,13 +201,14 @@ class VisionAttention:
 def linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
     """`name`.weight [rows, cols], with `name`.bias where there is one."""
     bias = weights.tensor(f"{name}.bias", rows) if weights.has(f"{name}.bias") else None
-    return Linear(weights.tensor(f"{name}.weight", rows, cols, dtype=weights.matrix), bias)
+    return Linear(weights.stored(f"{name}.weight", rows, cols), bias, weights.matrix)
 
 
 def joined(parts: tuple[Linear, ...]) -> Linear | Joined:
     """Matrices of the same rows as one, without bias, or side by side where they clamp their results."""
     if all(type(part) is Linear and part.bias is None for part in parts):
-        return Linear(torch.cat([part.weight for part in parts]), None)
+        kind = parts[0].kind
+        return Linear(joined_matrices([part.matrix for part in parts], kind), None, kind)
     return Joined(parts)
 
 
@@ -210,7 +219,7 @@ def clipped_linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
     if not weights.has(ends[0]):
         return plain
     low, high, out_low, out_high = (weights.tensor(end) for end in ends)
-    return ClippedLinear(plain.weight, plain.bias, (low, high, out_low, out_high))
+    return ClippedLinear(plain.matrix, plain.bias, plain.kind, (low, high, out_low, out_high))
 
 
 def qkv_linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
@@ -223,7 +232,7 @@ def qkv_linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
     if any(each is not None for each in biases):
         zeros = torch.zeros_like(next(each for each in biases if each is not None))
         bias = torch.cat([zeros if each is None else each for each in biases])
-    return Linear(torch.cat([part.weight for part in parts]), bias)
+    return Linear(joined_matrices([part.matrix for part in parts], weights.matrix), bias, weights.matrix)
 
 
 def norm(weights: Weights, name: str, size: int, eps: float, centred: bool = True) -> Norm:
@@ -236,7 +245,8 @@ def patch_linear(weights: Weights, width: int, patch: int, name: str = "v.patch_
     """The patch embedding [width, 3, patch, patch] as a matrix over a patch's values in that order."""
     shape = (width, 3, patch, patch)
     bias = weights.tensor("v.patch_embd.bias", width) if weights.has("v.patch_embd.bias") else None
-    return Linear(weights.tensor(name, *shape, dtype=weights.matrix).flatten(1), bias)
+    matrix = weights.tensor(name, *shape, dtype=weights.matrix).flatten(1)
+    return Linear(matrix, bias, weights.matrix)
 
 
 def patch_linear_of_two(weights: Weights, width: int, patch: int) -> Linear:
@@ -244,7 +254,7 @@ def patch_linear_of_two(weights: Weights, width: int, patch: int) -> Linear:
     first = patch_linear(weights, width, patch)
     second = weights.tensor("v.patch_embd.weight.1", width, 3, patch, patch, dtype=weights.matrix)
     both = first.weight.to(weights.vector) + second.flatten(1).to(weights.vector)
-    return Linear(both.to(weights.matrix), first.bias)
+    return Linear(both.to(weights.matrix), first.bias, weights.matrix)
 
 
 def axial_angles(height: int, width: int, head_dim: int, theta: float, device: torch.device) -> Tensor:

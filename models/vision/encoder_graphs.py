@@ -4,8 +4,10 @@ A layer is some ten launches of 50 microseconds; in a graph the host, whose inte
 one launch for a slice.
 """
 
+import logging
 from collections import OrderedDict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +19,13 @@ from quengine.kernels.cuda.launch.one_capture import CAPTURING
 from quengine.models.vision.blocks import UnitGrid
 from quengine.models.vision.projector import ImageEncoder
 
+logger = logging.getLogger(__name__)
+
 CLASSES = 8
 """Numbers and sizes of units whose graphs are kept; those used longest ago make room."""
+
+Turn = Callable[[], AbstractContextManager[object]]
+"""What each slice of layers is launched within."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +43,8 @@ class _Captured:
 
 class EncoderGraphs:
     """An encoder on a CUDA device, captured for units that come a second time. One thread at a time may use it, always
-    on the same stream; on the default one, where nothing can be captured, it launches kernel by kernel."""
+    on the same stream; on the default one, where nothing can be captured, it launches kernel by kernel. So it does from
+    the first capture on that has no memory left."""
 
     def __init__(self, encoder: ImageEncoder, device: torch.device) -> None:
         self._encoder, self._device = encoder, device
@@ -44,39 +52,54 @@ class EncoderGraphs:
         self._seen: OrderedDict[tuple[int, ...], None] = OrderedDict()
         # Graphs of all classes share memory: one class is computed at a time, and its rows are copied.
         self._pool: Any = None
+        self._has_memory = True
 
-    def rows(self, pixels: Tensor, grid: UnitGrid, layers: int) -> Generator[None, None, Tensor]:
-        """pixels [B, 3, H, W] in host memory -> rows [B, rows, N]; yields after each `layers` layers."""
+    def rows(self, pixels: Tensor, grid: UnitGrid, layers: int, turn: Turn) -> Tensor:
+        """pixels [B, 3, H, W] in host memory -> rows [B, rows, N]; `layers` layers are launched within a `turn`."""
+        captured = self._graphs_of(pixels, grid, layers)
+        if captured is None:
+            return in_slices(self._encoder.layers(pixels.to(self._device), grid), layers, turn)
+        return self._replayed(captured, pixels, turn)
+
+    def _graphs_of(self, pixels: Tensor, grid: UnitGrid, layers: int) -> _Captured | None:
         key = tuple(pixels.shape)
-        if self._is_default_stream or (key not in self._captured and not self._comes_again(key)):
-            return (yield from in_slices(self._encoder.layers(pixels.to(self._device), grid), layers))
+        if self._is_default_stream or (key not in self._captured and not self._may_capture(key)):
+            return None
         if key not in self._captured:
             while len(self._captured) >= CLASSES:
                 self._captured.popitem(last=False)
-            self._captured[key] = self._capture(pixels, grid, layers)
+            try:
+                self._captured[key] = self._capture(pixels, grid, layers)
+            except torch.OutOfMemoryError:
+                self._has_memory = False
+                logger.warning(
+                    "no device memory left to capture the encoder of images: its kernels are launched one by one"
+                )
+                return None
         self._captured.move_to_end(key)
-        return (yield from self._replayed(self._captured[key], pixels))
+        return self._captured[key]
 
     @property
     def _is_default_stream(self) -> bool:
         return torch.cuda.current_stream(self._device) == torch.cuda.default_stream(self._device)
 
-    def _comes_again(self, key: tuple[int, ...]) -> bool:
-        if key in self._seen:
-            return True
+    def _may_capture(self, key: tuple[int, ...]) -> bool:
+        """Whether units of a size have come before; they then have, at the latest."""
+        if not self._has_memory or key in self._seen:
+            return self._has_memory
         self._seen[key] = None
         if len(self._seen) > 8 * CLASSES:
             self._seen.popitem(last=False)
         return False
 
-    def _replayed(self, captured: _Captured, pixels: Tensor) -> Generator[None, None, Tensor]:
+    def _replayed(self, captured: _Captured, pixels: Tensor, turn: Turn) -> Tensor:
         captured.copied.synchronize()  # the units before have left the host
         captured.host.copy_(pixels)
         captured.pixels.copy_(captured.host, non_blocking=True)
         captured.copied.record()
         for graph in captured.graphs:
-            graph.replay()
-            yield
+            with turn():
+                graph.replay()
         return captured.rows.clone()
 
     def _capture(self, pixels: Tensor, grid: UnitGrid, layers: int) -> _Captured:
@@ -85,7 +108,7 @@ class EncoderGraphs:
         given = torch.empty(pixels.shape, dtype=pixels.dtype, device=self._device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graphs, computed = list[torch.cuda.CUDAGraph](), in_slices(self._encoder.layers(given, grid), layers)
+        graphs, computed = list[torch.cuda.CUDAGraph](), self._encoder.layers(given, grid)
         rows: Tensor | None = None
         with CAPTURING, paused():
             while rows is None:
@@ -93,24 +116,31 @@ class EncoderGraphs:
                 # Steps of the engine's thread go on meanwhile: their calls are none of this capture.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    next(computed)
-                except StopIteration as end:
-                    rows = end.value
-                finally:
-                    graph.capture_end()
+                    rows = advanced(computed, layers)
+                except BaseException:
+                    with suppress(RuntimeError):  # what was raised has ended the capture, or this does
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
                 graphs.append(graph)
         return _Captured(host, given, torch.cuda.Event(), graphs, grid, rows)  # type: ignore[no-untyped-call]
 
 
-def in_slices(layers: Generator[None, None, Tensor], count: int) -> Generator[None, None, Tensor]:
-    """`layers` (`ImageEncoder.layers`), yielding after each `count` of them."""
-    done = 0
-    while True:
+def in_slices(layers: Generator[None, None, Tensor], count: int, turn: Turn) -> Tensor:
+    """The rows of `layers` (`ImageEncoder.layers`), of which `count` are launched within a `turn`."""
+    rows: Tensor | None = None
+    while rows is None:
+        with turn():
+            rows = advanced(layers, count)
+    return rows
+
+
+def advanced(layers: Generator[None, None, Tensor], count: int) -> Tensor | None:
+    """Launches `count` more layers; the rows after the last one."""
+    for _ in range(count):
         try:
             next(layers)
         except StopIteration as end:
             rows: Tensor = end.value
             return rows
-        done += 1
-        if done % count == 0:
-            yield
+    return None

@@ -14,7 +14,10 @@ from quengine.errors import EngineError
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.hf.hf_shards import HFShards, listed
+from quengine.models.vision.matrix import Matrix, Q8Matrix
 from quengine.models.vision.settings import VisionSettings
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _SAMPLE = 4096
 """Bytes of each tensor that a file is recognized by."""
@@ -32,6 +35,10 @@ class TensorSource(Protocol):
 
     def tensor(self, name: str) -> Tensor:
         """Tensor `name`, which is there: a float type, or fp32 of blocks."""
+        ...
+
+    def stored(self, name: str) -> Matrix:
+        """Tensor `name`, which is there, as [rows, columns] in its own type: floats, or blocks; of other types fp32."""
         ...
 
     def unused(self, taken: Iterable[str]) -> list[str]:
@@ -62,12 +69,23 @@ class GGUFSource:
 
     def tensor(self, name: str) -> Tensor:
         stored = self._file.tensors[name]
+        return dequantize(FORMATS[stored.type_name], self._data(name)).reshape(stored.shape)
+
+    def stored(self, name: str) -> Matrix:
+        stored, data = self._file.tensors[name], self._data(name)
+        if stored.type_name == "Q8_0":
+            return Q8Matrix.of_blocks(data.view(-1, data.shape[-1]))
+        kind = _FLOATS.get(stored.type_name)
+        return self.tensor(name) if kind is None else data.view(kind).reshape(stored.shape)
+
+    def _data(self, name: str) -> Tensor:
+        """Tensor `name`, uint8 [..., bytes of a row], in the mapped file."""
+        stored = self._file.tensors[name]
         if stored.type_name not in FORMATS:
             raise self._file.tensor_error(name, f"type {stored.type_name} is not supported")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable.*")  # a mapping, read-only on purpose
-            data = torch.from_numpy(stored.data)
-        return dequantize(FORMATS[stored.type_name], data).reshape(stored.shape)
+            return torch.from_numpy(stored.data)
 
     def unused(self, taken: Iterable[str]) -> list[str]:
         ours = [n for n in self._file.tensors if n.startswith(("v.", "mm.")) and not n.startswith("mm.a.")]
@@ -133,6 +151,9 @@ class FolderSource:
             raise self.error(f"tensor {theirs!r} is of type {found.dtype}; supported are F32, F16, BF16")
         return self._changes[name](found, self._settings) if name in self._changes else found
 
+    def stored(self, name: str) -> Matrix:
+        return self.tensor(name)
+
     def unused(self, taken: Iterable[str]) -> list[str]:
         known = {self._names[name] for name in taken if name in self._names}
         ours = [name for name in self._shards.files if name.startswith(self._parts)]
@@ -156,13 +177,17 @@ class FolderSource:
 
 
 class Weights:
-    """Checked tensors of an encoder on a device. matrix: the dtype of matrices, of all else fp32 or wider."""
+    """Checked tensors of an encoder on a device. matrix: the dtype of products, of all else fp32 or wider. keeps:
+    matrices stay as stored, but for floats on a CUDA device, which are of type `matrix` there."""
 
-    def __init__(self, source: TensorSource, device: torch.device, matrix: torch.dtype) -> None:
+    def __init__(
+        self, source: TensorSource, device: torch.device, matrix: torch.dtype, keeps: bool = False
+    ) -> None:
         self._source = source
         self._device = device
         self.matrix = matrix
         self.vector = torch.float64 if matrix == torch.float64 else torch.float32
+        self._keeps = keeps
         self._taken: set[str] = set()
 
     def has(self, name: str) -> bool:
@@ -170,13 +195,27 @@ class Weights:
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Tensor `name`, of `shape` but for dimensions of 1. Raises EngineError: absent, or of another shape."""
+        self._take(name, shape)
+        return self._source.tensor(name).reshape(shape).to(self._device, dtype or self.vector)
+
+    def stored(self, name: str, rows: int, cols: int) -> Matrix:
+        """Matrix `name`, [rows, cols], as stored where it stays so. Raises as `tensor` does."""
+        if not self._keeps:
+            return self.tensor(name, rows, cols, dtype=self.matrix)
+        self._take(name, (rows, cols))
+        found = self._source.stored(name)
+        if isinstance(found, Q8Matrix):
+            return found.to(self._device)
+        kind = self.matrix if self._device.type == "cuda" else found.dtype
+        return found.reshape(rows, cols).to(self._device, kind)
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> None:
         found = self._source.shape(name)
         if found is None:
             raise self._source.error(f"tensor {name!r} is missing: this projector needs it")
         if [n for n in found if n != 1] != [n for n in shape if n != 1]:
             raise self._source.error(f"tensor {name!r} has shape {list(found)}, must be {list(shape)}")
         self._taken.add(name)
-        return self._source.tensor(name).reshape(shape).to(self._device, dtype or self.vector)
 
     def count(self, name: str) -> int:
         """The number of values of tensor `name`, 0 where it is absent."""

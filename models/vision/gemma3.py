@@ -100,7 +100,7 @@ def _encoder(weights: Weights, settings: VisionSettings) -> Gemma3:
         siglip_blocks(weights, settings),
         norm(weights, "v.post_ln", size, settings.eps),
         norm(weights, "mm.soft_emb_norm", size, settings.eps, centred=False),
-        Linear(matrix.T.contiguous(), None),
+        Linear(matrix.T.contiguous(), None, weights.matrix),
     )
 
 

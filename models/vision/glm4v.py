@@ -138,7 +138,8 @@ def _convolution(weights: Weights, settings: VisionSettings) -> Linear:
     """The convolution over squares of patches as a matrix over their rows, patch by patch."""
     size, text, side = settings.width, settings.text_size, settings.merge
     matrix = weights.tensor("mm.patch_merger.weight", text, size, side, side, dtype=weights.matrix)
-    return Linear(matrix.permute(0, 2, 3, 1).flatten(1), weights.tensor("mm.patch_merger.bias", text))
+    bias = weights.tensor("mm.patch_merger.bias", text)
+    return Linear(matrix.permute(0, 2, 3, 1).flatten(1), bias, weights.matrix)
 
 
 def _encoder(weights: Weights, settings: VisionSettings) -> Glm4V:

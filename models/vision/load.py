@@ -53,7 +53,8 @@ def load_vision(
 ) -> VisionModel:
     """The vision encoder in `path`, a GGUF projector file or a Hugging Face folder, on `device`.
 
-    max_pixels: as `load_processor`. dtype: of the matrices; None: fp16 on CUDA, fp32 on the CPU.
+    max_pixels: as `load_processor`. dtype: of the matrices and their products; None: matrices as stored, products fp16
+    on CUDA and fp32 on the CPU.
 
     Raises:
         EngineError: no projector that is supported, a file that is damaged, or tensors that are not applied.
@@ -62,7 +63,7 @@ def load_vision(
     projector, settings, source = _opened(path, max_pixels)
     try:
         matrix = dtype or (torch.float16 if device.type == "cuda" else torch.float32)
-        weights = Weights(source, device, matrix)
+        weights = Weights(source, device, matrix, keeps=dtype is None)
         encoder = projector.encoder(weights, settings)
         weights.check_all_taken()
         processor = ImageProcessor(projector, settings, source.identity())

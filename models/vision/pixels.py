@@ -1,16 +1,28 @@
-"""Resized and normalized pixels, to the bit those of the image processors of `transformers` with Pillow."""
+"""Resized and normalized pixels, to the bit those of the image processors of `transformers` with Pillow.
+
+Channels are computed side by side: one of 1024 x 1024 pixels takes Pillow 8 ms, in which it needs no interpreter.
+"""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
+_CHANNELS = ThreadPoolExecutor(3, "pixels")
+
 
 def resized(image: Image.Image, height: int, width: int, resample: int) -> Image.Image:
-    """image in `height` x `width` pixels; resample: the number of one of Pillow's filters."""
-    return image.resize((width, height), Image.Resampling(resample))
+    """RGB image in `height` x `width` pixels; resample: the number of one of Pillow's filters."""
+    if image.size == (width, height):
+        return image
+
+    def one(channel: Image.Image) -> Image.Image:
+        return channel.resize((width, height), Image.Resampling(resample))
+
+    return Image.merge("RGB", list(_CHANNELS.map(one, image.split())))
 
 
 def normalized(
@@ -23,8 +35,12 @@ def normalized(
     """
     values = (np.arange(256, dtype=np.float64) * rescale).astype(np.float32)
     table = (values - np.array(mean, np.float32)[:, None]) / np.array(std, np.float32)[:, None]
-    planes = np.ascontiguousarray(np.asarray(image, np.uint8).transpose(2, 0, 1))
-    found = np.empty(planes.shape, np.float32)
-    for channel in range(3):
-        np.take(table[channel], planes[channel], out=found[channel], mode="clip")
+    found = np.empty((3, image.height, image.width), np.float32)
+
+    def fill(channel: int) -> None:
+        plane = np.asarray(image.getchannel(channel), np.uint8)
+        np.take(table[channel], plane, out=found[channel], mode="clip")
+
+    for _ in _CHANNELS.map(fill, range(3)):
+        pass
     return torch.from_numpy(found)

@@ -114,7 +114,7 @@ class Pixtral:
     project: Mlp
 
     def grid(self, height: int, width: int) -> UnitGrid:
-        angles = self._angles(height, width).to(self.embed.weight.device)
+        angles = self._angles(height, width).to(self.embed.matrix.device)
         return UnitGrid(height, width, rotation=rotation_of_pairs(angles))
 
     def layers(self, pixels: Tensor, grid: UnitGrid) -> Generator[None, None, Tensor]:
@@ -161,7 +161,7 @@ def _merger(weights: Weights, settings: VisionSettings) -> Linear:
     """Its columns go from channel by channel to patch by patch."""
     size, count = settings.width, settings.merge**2
     matrix = weights.tensor("mm.patch_merger.weight", size, size * count, dtype=weights.matrix)
-    return Linear(matrix.view(size, size, count).transpose(1, 2).flatten(1), None)
+    return Linear(matrix.view(size, size, count).transpose(1, 2).flatten(1), None, weights.matrix)
 
 
 def _encoder(weights: Weights, settings: VisionSettings) -> Pixtral:

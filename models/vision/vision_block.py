@@ -29,7 +29,7 @@ class VisionBlock:
         self, x: Tensor, rotate: PatchRotation | None = None, windows: Windows | None = None
     ) -> Tensor:
         """x [B, rows, width], which may be overwritten -> [B, rows, width]"""
-        if x.is_cuda and self.fuses:
+        if x.device.type != "cpu" and self.fuses:
             return fused_block(self, x, rotate, windows)
         x = x + self._added(self.attention(self.norm1(x), rotate, windows), 0)
         return x + self._added(self.mlp(self.norm2(x)), 1)
@@ -40,7 +40,7 @@ class VisionBlock:
         matrices = (self.attention.qkv, self.attention.out, self.mlp.up, self.mlp.down, self.mlp.gate)
         norms = self.attention.norms
         normed = all(norms) and self.attention.norm_heads and len({norm.eps for norm in norms if norm}) == 1
-        plain = all(type(each) is Linear and each.weight.dtype == torch.float16 for each in matrices if each)
+        plain = all(type(each) is Linear and each.kind == torch.float16 for each in matrices if each)
         return plain and (normed or not any(norms))
 
     def _added(self, y: Tensor, part: int) -> Tensor:

@@ -1,14 +1,15 @@
 """A vision encoder with its projector on a device: prepared images in, rows of the text model out."""
 
 from collections import OrderedDict
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from quengine.models.vision.blocks import UnitGrid
-from quengine.models.vision.encoder_graphs import EncoderGraphs, in_slices
+from quengine.models.vision.encoder_graphs import EncoderGraphs, Turn, in_slices
 from quengine.models.vision.processor import ImageProcessor, PreparedImage
 from quengine.models.vision.projector import ImageEncoder
 
@@ -43,24 +44,15 @@ class VisionModel:
         """The image file `data` as the encoder takes it, made on the CPU. Raises ImageError."""
         return self.processor.prepare(data)
 
-    def encode(self, images: Sequence[PreparedImage]) -> list[Tensor]:
-        """The rows of each image, fp32 [rows, text_size * (1 + deepstack)] on the device.
+    @torch.inference_mode()
+    def encode(self, images: Sequence[PreparedImage], turn: Turn = nullcontext) -> list[Tensor]:
+        """The rows of each image, fp32 [rows, text_size * (1 + deepstack)] on the device. One thread at a time may call
+        it.
 
         Units of equal size, of whichever images, are encoded together, up to MAX_PATCHES patches. A row of deepstack is
-        the row itself, then what layer 0, 1, ... of the text model adds to it.
+        the row itself, then what layer 0, 1, ... of the text model adds to it. turn: SLICE patches times layers, or one
+        layer, are launched within each.
         """
-        slices = self.slices(images)
-        while True:
-            try:
-                next(slices)
-            except StopIteration as end:
-                rows: list[Tensor] = end.value
-                return rows
-
-    @torch.inference_mode()
-    def slices(self, images: Sequence[PreparedImage]) -> Generator[None, None, list[Tensor]]:
-        """`encode` in slices, of SLICE patches times layers or of one layer: yields after each. One thread at a time
-        may take them."""
         units = [(index, unit) for index, image in enumerate(images) for unit in image.pixels]
         groups: dict[tuple[int, ...], list[int]] = {}
         for at, (_, unit) in enumerate(units):
@@ -69,21 +61,21 @@ class VisionModel:
         for shape, members in groups.items():
             left = iter(members)
             while part := list(islice(left, self._units_at_once(shape))):
-                made = yield from self._rows(torch.stack([units[at][1] for at in part]))
+                made = self._rows(torch.stack([units[at][1] for at in part]), turn)
                 rows |= dict(zip(part, made, strict=True))
         of_image: list[list[Tensor]] = [[] for _ in images]
         for at, (index, _) in enumerate(units):
             of_image[index].append(rows[at])
         return [torch.cat(parts) for parts in of_image]
 
-    def _rows(self, pixels: Tensor) -> Generator[None, None, Tensor]:
+    def _rows(self, pixels: Tensor, turn: Turn) -> Tensor:
         """pixels [B, 3, H, W] in host memory -> [B, rows, N] on the device."""
         patch = self.processor.settings.patch
         grid = self._grid(pixels.shape[-2] // patch, pixels.shape[-1] // patch)
         layers = max(1, SLICE // (len(pixels) * grid.height * grid.width))
         if self._graphs is not None:
-            return (yield from self._graphs.rows(pixels, grid, layers))
-        return (yield from in_slices(self._encoder.layers(pixels, grid), layers))
+            return self._graphs.rows(pixels, grid, layers, turn)
+        return in_slices(self._encoder.layers(pixels, grid), layers, turn)
 
     def _grid(self, height: int, width: int) -> UnitGrid:
         key = height, width

@@ -205,7 +205,7 @@ def test_a_gpus_table_has_its_own_columns_yardsticks_and_profiles(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = {"machine": {"gpu": {"name": "GPU X"}}}
-    monkeypatch.setattr("quengine.diagnostics.bench.bench_machine.describe_machine", lambda _: machine)
+    monkeypatch.setattr("quengine.diagnostics.machine.describe_machine", lambda _: machine)
     prompt = cuda_row(
         test=BenchTest(512, 0),
         operations=512 * 10**9,
@@ -247,7 +247,7 @@ def test_a_mixture_of_experts_has_a_table_with_its_active_parameters(
 def test_profiles_are_in_json_and_in_a_cell_of_csv(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("quengine.diagnostics.bench.bench_machine.describe_machine", lambda _: {})
+    monkeypatch.setattr("quengine.diagnostics.machine.describe_machine", lambda _: {})
     _write_json(iter([cuda_row()]))
     (found,) = json.loads(capsys.readouterr().out)
     assert found["profile"][0]["kernels"][0]["calls"] == 1

@@ -12,8 +12,8 @@ import typer
 
 from quengine.cli import main
 from quengine.cli.command_table import COMMANDS
-from quengine.cli.foreign_flags import FOREIGN
 from quengine.errors import CannotRunError, EngineError
+from quengine.foreign_flags import FOREIGN
 
 RUN = "import sys; from quengine.cli.main import run; sys.exit(run(sys.argv[1:]))"
 

@@ -3,8 +3,8 @@
 So a prompt with an image has the answers of a prompt with the tokens.
 """
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -52,7 +52,7 @@ class FakeImage:
 
 class FakeVision:
     """`table`: the embeddings of all tokens [vocab, K]. encoded: the images of each call. gate: what each call waits
-    for between its two slices."""
+    for."""
 
     projector, marker, deepstack = "fake", "<image>", 0
 
@@ -66,10 +66,12 @@ class FakeVision:
             raise EngineError("the image is none that is read here")
         return FakeImage(tuple(data), sha256(data).digest())
 
-    def slices(self, images: Sequence[FakeImage]) -> Generator[None, None, list[Tensor]]:
+    def encode(
+        self, images: Sequence[FakeImage], turn: Callable[[], AbstractContextManager[object]]
+    ) -> list[Tensor]:
         self.encoded.append(len(images))
-        yield
-        self.gate()
+        with turn():
+            self.gate()
         return [self.table[torch.tensor(image.tokens)] for image in images]
 
 

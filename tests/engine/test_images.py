@@ -149,7 +149,7 @@ def test_what_is_kept_has_a_limit(model: Path) -> None:
         for _ in range(2):
             forgetful.with_images("<image>", [PICTURE])
         assert vision.encoded == [1, 1]
-        assert forgetful.images is not None and forgetful.images.counts == (2, 2, 0, 0, 0)
+        assert forgetful.images is not None and forgetful.images.counts == (2, 2, 0, 0, 0, 0)
 
 
 def test_what_is_kept_has_the_bits_of_what_is_encoded(model: Path) -> None:

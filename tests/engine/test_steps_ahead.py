@@ -4,32 +4,38 @@ The device of these tests computes a step when it is launched, and says its toke
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
+from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import blocks_for
 from quengine.platform.collector import paused
 from quengine.request.output import Completion
+from quengine.request.prompt_images import Features, ImagePrompt, ImageRows, PromptImages
 from quengine.request.sequence import Sequence
-from quengine.runners.cuda_graphs import StepTokens
+from quengine.runners.cuda_graphs import LaunchedStep
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import padded_rows
+from quengine.runners.image_rows import embeds_of
 from quengine.runners.static_inputs import DecodeInputs
 from quengine.sampler import Result, Sample, Sampler
 from quengine.slot import Slot
 from quengine.speculative.draft_length import draft_rows
 from quengine.speculative.speculation import Speculation
-from quengine.step_plan import SequenceRows, StepPlan, forward_batch
+from quengine.step_plan import TOKENS_ALONE, GivenRows, SequenceRows, StepPlan, forward_batch
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -60,8 +66,8 @@ class End:
         self._log.append(f"read {self._number}")
 
 
-def results_of(log: list[str], tokens: list[int], logits: Tensor) -> StepTokens:
-    return StepTokens(torch.tensor(tokens), End(log), logits)  # type: ignore[arg-type]
+def results_of(log: list[str], tokens: list[int], logits: Tensor, on_host: Seq[int]) -> LaunchedStep:
+    return torch.tensor(tokens), End(log), {row: logits[row] for row in on_host}  # type: ignore[return-value]
 
 
 class Device:
@@ -84,7 +90,9 @@ class Device:
         self._histories.setdefault(slot, {}).update(enumerate(ids))
 
     @torch.no_grad()
-    def launch(self, slots: list[Slot], given: dict[int, SequenceRows], _kind: Any) -> StepTokens:
+    def launch(
+        self, slots: list[Slot], given: dict[int, SequenceRows], _kind: Any, on_host: Seq[int] = ()
+    ) -> LaunchedStep:
         rows = self.inputs.set_rows(slots, given)
         size = padded_rows(rows)
         self.inputs.send()
@@ -98,13 +106,20 @@ class Device:
             self.inputs.of_slots.tokens[target] = tokens[row]
             self.inputs.of_slots.positions[target] = self.inputs.placed.positions[row] + 1
         self.log.append(f"decode {rows}")
-        return results_of(self.log, tokens, logits)
+        return results_of(self.log, tokens, logits, on_host)
 
     @torch.no_grad()
-    def prefill(self, rows: list[SequenceRows], slots: list[int], _kind: Any) -> StepTokens:
-        logits = self._decoder.forward(
-            forward_batch("prefill", rows, torch.device("cpu")), self._cache.layers
-        )
+    def prefill(
+        self,
+        rows: list[SequenceRows],
+        slots: list[int],
+        _kind: Any,
+        on_host: Seq[int] = (),
+        given: GivenRows = TOKENS_ALONE,
+    ) -> LaunchedStep:
+        embeds = embeds_of(self._decoder, given)
+        batch = forward_batch("prefill", rows, torch.device("cpu"), embeds=embeds)
+        logits = self._decoder.forward(batch, self._cache.layers)
         tokens = [0] * len(rows)
         for number, (part, slot, row) in enumerate(zip(rows, slots, logits.float(), strict=True)):
             if slot != self.inputs.slots:
@@ -112,7 +127,7 @@ class Device:
                 self.inputs.of_slots.tokens[slot] = tokens[number]
                 self.inputs.of_slots.positions[slot] = part.end
         self.log.append(f"prompts {sum(len(part.ids) for part in rows)}")
-        return results_of(self.log, tokens, logits.float())
+        return results_of(self.log, tokens, logits.float(), on_host)
 
     def _place(self, rows: int) -> int:
         """`batch_rows.place_rows`; returns how many rows are no padding."""
@@ -158,7 +173,7 @@ def on_device(llm: LLM) -> Device:
                 device.log.append("first tokens")
             return found
 
-        plan.results = results
+        plan.results = results  # type: ignore[method-assign]
         return plan
 
     llm.runner.launch = noted  # type: ignore[method-assign]
@@ -219,6 +234,24 @@ def test_prompts_and_decode_steps_take_turns_and_none_waits_for_the_results_of_t
         assert all(then < after < read for then, after, read in zip(decode, prompts[1:], first, strict=False))
         for stream in streams:
             stream.close()
+
+
+def test_prompts_with_images_are_launched_ahead_as_those_of_text(model: Path) -> None:
+    ids = list(range(40, 100))
+    with load(model, chunk_size=32) as llm:
+        expected = llm.generate([ids], GREEDY)[0].tokens
+        llm.scheduler.reset()
+        tensor = llm.loaded.checkpoint.tensors["token_embd.weight"]
+        rows = dequantize(tensor.format, tensor.data).view(*tensor.shape)[ids[10:40]]
+        images = PromptImages((Features(b"image", rows),), (ImageRows(10, 30, 0, 0),))
+        device = on_device(llm)
+        stream = llm.stream(ImagePrompt([*ids[:10], *[3] * 30, *ids[40:]], images), GREEDY)
+        assert stream.finish().tokens == expected
+        assert device.log[:2] == [
+            "prompts 32",
+            "prompts 28",
+        ]  # the second one is launched before the first is read
+        assert sum(entry.startswith("decode") for entry in device.log) >= len(expected) - 1
 
 
 def test_a_burst_of_prompts_is_computed_without_a_wait_for_first_tokens(model: Path) -> None:
@@ -289,6 +322,27 @@ def test_a_prompt_that_fails_under_way_fails_alone(model: Path) -> None:
         assert llm.scheduler.blocks.num_used == 0
 
 
+def test_a_logits_processor_ends_the_lookahead_of_its_sequence_alone(model: Path) -> None:
+    def keep(_ids: list[int], logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        return logits
+
+    with load(model, chunk_size=24) as llm:
+        alone = [llm.generate(PROMPTS[n], GREEDY)[0].tokens for n in (0, 4)]
+        device = on_device(llm)
+        streams = [llm.stream([7, 8], GREEDY), llm.stream([11], replace(GREEDY, logits_processors=(keep,)))]
+        for stream in streams:
+            stream.start()
+        while not all(stream.sequence.generated for stream in streams):
+            llm.step()
+        device.log.clear()
+        assert [stream.finish().tokens for stream in streams] == alone
+        assert all(stream.sequence.slot.launched == 0 for stream in streams)
+        # Both are in every other step, and each step is launched before the results of the one before are read.
+        log, launched = device.log, [n for n, entry in enumerate(device.log) if entry.startswith("decode")]
+        assert [log[n] for n in launched[:8]] == ["decode 2", "decode 1"] * 4
+        assert all(then < log.index(f"read {n + 1}", n) for n, then in pairwise(launched[:16]))
+
+
 def test_a_step_that_cannot_be_launched_leaves_the_results_of_the_one_before(model: Path) -> None:
     with load(model, chunk_size=24) as llm:
         on_device(llm)
@@ -329,7 +383,7 @@ def test_results_that_are_lost_are_computed_again(model: Path) -> None:
         def fails() -> list[Result]:
             raise RuntimeError("the device has stumbled")
 
-        llm._in_flight[0].results = fails
+        llm._in_flight[0].results = fails  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="stumbled"):
             llm.step()
         assert len(llm._in_flight) == 1 and llm._in_flight[0].cancelled
@@ -402,7 +456,7 @@ def test_first_tokens_that_are_lost_are_computed_again(model: Path) -> None:
 
             if step.phase == "prefill" and not lost:
                 lost.append(step)
-                step.results = fails
+                step.results = fails  # type: ignore[method-assign]
             return take(step)
 
         llm._commit = stumbles  # type: ignore[method-assign]

@@ -28,6 +28,7 @@ from quengine.serve.schemas.openapi_parts import (
     record,
     ref,
 )
+from quengine.serve.schemas.written import Count, Written
 from quengine.structured.tool_calls import MAX_TOOLS
 
 
@@ -220,7 +221,8 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     stream: bool = False
 
 
-ANTHROPIC_BODIES: tuple[type[CountTokensRequest], ...] = (CountTokensRequest, MessagesRequest)
+class TokenCount(Written):
+    input_tokens: Count
 
 
 def anthropic_answers() -> dict[str, Schema]:
@@ -264,5 +266,4 @@ def anthropic_answers() -> dict[str, Schema]:
         "AnthropicError": record(type=const("error"), error=error_schema()["properties"]["error"]),
         "AnthropicEvent": {"anyOf": events},
         "AnthropicMessage": message,
-        "TokenCount": record(input_tokens=COUNT),
     }

@@ -1,5 +1,5 @@
 """The bodies of Ollama's API as structs (https://github.com/ollama/ollama/blob/main/docs/api.md), read as those in
-`requests` are, and its answers as JSON schemas.
+`requests` are, and its answers: as structs, and those of chats as JSON schemas.
 
 Sampling parameters have Ollama's names in the engine too: `options` are `Sampling`, with Ollama's own beside it.
 """
@@ -7,7 +7,7 @@ Sampling parameters have Ollama's names in the engine too: `options` are `Sampli
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from quengine.request.sampling_params import RANGES
 from quengine.serve.schemas.fields import (
@@ -32,6 +32,7 @@ from quengine.serve.schemas.openapi_parts import (
     enum,
     record,
 )
+from quengine.serve.schemas.written import Count, Vector, Written
 from quengine.structured.tool_calls import MAX_TOOLS
 
 Images = Annotated[
@@ -219,34 +220,84 @@ class OllamaCopyRequest(Body, frozen=True):
     destination: str = ""
 
 
-OLLAMA_BODIES: tuple[type[Body], ...] = (
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaEmbedRequest,
-    OllamaEmbeddingsRequest,
-    OllamaShowRequest,
-    OllamaPullRequest,
-    OllamaDeleteRequest,
-    OllamaCreateRequest,
-    OllamaCopyRequest,
-)
+class OllamaDetails(Written, kw_only=True):
+    parent_model: str = ""
+    format: Literal["gguf", "safetensors"]
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaListed(Written):
+    """A model in a list."""
+
+    name: str
+    model: str
+    size: Count
+    digest: str
+    details: OllamaDetails
+
+
+class OllamaTag(OllamaListed):
+    modified_at: str
+
+
+class OllamaTags(Written):
+    models: list[OllamaTag]
+
+
+class OllamaProcess(OllamaListed):
+    expires_at: str
+    size_vram: Count
+    context_length: Count
+
+
+class OllamaProcesses(Written):
+    models: list[OllamaProcess]
+
+
+class OllamaVersion(Written):
+    version: str
+
+
+class OllamaShow(Written):
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaEmbed(Written, kw_only=True):
+    model: str
+    embeddings: list[Vector]
+    total_duration: Count
+    load_duration: Count = 0
+    prompt_eval_count: Count
+
+
+class OllamaEmbeddings(Written):
+    embedding: Vector
+
+
+class OllamaSuccess(Written):
+    status: Literal["success"] = "success"
+
+
+class OllamaPullLine(Written):
+    """A step of a pull, with how much of a file is there; the last one's status is "success"."""
+
+    status: str
+    digest: str | UnsetType = UNSET
+    total: Count | UnsetType = UNSET
+    completed: Count | UnsetType = UNSET
 
 
 def ollama_answers() -> dict[str, Schema]:
     """The schemas of answers and of their parts, by component name."""
-    details = record(
-        parent_model=STRING,
-        format=enum("gguf", "safetensors"),
-        family=STRING,
-        families=array(STRING),
-        parameter_size=STRING,
-        quantization_level=STRING,
-    )
-    entry = {"name": STRING, "model": STRING, "size": COUNT, "digest": STRING, "details": details}
-    in_memory = {"expires_at": STRING, "size_vram": COUNT, "context_length": COUNT}
-    show = dict.fromkeys(("modelfile", "parameters", "template", "modified_at"), STRING)
-    vector = array(NUMBER)
-    success = record(status=const("success"))
     function = record(index=COUNT, name=STRING, arguments=OBJECT)
     message = record(
         {"thinking": STRING, "tool_calls": array(record(id=STRING, function=function))},
@@ -261,22 +312,6 @@ def ollama_answers() -> dict[str, Schema]:
         "OllamaChatLine": chat_line,
         "OllamaGenerate": generate,
         "OllamaGenerateLine": generate_line,
-        "OllamaEmbed": record(
-            model=STRING,
-            embeddings=array(vector),
-            **dict.fromkeys(("total_duration", "load_duration", "prompt_eval_count"), COUNT),
-        ),
-        "OllamaEmbeddings": record(embedding=vector),
-        "OllamaTags": record(models=array(record(**entry, modified_at=STRING))),
-        "OllamaProcesses": record(models=array(record(**entry, **in_memory))),
-        "OllamaVersion": record(version=STRING),
-        "OllamaShow": record(**show, details=details, model_info=OBJECT, capabilities=array(STRING)),
-        "OllamaPull": success,
-        "OllamaPullLine": record({"digest": STRING, "total": COUNT, "completed": COUNT}, status=STRING),
-        "OllamaCreate": success,
-        "OllamaCreateLine": success,
-        "OllamaDelete": success,
-        "OllamaCopy": success,
     }
 
 

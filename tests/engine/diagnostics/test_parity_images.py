@@ -74,7 +74,10 @@ def _ids(side: LLMSide) -> list[int]:
 
 def _scaled(vision: Any) -> None:
     """A head's rows of one layer's output matrix, larger by a thousandth."""
-    vision._encoder.blocks[1].attention.out.weight[:, :16] *= 1.001
+    out = vision._encoder.blocks[1].attention.out
+    matrix = out.weight.clone()
+    matrix[:, :16] *= 1.001
+    object.__setattr__(out, "matrix", matrix)
 
 
 def _swapped(vision: Any) -> None:

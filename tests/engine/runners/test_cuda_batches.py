@@ -89,7 +89,7 @@ def test_a_row_with_every_token_banned_fails_alone(llm: LLM, monkeypatch: pytest
             first = plan.phase == "prefill"
             return [Sample(5) if first and isinstance(each, EngineError) else each for each in found()]
 
-        plan.results = results
+        plan.results = results  # type: ignore[method-assign]
         return plan
 
     monkeypatch.setattr(llm.runner, "launch", choosing)

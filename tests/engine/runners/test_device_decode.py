@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +14,14 @@ from quengine.errors import EngineError
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.request.sampling_params import SamplingParams
-from quengine.runners.cuda_graphs import StepTokens
-from quengine.runners.device_decode import DeviceDecoder, Results
+from quengine.request.sequence import Sequence
+from quengine.runners.cuda_graphs import LaunchedStep
+from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, SamplingKind, padded_rows
 from quengine.runners.static_inputs import DecodeInputs, step_rows
 from quengine.sampler import NO_CHOICE, Result, Sample
 from quengine.slot import Slot
-from quengine.step_plan import SequenceRows, StepPlan
+from quengine.step_plan import TOKENS_ALONE, GivenRows, SequenceRows, StepPlan
 
 CTX = 200
 VOCAB = 997
@@ -68,11 +70,7 @@ class FakeSequence:
     def next_is_newest(self) -> bool:
         return self.num_cached_tokens + 1 == len(self.token_ids)
 
-    def sample_next(self, logits: torch.Tensor) -> Sample | Exception:
-        try:
-            return self.sampler.sample(logits, self.token_ids, len(self.token_ids))
-        except EngineError as error:
-            return error
+    sampled_after = Sequence.sampled_after
 
 
 class FakeEvent:
@@ -87,9 +85,9 @@ class FakeEvent:
         self.log.append(self.name)
 
 
-def fake_step(log: list[str], number: int, tokens: list[int]) -> StepTokens:
-    logits = torch.tensor([[float(token)] for token in tokens])
-    return StepTokens(torch.tensor(tokens), FakeEvent(log, f"wait {number}"), logits)  # type: ignore[arg-type]
+def fake_step(log: list[str], number: int, tokens: list[int], on_host: Seq[int]) -> LaunchedStep:
+    logits = {row: torch.tensor([float(tokens[row])]) for row in on_host}
+    return torch.tensor(tokens), FakeEvent(log, f"wait {number}"), logits  # type: ignore[return-value]
 
 
 @dataclass
@@ -159,8 +157,16 @@ class FakeDevice:
             held.counted = len(ids) + in_flight
         self.sent.append("settings")
 
-    def prefill(self, rows: list[SequenceRows], slots: list[int], kind: SamplingKind) -> StepTokens:
+    def prefill(
+        self,
+        rows: list[SequenceRows],
+        slots: list[int],
+        kind: SamplingKind,
+        on_host: Seq[int] = (),
+        given: GivenRows = TOKENS_ALONE,
+    ) -> LaunchedStep:
         """Chunks of prompts, and the tokens after those whose slots take one; what others get nobody is to read."""
+        assert given is TOKENS_ALONE
         self.prompt_kinds.append(kind)
         tokens = []
         for part, slot in zip(rows, slots, strict=True):
@@ -171,9 +177,15 @@ class FakeDevice:
             held = FakeSlot(table=dict(enumerate(table))) if slot == self.slots else self.of_slots[slot]
             tokens.append(self._sample(held, slot, part.end - 1))
         self.log.append("prompts")
-        return fake_step(self.log, 0, tokens)
+        return fake_step(self.log, 0, tokens, on_host)
 
-    def launch(self, slots: list[Slot], given: dict[int, SequenceRows], kind: SamplingKind) -> StepTokens:
+    def launch(
+        self,
+        slots: list[Slot],
+        given: dict[int, SequenceRows],
+        kind: SamplingKind,
+        on_host: Seq[int] = (),
+    ) -> LaunchedStep:
         rows = step_rows(slots, given, self.slots)
         if rows != self.step:
             self.sent.append("rows")
@@ -193,7 +205,7 @@ class FakeDevice:
             self._write(held, token if token >= 0 else max(held.token, 0), at)
         tokens = [self._sample(*each) for each in placed]
         self.log.append(f"launch {len(self.sizes)}")
-        return fake_step(self.log, len(self.sizes), tokens)
+        return fake_step(self.log, len(self.sizes), tokens, on_host)
 
     def _write(self, held: FakeSlot, token: int, at: int) -> None:
         self.pool[held.table[at // BLOCK_SIZE], at % BLOCK_SIZE] = token
@@ -224,7 +236,7 @@ class Engine:
         self.device = FakeDevice()
         self.free = list(range(blocks))
         self.free_slots = list(range(FakeDevice.slots))
-        self.in_flight = deque[tuple[StepPlan, Results]]()
+        self.in_flight = deque[StepPlan]()
         self.decoder = DeviceDecoder(self.device)  # type: ignore[arg-type]
 
     def start(self, ids: list[int], params: SamplingParams = FREE, **fields: Any) -> FakeSequence:
@@ -252,9 +264,8 @@ class Engine:
             chunks.append(SequenceRows(sequence.token_ids[start:end], start, sequence.block_tables))
             sequence.num_cached_tokens = end  # as of steps in flight
         plan = StepPlan.prefill(list(sequences), chunks)  # type: ignore[arg-type]
-        results = self.decoder.launch(plan)
-        assert results is not None
-        self.in_flight.append((plan, results))
+        self.decoder.launch_prompts(plan)
+        self.in_flight.append(plan)
 
     def grow(self, sequence: FakeSequence, positions: int) -> None:
         while len(sequence.block_tables[0]) * BLOCK_SIZE < positions:
@@ -279,9 +290,8 @@ class Engine:
                 ready.append(each)
         if ready:
             plan = StepPlan.decode(ready)  # type: ignore[arg-type]
-            results = self.decoder.launch(plan)
-            assert results is not None
-            self.in_flight.append((plan, results))
+            assert self.decoder.launch(plan)
+            self.in_flight.append(plan)
 
     def step(self, sequences: list[FakeSequence]) -> dict[FakeSequence, Result]:
         """Two steps are in flight, and the results of the first are taken."""
@@ -292,9 +302,9 @@ class Engine:
                 break
         if not self.in_flight:
             return {}
-        plan, results = self.in_flight.popleft()
+        plan = self.in_flight.popleft()
         taken = dict[FakeSequence, Result]()
-        for each, slot, result in zip(plan.sequences, plan.slots, results(), strict=True):
+        for each, slot, result in zip(plan.sequences, plan.slots, plan.results(), strict=True):
             if each.slot is not slot:
                 continue
             sequence: FakeSequence = each  # type: ignore[assignment]
@@ -591,7 +601,7 @@ def test_more_rows_than_are_captured_are_left_to_the_host_and_come_back() -> Non
     for _ in range(2):
         engine.step([])
     engine.decoder.most_rows = 1
-    assert engine.decoder.launch(StepPlan.decode(list(pair))) is None  # type: ignore[arg-type]
+    assert not engine.decoder.launch(StepPlan.decode(list(pair)))  # type: ignore[arg-type]
     for sequence in pair:  # as the host computes it
         sequence.slot.launched -= 1
         block = sequence.block_tables[0][0]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.forward_batch import decode_batch
@@ -28,10 +28,11 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.runners import cuda_graphs, draft_graphs
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.draft_graphs import DraftedSequence, DraftGraphs
-from quengine.runners.graph_capture import CapturedStep, GraphNodes, capture_step
+from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import GREEDY, SamplingKind
-from quengine.sampler import Sampler
+from quengine.sampler import Result, Sample, Sampler, Verified
 from quengine.slot import Slot
+from quengine.step_plan import verified
 from tests.engine.runners.test_cuda_graphs import DEVICE, ON_GPU, Again
 from tests.engine.speculative.test_draft_mtp import SIZES
 
@@ -58,7 +59,7 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def again(warm: Callable[[], Tensor], step: Callable[[], Tensor], _pool: Any) -> CapturedStep:
     results = warm()
-    return CapturedStep(Again(step, results), results, GraphNodes(0, 0, 0, 0))
+    return CapturedStep(Again(step, results), results, 0)
 
 
 class Rig:
@@ -115,11 +116,24 @@ class Rig:
         monkeypatch.setattr(self.drafts, "_draft", drafted)
 
 
-def accepted(sampled: list[int], drafted: list[int]) -> list[int]:
+def read(launched: tuple[Any, ...]) -> list[int]:
+    """The tokens of a step."""
+    tokens, arrived, *_ = launched
+    arrived.synchronize()
+    return list(tokens.tolist())
+
+
+def accepted(result: Result) -> list[int]:
     """The tokens that a step adds."""
-    pairs = enumerate(zip(sampled, drafted, strict=False))
-    count = next((n for n, (ours, theirs) in pairs if ours != theirs), len(drafted))
-    return sampled[: count + 1]
+    if isinstance(result, Sample):
+        return [result.token]
+    assert isinstance(result, Verified) and result.draft is not None
+    new = [result.first]
+    while len(new) <= len(result.draft) and new[-1].token == result.draft[len(new) - 1]:
+        later = result.later(len(new))
+        assert isinstance(later, Sample)
+        new.append(later)
+    return [sample.token for sample in new]
 
 
 @pytest.fixture(scope="module")
@@ -152,15 +166,15 @@ def test_tokens_are_those_of_plain_steps(
     texts, added = [[token] for token in STARTS], list[int]()
 
     def step(sequences: list[DraftedSequence]) -> None:
-        found = rig.drafts.launch(kind, sequences, MOST)
+        tokens = read(rig.drafts.launch(kind, sequences, MOST))
         for number, sequence in enumerate(sequences):
-            new = accepted(*found.of(number))
+            new = accepted(verified(tokens[number * (2 * MOST + 1) :][: 2 * MOST + 1]))
             texts[sequence.slot] += new
             added.append(len(new))
 
     step([DraftedSequence(0, MOST, 64, 0, STARTS[:1])])
     step([DraftedSequence(1, 1, 64, 0, STARTS[1:]), DraftedSequence(0, MOST, 64)])
-    texts[0].append(rig.target.launch([Slot(0)], {}, kind).wait()[0])
+    texts[0].append(read(rig.target.launch([Slot(0)], {}, kind))[0])
     step([DraftedSequence(0, MOST, 64), DraftedSequence(1, MOST, len(texts[1]) + 1)])
     for ids, expected in zip(texts, wanted, strict=True):
         assert ids == expected[: len(ids)]

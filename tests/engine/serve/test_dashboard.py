@@ -8,9 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from quengine.serve.checkpoint_metrics import CheckpointMetrics
-from quengine.serve.image_metrics import ImageMetrics
-from quengine.serve.replicas.replica_metrics import ReplicaMetrics
+from quengine.serve.engine_metrics import CheckpointMetrics, ImageMetrics, ReplicaMetrics
 from tests.engine.serve.serving import serving
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"

@@ -5,7 +5,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, generate_latest
 
 from quengine.request.feature_cache import ImageCounts
-from quengine.serve.image_metrics import ImageMetrics
+from quengine.serve.engine_metrics import ImageMetrics
 from quengine.serve.processes.engine_llm import LLMEngine
 from tests.engine.fake_vision import seeing, write_model
 from tests.engine.serve.fake_engine import FakeEngine
@@ -34,6 +34,7 @@ def test_counts_are_those_of_the_engine(tmp_path: Path) -> None:
         "quengine_images_found_total 1.0",
         "quengine_images_kept 2.0",
         f"quengine_image_cache_bytes {float(nbytes)}",
+        "quengine_image_device_bytes 0.0",
     ):
         assert line in lines, line
 

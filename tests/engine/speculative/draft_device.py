@@ -11,7 +11,7 @@ from quengine import LLM, SamplingParams
 from quengine.kernels.draft_rows import Drafting, Newest, accept, enter, rows_of
 from quengine.kernels.forward_batch import ForwardBatch, PendingStates
 from quengine.runners.device_decode import DeviceDecoder
-from quengine.runners.draft_graphs import MOST_PAUSE, DraftedSequence, DraftedTokens
+from quengine.runners.draft_graphs import MOST_PAUSE, DraftedSequence
 from quengine.slot import Slot
 from quengine.speculative.draft_mtp import MtpDrafts
 from tests.engine.test_steps_ahead import Device, End
@@ -52,7 +52,7 @@ class DraftDevice:
         return False
 
     @torch.no_grad()
-    def launch(self, _kind: Any, sequences: Seq[DraftedSequence], count: int) -> DraftedTokens:
+    def launch(self, _kind: Any, sequences: Seq[DraftedSequence], count: int) -> tuple[Tensor, End]:
         """Sequences of a padded step, in which others of no consequence stand."""
         self._device.inputs.send()
         padding = DraftedSequence(self._unused, count, 64)
@@ -78,11 +78,9 @@ class DraftDevice:
         for states in pending:
             states.advance(accepted)
         self._device.log.append(f"drafts {len(sequences)}")
-        found = DraftedTokens(results.flatten(), End(self._device.log), count)  # type: ignore[arg-type]
-        self.drafted += [
-            found_draft for n in range(len(sequences)) if (found_draft := self._of(results, n, count))
-        ]
-        return found
+        end = End(self._device.log)
+        self.drafted += [draft for n in range(len(sequences)) if (draft := self._of(results, n, count))]
+        return results.flatten(), end
 
     def _of(self, results: Tensor, number: int, count: int) -> list[int]:
         return [token for token in results[number, count + 1 :].tolist() if token >= 0]

@@ -1,13 +1,14 @@
 """Rows that several tokens of a sequence share, against a device that computes on the host: texts as if alone."""
 
 import random
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
 
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.request.sampling_params import SamplingParams
-from quengine.runners.cuda_graphs import StepTokens
+from quengine.runners.cuda_graphs import LaunchedStep
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.device_rows import Drafted
 from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, SamplingKind
@@ -50,14 +51,20 @@ class Device(FakeDevice):
         assert not params.penalizes
         super().configure(slot, kind, params, sampler, ids, in_flight)
 
-    def launch(self, slots: list[Slot], given: dict[int, SequenceRows], kind: SamplingKind) -> StepTokens:
+    def launch(
+        self,
+        slots: list[Slot],
+        given: dict[int, SequenceRows],
+        kind: SamplingKind,
+        on_host: Seq[int] = (),
+    ) -> LaunchedStep:
         written, rows = set(), step_rows(slots, given, self.slots)
         for slot, _, token, position in rows:
             held = self.of_slots[slot]
             at = held.position if token == -1 else position
             written.add((held.table[at // BLOCK_SIZE], at % BLOCK_SIZE))
         assert len(written) == len(rows), "two rows write one place"
-        return super().launch(slots, given, kind)
+        return super().launch(slots, given, kind, on_host)
 
 
 class Engine:
@@ -85,9 +92,9 @@ class Engine:
     def step(self, sequences: list[Any]) -> list[Result]:
         for sequence in sequences:
             self.grow(sequence, len(sequence.token_ids) + len(sequence.draft))
-        launched = self.decoder.launch(StepPlan.decode(list(sequences)))
-        assert launched is not None
-        results = launched()
+        plan = StepPlan.decode(list(sequences))
+        assert self.decoder.launch(plan)
+        results = plan.results()
         for sequence, result in zip(sequences, results, strict=True):
             sequence.slot.launched -= 1
             draft, sequence.draft = sequence.draft, []

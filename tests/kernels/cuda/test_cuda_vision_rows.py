@@ -91,7 +91,8 @@ def block(device: torch.device, kind: str) -> VisionBlock:
 
     def matrix(rows: int, cols: int, seed: int) -> Linear:
         weight = random(device, rows, cols + seed)[:, seed:].contiguous() / cols**0.5
-        return Linear(weight, None if kind == "gemma4v" else random(device, rows + seed)[seed:] * 0.1)
+        bias = None if kind == "gemma4v" else random(device, rows + seed)[seed:] * 0.1
+        return Linear(weight, bias, torch.float32)
 
     rms = kind != "siglip"
     first, second, third, fourth = (
@@ -117,7 +118,7 @@ def halved(block: VisionBlock) -> VisionBlock:
     """The block with matrices rounded to fp16."""
 
     def half(matrix: Linear | None) -> Linear | None:
-        return matrix and replace(matrix, weight=matrix.weight.half())
+        return matrix and replace(matrix, matrix=matrix.weight.half(), kind=torch.float16)
 
     a, m = block.attention, block.mlp
     attention = replace(a, qkv=half(a.qkv), out=half(a.out))  # type: ignore[arg-type]

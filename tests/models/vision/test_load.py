@@ -14,6 +14,7 @@ from quengine.models.images import limited_decoder
 from quengine.models.vision import ImageError, find_vision, load_processor, load_vision
 from quengine.models.vision.files import Weights
 from quengine.models.vision.load import _opened
+from quengine.models.vision.matrix import Q8Matrix
 from tests.gguf_builder import GGUFBuilder
 from tests.models.vision.test_idefics3 import CASE
 from tests.models.vision.vision_models import nmse, picture, png, write_mmproj, write_vision
@@ -155,8 +156,16 @@ def test_stored_types(folder: Path, tmp_path: Path) -> None:
         ("q8_0", 1e-2),
     ):  # the model's own weights are halves
         file = write_mmproj(folder, tmp_path / f"mmproj-{outtype}.gguf", CASE, outtype)
-        error = nmse(load_vision(file, "cpu").encode([image])[0], expected)
+        stored = load_vision(file, "cpu")
+        made, of_block = stored.encode([image])[0], stored._encoder.blocks[0]  # type: ignore[attr-defined]
+        error = nmse(made, expected)
         assert error < limit and (outtype == "f16" or error > 1e-7)
+        # They stay as they are stored, and are expanded to the bits that fp32 matrices have.
+        assert torch.equal(made, load_vision(file, "cpu", dtype=torch.float32).encode([image])[0])
+        for each in (of_block.attention.qkv, of_block.attention.out, of_block.mlp.up, of_block.mlp.down):
+            in_blocks = outtype == "q8_0" and each.weight.shape[1] % 32 == 0
+            assert 8 * each.matrix.nbytes == each.weight.numel() * (8.5 if in_blocks else 16)
+        assert (outtype == "q8_0") == isinstance(of_block.mlp.up.matrix, Q8Matrix)
     half = load_vision(folder, "cpu", dtype=torch.float16)
     assert 0 < nmse(half.encode([image])[0], expected) < 1e-5
 

@@ -1,11 +1,15 @@
 """Encoders on a CUDA device, with fp16 matrices, against the CPU's fp32."""
 
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from quengine.models.vision import load_vision
+from quengine.models.vision.blocks import UnitGrid
+from quengine.models.vision.encoder_graphs import EncoderGraphs
 from tests.models.vision import (
     test_gemma3,
     test_gemma4v,
@@ -16,7 +20,7 @@ from tests.models.vision import (
     test_pixtral,
     test_qwen_vl,
 )
-from tests.models.vision.vision_models import VisionCase, nmse, picture, png, write_vision
+from tests.models.vision.vision_models import VisionCase, nmse, picture, png, write_mmproj, write_vision
 
 CASES = {
     "idefics3": test_idefics3.CASE,
@@ -40,6 +44,15 @@ def test_rows_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     for ours, theirs in zip(device.encode(images), host.encode(images), strict=True):
         assert ours.dtype == torch.float32 and ours.is_cuda
         assert nmse(ours.cpu(), theirs) < 1e-5
+
+
+@pytest.mark.gpu
+def test_blocks_have_the_bits_of_expanded_matrices(tmp_path: Path) -> None:
+    write_vision(tmp_path, CASES["idefics3"])
+    file = write_mmproj(tmp_path, tmp_path / "mmproj-q8_0.gguf", CASES["idefics3"], "q8_0")
+    blocks, halves = load_vision(file, "cuda"), load_vision(file, "cuda", dtype=torch.float16)
+    image = blocks.prepare(png(picture(100, 70)))
+    assert torch.equal(blocks.encode([image])[0], halves.encode([image])[0])
 
 
 @pytest.mark.gpu
@@ -74,6 +87,41 @@ def test_graphs_give_the_bits_of_the_layers(
         assert nmse(together[0], expected[0]) < 1e-6 < nmse(together[1], expected[0])
     layers = vision.processor.settings.layers
     assert all(len(each.graphs) == layers + 1 for each in graphs._captured.values())
+
+
+class Greedy:
+    """An encoder that in a capture takes more memory than there is."""
+
+    def __init__(self, encoder: Any) -> None:
+        self.grid, self._encoder = encoder.grid, encoder
+
+    def layers(self, pixels: torch.Tensor, grid: UnitGrid) -> Generator[None, None, torch.Tensor]:
+        layers = self._encoder.layers(pixels, grid)
+        next(layers)
+        yield
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(1 << 50, device=pixels.device)
+        return (yield from layers)
+
+
+@pytest.mark.gpu
+def test_without_memory_for_a_capture_kernels_are_launched_one_by_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_vision(tmp_path, CASES["pixtral"])
+    vision = load_vision(tmp_path, "cuda")
+    image = vision.prepare(png(picture(100, 70)))
+    expected, plain = vision.encode([image])[0], vision._encoder
+    vision._graphs = EncoderGraphs(Greedy(plain), vision.device)
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        for _ in range(3):
+            assert torch.equal(vision.encode([image])[0], expected)
+        (line,) = (record.message for record in caplog.records if "capture" in record.message)
+        assert line.startswith("no device memory left") and not vision._graphs._captured
+        vision._graphs = EncoderGraphs(plain, vision.device)  # the device captures as before
+        for _ in range(3):
+            assert torch.equal(vision.encode([image])[0], expected)
+        assert vision._graphs._captured
 
 
 @pytest.mark.gpu

@@ -1,0 +1,68 @@
+"""A matrix of a vision encoder in the type that its file has, and in that of its products, into which it is expanded
+each time: a copy takes a hundredth of a product with the thousands of rows of an image."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+_BLOCK, _BLOCK_BYTES = 32, 34
+
+
+@dataclass(frozen=True, eq=False)
+class Q8Matrix:
+    """codes: int8 [N, K / 32, 32]; scales: fp16 [N, K / 32, 1], of each block of 32 columns."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of_blocks(cls, data: Tensor) -> "Q8Matrix":
+        """data: uint8 [N, bytes of a row], blocks of Q8_0: a scale and 32 codes each."""
+        blocks = data.view(len(data), -1, _BLOCK_BYTES)
+        scales = blocks[..., :2].contiguous().view(torch.float16)
+        return cls(blocks[..., 2:].contiguous().view(torch.int8), scales)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self.codes), self.codes.shape[1] * _BLOCK
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def to(self, device: torch.device) -> "Q8Matrix":
+        return Q8Matrix(self.codes.to(device), self.scales.to(device))
+
+    def expanded(self, kind: torch.dtype) -> Tensor:
+        """[N, K] of this float type, each value rounded once."""
+        return torch.mul(self.codes, self.scales.to(kind)).flatten(1)
+
+
+Matrix: TypeAlias = Tensor | Q8Matrix
+"""[N, K]: floats of any type, or blocks."""
+
+
+def expanded(matrix: Matrix, kind: torch.dtype) -> Tensor:
+    """The matrix in a float type."""
+    return matrix.expanded(kind) if isinstance(matrix, Q8Matrix) else matrix.to(kind)
+
+
+def joined(matrices: Sequence[Matrix], kind: torch.dtype) -> Matrix:
+    """Matrices with the same columns, one below the other; those of unlike types in `kind`."""
+    blocks = [each for each in matrices if isinstance(each, Q8Matrix)]
+    if len(blocks) == len(matrices):
+        return Q8Matrix(
+            torch.cat([each.codes for each in blocks]), torch.cat([each.scales for each in blocks])
+        )
+    floats = [each for each in matrices if isinstance(each, Tensor)]
+    if len({each.dtype for each in floats}) == 1 and not blocks:
+        return torch.cat(floats)
+    return torch.cat([expanded(each, kind) for each in matrices])
