@@ -14,6 +14,7 @@ from typing import Any
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, empty
+from quengine.kernels.cuda.vision_rows import expanded_blocks
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kv_cache import pools_of_one
 from quengine.models.checkpoint import open_checkpoint
@@ -276,3 +277,6 @@ def image_steps(model: str) -> Iterator[Step]:
     side = settings.image_size // settings.patch if settings.projector == "gemma3" else 4 * settings.merge
     pixels = empty(1, 3, side * settings.patch, side * settings.patch)
     yield False, lambda: list(encoder.layers(pixels, encoder.grid(side, side)))
+    if model == "gemma-3":  # a projector of Q8_0, whose matrices are expanded where they multiply
+        codes, scales = empty(64, 36, 32, dtype=torch.int8), empty(64, 36, 1, dtype=torch.float16)
+        yield False, lambda: expanded_blocks(codes, scales)
