@@ -88,6 +88,7 @@ lint: $(VENV)/linted
 	rm -rf build/types && mkdir -p build/types/quengine
 	ln -s $(CURDIR)/engine/* $(CURDIR)/kernels $(CURDIR)/models $(CURDIR)/cli build/types/quengine/
 	MYPYPATH=build/types $(BIN)/mypy -p quengine
+	MYPYPATH=build/types $(BIN)/mypy examples
 
 bench: $(VENV)/installed
 	$(BIN)/engine bench --model smollm2-135m -p 128,512 -n 64

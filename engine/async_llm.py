@@ -179,9 +179,9 @@ class _Request:
 
 def _receive(news: Seq[_News]) -> None:
     """Hands streams what is new; called in their event loop."""
-    for to, *arrived in news:
+    for to, pieces, ended, error in news:
         if (stream := to()) is not None:
-            stream._arrived(*arrived)
+            stream._arrived(pieces, ended, error)
 
 
 class AsyncLLM(Configured):

@@ -165,6 +165,4 @@ def _progress(progress: BatchProgress) -> None:
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    from quengine.evaluation import lm_eval_model  # noqa: F401  (registers under its own name)
-
     cli_evaluate()
