@@ -274,7 +274,7 @@ def test_on_a_gpu_processors_hold_and_close_frees_the_memory(tmp_path: Path) -> 
         return logits
 
     for _ in range(2):  # what kernels share within a process is there after the first time
-        with LLM(path, "cuda", 256, parallel=4) as llm:
+        with LLM(path, "cuda", 256, parallel=4, deterministic=True) as llm:
             prompts = [[n, n + 1, n + 2] for n in range(4)]
             alone = [llm.generate([prompt], GREEDY)[0].tokens for prompt in prompts]
             params = [GREEDY, GREEDY, replace(GREEDY, logits_processors=(odd,)), GREEDY]
