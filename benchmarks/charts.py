@@ -1,100 +1,73 @@
 """Draws the charts of the README and of docs/ from the figures in benchmarks/results.
 
-    python -m benchmarks.charts            writes docs/pictures/speed-{light,dark}.svg
+    python -m benchmarks.charts            writes docs/pictures/{speed,quality,parity}-{light,dark}.svg
 
-A row is one model and kind of work: two bars on a scale of the row's own, the longer one as wide as the column. The
-same figures give the same bytes (tests/test_charts.py).
+The same figures give the same bytes (tests/test_charts.py).
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from html import escape
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quengine.cli.charts import DARK, LIGHT, Bar, Cell, Chart, Row, svg
+
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "h200_models.json"
+RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "pictures"
+THEMES = {"light": LIGHT, "dark": DARK}
 
 WORK = {"one": "One sequence", "64": "64 sequences at once", "prompt": "Prompt of 2,048 tokens"}
 """Kinds of work and their columns, left to right."""
 
-LEFT, COLUMN, GAP, TOP, ROW, BAR = 150, 236, 20, 84, 46, 13
-"""Pixels: the models' names, a column and the space behind it, what stands above the rows, a row, a bar."""
+
+def speed(results: dict[str, Any]) -> Chart:
+    """All models in the order of the figures. A cell has two bars on a scale of its own, and the ratio."""
+    found: Sequence[dict[str, Any]] = results["rows"]
+    models = dict.fromkeys((row["model"], row["types"]) for row in found)
+    cells = {(row["model"], row["types"], row["work"]): _beside(row) for row in found}
+    return Chart(
+        title="Tokens a second, against llama.cpp",
+        about=f"{results['machine']}, torch {results['torch']}, Triton {results['triton']}; {results['peer']}",
+        columns=tuple(WORK.values()),
+        rows=[Row(*model, [cells.get((*model, work)) for work in WORK]) for model in models],
+        series=("quengine", "llama.cpp"),
+        said="Tokens a second of quengine and of llama.cpp, by model and work",
+    )
 
 
-@dataclass(frozen=True)
-class Theme:
-    """Colours of a picture: text, the lesser text, bars of quengine and of its peer."""
-
-    text: str
-    faint: str
-    ours: str
-    peer: str
-
-
-THEMES = {
-    "light": Theme(text="#1f2328", faint="#59636e", ours="#0969da", peer="#c4ccd4"),
-    "dark": Theme(text="#f0f6fc", faint="#9198a1", ours="#4493f8", peer="#4a525c"),
-}
-
-
-def text(x: float, y: float, words: str, fill: str, size: int = 12, extra: str = "") -> str:
-    """A line of text whose baseline is at `y`."""
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}"{extra}>{escape(words)}</text>'
-
-
-def bars(x: float, y: float, row: dict[str, Any], theme: Theme) -> Iterator[str]:
-    """The two bars of a row with their figures, in a column that begins at `x`."""
-    room = COLUMN - 86
+def _beside(row: dict[str, Any]) -> Cell:
     most = max(row["quengine"], row["llama.cpp"])
-    for line, (name, fill) in enumerate((("quengine", theme.ours), ("llama.cpp", theme.peer))):
-        top, width = y + line * (BAR + 2), room * row[name] / most
-        yield f'<rect x="{x:g}" y="{top:g}" width="{width:.1f}" height="{BAR}" rx="2" fill="{fill}"/>'
-        yield text(x + width + 5, top + 11, f"{row[name]:,.0f}", theme.text if line == 0 else theme.faint, 11)
-    ratio = f"{row['quengine'] / row['llama.cpp']:.1f}x"
-    anchor = ' text-anchor="end" font-weight="600"'
-    yield text(x + COLUMN - 2, y + BAR + 5, ratio, theme.text, 12, anchor)
+    bars = [
+        Bar(row[name] / most, f"{row[name]:,.0f}", series)
+        for series, name in enumerate(("quengine", "llama.cpp"))
+    ]
+    return Cell(bars, f"{row['quengine'] / row['llama.cpp']:.1f}x")
 
 
-def head(width: int, results: dict[str, Any], theme: Theme) -> Iterator[str]:
-    """The title, the legend and the columns' names."""
-    yield text(0, 18, "Tokens a second, against llama.cpp", theme.text, 16, ' font-weight="600"')
-    where = f"{results['machine']}, torch {results['torch']}, Triton {results['triton']}; {results['peer']}"
-    yield text(0, 38, where, theme.faint)
-    for x, name, fill in ((width - 160, "quengine", theme.ours), (width - 80, "llama.cpp", theme.peer)):
-        yield f'<rect x="{x}" y="8" width="12" height="12" rx="2" fill="{fill}"/>'
-        yield text(x + 17, 18, name, theme.text)
-    for index, name in enumerate(WORK.values()):
-        yield text(LEFT + index * (COLUMN + GAP), TOP - 14, name, theme.text, 12, ' font-weight="600"')
+CHARTS: Mapping[str, tuple[str, Callable[[dict[str, Any]], Chart]]] = {
+    "speed": ("h200_models.json", speed),
+}
+"""Names of pictures: the file of their figures, and what draws them."""
 
 
-def chart(results: dict[str, Any], theme: Theme) -> str:
-    """An SVG document of all models in the order of the figures."""
-    rows: Sequence[dict[str, Any]] = results["rows"]
-    models = list(dict.fromkeys((row["model"], row["types"]) for row in rows))
-    width = LEFT + len(WORK) * (COLUMN + GAP) - GAP
-    height = TOP + len(models) * ROW
-    parts = list(head(width, results, theme))
-    for line, (model, types) in enumerate(models):
-        y = TOP + line * ROW
-        parts += [text(0, y + 12, model, theme.text, 13), text(0, y + 27, types, theme.faint, 11)]
-    for row in rows:
-        line, column = models.index((row["model"], row["types"])), list(WORK).index(row["work"])
-        parts += bars(LEFT + column * (COLUMN + GAP), TOP + line * ROW, row, theme)
-    font = "font-family=\"system-ui, 'Segoe UI', Helvetica, Arial, sans-serif\""
-    opened = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" {font}>'
-    said = "<title>Tokens a second of quengine and of llama.cpp, by model and work</title>"
-    return "\n".join([opened, said, *parts, "</svg>"]) + "\n"
+def pictures() -> dict[str, str]:
+    """File names in docs/pictures, and what is in them."""
+    drawn = {
+        name: draw(json.loads((RESULTS / file).read_text("utf-8"))) for name, (file, draw) in CHARTS.items()
+    }
+    return {
+        f"{name}-{shade}.svg": svg(chart, theme)
+        for name, chart in drawn.items()
+        for shade, theme in THEMES.items()
+    }
 
 
 def main() -> None:
     """Writes the pictures."""
-    results = json.loads(RESULTS.read_text())
     PICTURES.mkdir(parents=True, exist_ok=True)
-    for name, theme in THEMES.items():
-        (PICTURES / f"speed-{name}.svg").write_text(chart(results, theme))
+    for name, text in pictures().items():
+        (PICTURES / name).write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

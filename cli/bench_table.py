@@ -1,4 +1,4 @@
-"""The rows of `engine bench` on standard output: a Markdown table as it grows, JSON or CSV."""
+"""The rows of `engine bench` on standard output: a Markdown table as it grows, JSON, CSV, or a page with charts."""
 
 import csv
 import json
@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quengine.diagnostics.bench import bench_machine
-from quengine.diagnostics.bench.bench_machine import MATRIX_SIZE
+from quengine.cli.bench_page import bench_page
+from quengine.diagnostics import machine
 from quengine.diagnostics.bench.bench_row import BenchRow
 from quengine.diagnostics.bench.profile import format_profile
 from quengine.memory import gib
@@ -17,7 +17,7 @@ from quengine.models.parameter_counts import count_text
 
 
 def write_table(rows: Iterator[BenchRow], output: str) -> None:
-    """Write rows as "md", "json" (one list at the end), "jsonl" or "csv"."""
+    """Write rows as "md", "json" (one list at the end), "jsonl", "csv", or "html" (at the end)."""
     _WRITERS[output](rows)
 
 
@@ -79,9 +79,7 @@ def _write_md(rows: Iterator[BenchRow]) -> None:
     headed: tuple[_Column, ...] = ()
     left_out: list[str] = []
     for row in rows:
-        columns = _COLUMNS + (_CUDA_COLUMNS if row.device.startswith("cuda") else ())
-        columns += _EXPERT_COLUMNS if row.model.experts is not None else ()
-        columns += _DRAFT_COLUMNS if row.drafts is not None else ()
+        columns = _columns_of(row)
         if columns != kind:  # a model of another kind begins a table of its own
             print("\n" if headed else "", end="")
             kind, headed = columns, _fitting(columns, row, _terminal_width())
@@ -102,6 +100,13 @@ def _write_md(rows: Iterator[BenchRow]) -> None:
         print(f"\n{_wrapped(line)}")
     for row in shown:
         _print_profiles(row)
+
+
+def _columns_of(row: BenchRow) -> tuple[_Column, ...]:
+    """Those that such a row has values for."""
+    columns = _COLUMNS + (_CUDA_COLUMNS if row.device.startswith("cuda") else ())
+    columns += _EXPERT_COLUMNS if row.model.experts is not None else ()
+    return columns + (_DRAFT_COLUMNS if row.drafts is not None else ())
 
 
 def _fitting(columns: tuple[_Column, ...], row: BenchRow, width: int | None) -> tuple[_Column, ...]:
@@ -154,9 +159,9 @@ def _yardsticks(row: BenchRow) -> str:
     """What the percentages are of."""
     parts = [f"copies at {row.bandwidth / 1e9:.0f} GB/s, read and written"]
     if row.matrix_rate is not None:
-        size = " x ".join([str(MATRIX_SIZE)] * 3)
+        size = " x ".join([str(machine.MATRIX_SIZE)] * 3)
         parts.append(f"fp16 matrix products (cuBLAS, {size}) at {row.matrix_rate / 1e12:.0f} TFLOP/s")
-    name = bench_machine.describe_machine(row.device)["machine"]["gpu"]["name"]
+    name = machine.describe_machine(row.device)["machine"]["gpu"]["name"]
     return f"Measured on this {name}: {'; '.join(parts)}."
 
 
@@ -168,7 +173,7 @@ def _print_profiles(row: BenchRow) -> None:
 
 
 def _described(row: BenchRow) -> dict[str, Any]:
-    return row.as_dict(bench_machine.describe_machine(row.device))
+    return row.as_dict(machine.describe_machine(row.device))
 
 
 def _write_json(rows: Iterator[BenchRow]) -> None:
@@ -192,9 +197,18 @@ def _write_csv(rows: Iterator[BenchRow]) -> None:
         sys.stdout.flush()
 
 
+def _write_html(rows: Iterator[BenchRow]) -> None:
+    found = list(rows)
+    headings = tuple(dict.fromkeys(column for row in found for column in _columns_of(row)))
+    cells = [[column[2](row) if column in _columns_of(row) else "-" for column in headings] for row in found]
+    described = machine.describe_machine(found[0].device)
+    sys.stdout.write(bench_page(found, described, [[name for name, _, _ in headings], *cells]))
+
+
 _WRITERS: dict[str, Callable[[Iterator[BenchRow]], None]] = {
     "md": _write_md,
     "json": _write_json,
     "jsonl": _write_jsonl,
     "csv": _write_csv,
+    "html": _write_html,
 }

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from quengine.cli.foreign_flags import FOREIGN, NO_EFFECT
 from quengine.errors import EngineError
+from quengine.foreign_flags import FOREIGN, NO_EFFECT
 
 logger = logging.getLogger("quengine")
 

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from quengine import __version__
+from quengine.cli.parity_page import parity_page
 from quengine.diagnostics.parity.parity import ParityReport
 from quengine.diagnostics.parity.parity_files import FileComparison
 from quengine.diagnostics.parity.parity_images import ImageDifferences
@@ -48,20 +49,31 @@ def print_findings(found: Findings, as_json: bool, operations: bool) -> None:
         json.dump(_as_json(found), sys.stdout, ensure_ascii=False, allow_nan=False)
         print()
         return
-    print(_header(found))
-    if found.files:
-        print(_files_text(found.files))
-    print(_phase_table(found.report))
-    if found.report.images:
-        print(_image_lines(found.report.images))
-    if found.report.rounding:
-        print(_rounding_lines(found.report))
-    if found.report.routing:
-        print(_routing_lines(found.report))
-    print(_divergence_lines(found.report, found.sides.b))
-    for location in found.located if operations else ():
-        print(_location_table(location))
-    print(_verdict(found))
+    print(_text(found, operations))
+
+
+def findings_page(found: Findings) -> str:
+    """The report as an HTML document with charts."""
+    verdict = _verdict(found).partition(":")[0]
+    versions = f"quengine {__version__}, {_side_text(found.sides.a)} and {_side_text(found.sides.b)}"
+    return parity_page(found.report, found.located, _text(found, True), f"{verdict}. {versions}.")
+
+
+def _text(found: Findings, operations: bool) -> str:
+    """The report for people."""
+    report = found.report
+    parts = [
+        _header(found),
+        *([_files_text(found.files)] if found.files else []),
+        _phase_table(report),
+        *([_image_lines(report.images)] if report.images else []),
+        *([_rounding_lines(report)] if report.rounding else []),
+        *([_routing_lines(report)] if report.routing else []),
+        _divergence_lines(report, found.sides.b),
+        *(_location_table(location) for location in (found.located if operations else ())),
+        _verdict(found),
+    ]
+    return "\n".join(parts)
 
 
 def _header(found: Findings) -> str:

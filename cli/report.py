@@ -9,7 +9,7 @@ from quengine.errors import visible
 
 if TYPE_CHECKING:
     from quengine.llm import LLM
-    from quengine.request.output import Completion, Timings
+    from quengine.request.output import Completion, LikelyToken, Timings
     from quengine.request.sampling_params import SamplingParams
 
 _TIMINGS = (
@@ -95,17 +95,15 @@ def _whole_report(completion: "Completion", llm: "LLM", params: "SamplingParams"
     ]
 
 
-def print_logprobs(completion: "Completion", llm: "LLM") -> None:
+def print_logprobs(completion: "Completion") -> None:
     """Print a line for each token to standard error: its log-probability, and the likeliest tokens with theirs."""
 
-    def shown(token: int, logprob: float) -> str:
-        return f"{logprob:8.4f} {llm.tokenizer.decode([token], skip_special=False)!r}"
+    def shown(entry: "LikelyToken") -> str:
+        return f"{entry.logprob:8.4f} {entry.text!r}"
 
     print("\n  logprobs   token, then the likeliest", file=sys.stderr)
     for entry in completion.logprobs or ():
-        line = f"{shown(entry.token, entry.logprob):28}" + "".join(
-            f" {shown(*each):22}" for each in entry.top
-        )
+        line = f"{shown(entry):28}" + "".join(f" {shown(each):22}" for each in entry.top)
         print(f"  {line.rstrip()}", file=sys.stderr)
 
 
@@ -171,7 +169,7 @@ def completion_json(completion: "Completion", llm: "LLM") -> dict[str, Any]:
             {
                 "token": entry.token,
                 "logprob": entry.logprob,
-                "top": [{"token": token, "logprob": logprob} for token, logprob in entry.top],
+                "top": [{"token": each.token, "logprob": each.logprob} for each in entry.top],
             }
             for entry in completion.logprobs
         ]

@@ -7,11 +7,13 @@ Importing this package loads neither torch nor numba; the names below are resolv
 
 from importlib import import_module
 
-# as type checkers read it; importing `typing` would take most of this module's import time
-TYPE_CHECKING = False
+# As type checkers read it; importing `typing` would take most of this module's import time. Not the literal False:
+# editors that follow values (jedi) would take the imports below for unreachable.
+TYPE_CHECKING = not __name__
 if TYPE_CHECKING:
     from typing import Any
 
+    from quengine.async_llm import AsyncLLM
     from quengine.errors import CannotRunError, EngineError
     from quengine.evaluation.by_tensor import compare_tensors
     from quengine.evaluation.compare import compare
@@ -21,15 +23,23 @@ if TYPE_CHECKING:
     from quengine.llm import LLM
     from quengine.models.convert.convert_folder import convert
     from quengine.models.quantize.quantize_file import quantize
-    from quengine.request.output import Completion
-    from quengine.request.sampling_params import SamplingParams
+    from quengine.request.output import BatchProgress, Completion, TokenScore
+    from quengine.request.sampling_params import LogitsProcessor, SamplingParams
+    from quengine.scoring.choices import ChoiceScore
+    from quengine.structured.constraint_spec import ConstraintSpec
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
+    "BatchProgress",
     "CannotRunError",
+    "ChoiceScore",
     "Completion",
+    "ConstraintSpec",
     "EngineError",
+    "LogitsProcessor",
     "SamplingParams",
+    "TokenScore",
     "__version__",
     "compare",
     "compare_tensors",
@@ -42,8 +52,14 @@ __all__ = [
 
 _HOME = {
     "LLM": "quengine.llm",
+    "AsyncLLM": "quengine.async_llm",
     "SamplingParams": "quengine.request.sampling_params",
+    "BatchProgress": "quengine.request.output",
+    "ChoiceScore": "quengine.scoring.choices",
     "Completion": "quengine.request.output",
+    "ConstraintSpec": "quengine.structured.constraint_spec",
+    "LogitsProcessor": "quengine.request.sampling_params",
+    "TokenScore": "quengine.request.output",
     "EngineError": "quengine.errors",
     "CannotRunError": "quengine.errors",
     "convert": "quengine.models.convert.convert_folder",

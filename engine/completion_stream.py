@@ -59,6 +59,7 @@ class CompletionStream:
         self.progress: Callable[[int, int], None] | None = None
         self._started = False
         self._closed = False
+        self._ended: Completion | None = None
 
     def __iter__(self) -> Self:
         return self
@@ -69,13 +70,13 @@ class CompletionStream:
         try:
             self.start()
             # Steps of other threads and other streams advance this sequence too.
-            while not (text := self.sequence.stream.read()):
-                if self.sequence.finished:
-                    return self._end()
+            while (text := self.read()) == "":
                 if self.progress is not None and not self.sequence.generated:
                     total = self.sequence.num_prompt_tokens
                     self.progress(min(self.sequence.num_cached_tokens, total), total)
                 self._engine.step()
+            if text is None:
+                raise StopIteration
             return text
         except BaseException as error:
             # A single C call: a second interrupt may come at any point, and must find the sequence noted.
@@ -95,7 +96,12 @@ class CompletionStream:
 
     @property
     def completion(self) -> Completion:
-        return _checked(self._engine.completion(self.sequence), self.sequence)
+        return _checked(self._whole, self.sequence)
+
+    @property
+    def _whole(self) -> Completion:
+        """What was generated, as it is; of a stream that was read to its end also once the engine is closed."""
+        return self._ended or self._engine.completion(self.sequence)
 
     def start(self) -> None:
         """Queues the request now instead of at the first iteration. It must then be finished or closed.
@@ -107,6 +113,24 @@ class CompletionStream:
             self._started = True
             self._engine.add(self.sequence)
 
+    def read(self) -> str | None:
+        """The text that is new: "" where there is none yet, None at the end. Computes nothing.
+
+        Raises:
+            Exception: why the sequence could not go on.
+        """
+        if text := self.sequence.stream.read():
+            return text
+        if not self.sequence.finished:
+            return ""
+        self._engine.end_step()
+        if text := self.sequence.stream.read():
+            return text
+        if self.sequence.error is not None:
+            raise self.sequence.error
+        self._ended = self._engine.completion(self.sequence)
+        return None
+
     def finish(self) -> Completion:
         """Computes the request to its end, and returns its completion."""
         for _ in self:
@@ -117,15 +141,6 @@ class CompletionStream:
         """Cancels the request, unless it has finished."""
         self._engine.cancel(self.sequence)
         self._closed = True
-
-    def _end(self) -> str:
-        """The last piece of a finished sequence. Raises the sequence's error, or StopIteration if no text is left."""
-        self._engine.end_step()
-        if text := self.sequence.stream.read():
-            return text
-        if self.sequence.error is not None:
-            raise self.sequence.error
-        raise StopIteration
 
 
 def _checked(completion: Completion, sequence: Sequence) -> Completion:
@@ -139,8 +154,8 @@ def _checked(completion: Completion, sequence: Sequence) -> Completion:
 class ChatStream(CompletionStream):
     """The answer to a conversation: iterate over it for the text, or over `deltas` for reasoning and tool calls too.
 
-    `completion` has the text and the reasoning without the markup of the model's answer format. `new_parser` creates a
-    parser for one answer.
+    `completion` has the text, the reasoning and the tool calls without the markup of the model's answer format.
+    `new_parser` creates a parser for one answer.
     """
 
     def __init__(
@@ -152,7 +167,7 @@ class ChatStream(CompletionStream):
 
     def __next__(self) -> str:
         while True:
-            if text := collect(self._next_deltas())[0]:
+            if text := "".join(delta.text for delta in self._next_deltas() if isinstance(delta, TextDelta)):
                 return text
 
     def deltas(self) -> Iterator[Delta]:
@@ -166,19 +181,28 @@ class ChatStream(CompletionStream):
 
     @property
     def completion(self) -> Completion:
-        completion, parser = self._engine.completion(self.sequence), self._new_parser()
+        completion, parser = self._whole, self._new_parser()
         deltas = parser.push(completion.text)
         if self.sequence.finished:
             deltas += parser.finish()
-        answer = replace(completion, text=collect(deltas)[0], reasoning=reasoning_of(deltas))
+        text, calls = collect(deltas)
+        answer = replace(completion, text=text, reasoning=reasoning_of(deltas), tool_calls=calls)
         return _checked(answer, self.sequence)
+
+    def parse(self, text: str | None) -> list[Delta]:
+        """The parts of the answer that are certain with more of its raw text, None at its end."""
+        if self._parser is None:
+            return []
+        if text is not None:
+            return self._parser.push(text)
+        deltas = self._parser.finish()
+        self._parser = None
+        return deltas
 
     def _next_deltas(self) -> list[Delta]:
         if self._closed or self._parser is None:
             raise StopIteration
         try:
-            return self._parser.push(super().__next__())
+            return self.parse(super().__next__())
         except StopIteration:
-            deltas = self._parser.finish()
-            self._parser = None
-            return deltas
+            return self.parse(None)

@@ -4,11 +4,12 @@ import re
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Concatenate, Literal, ParamSpec, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
 from quengine.options import Flag, Range, check_ranges
+from quengine.wrong_names import hinted, hinted_options
 
 DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}
 """Maximum number of prompt tokens per step, by kind of device. A GPU dequantizes the weights for each chunk."""
@@ -38,11 +39,10 @@ Split = Literal["tensor", "layer"]
 """How devices share a model: each has a part of every layer ("tensor"), or some of the layers ("layer")."""
 _SHARE = re.compile(r"\d{1,9}(\.\d{1,9})?")
 
-Fields = ParamSpec("Fields")
-
 RUN_PANEL, DRAFT_PANEL = "How it runs", "Drafts (the text stays the same)"
 
 
+@hinted_options
 @dataclass(frozen=True)
 class EngineConfig:
     """The options of `LLM`; most are flags of every command that runs a model.
@@ -397,19 +397,56 @@ class EngineConfig:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in called}
 
 
-def configured_by(
-    make: Callable[Fields, EngineConfig],
-) -> Callable[
-    [Callable[[Any, str | Path, EngineConfig], None]], Callable[Concatenate[Any, str | Path, Fields], None]
-]:
-    """Lets an `__init__(self, model, config)` take the arguments of `make` in place of `config`."""
+class Configured:
+    """A class that is made of a model and the fields of `EngineConfig`, which are its arguments."""
 
-    def decorate(
-        init: Callable[[Any, str | Path, EngineConfig], None],
-    ) -> Callable[Concatenate[Any, str | Path, Fields], None]:
-        def configured(self: Any, model: str | Path, *args: Fields.args, **fields: Fields.kwargs) -> None:
-            init(self, model, make(*args, **fields))
+    @hinted
+    def __init__(
+        self,
+        model: str | Path,
+        device: str = "auto",
+        ctx_size: int | None = None,
+        threads: int | None = None,
+        backend: str = "auto",
+        *,
+        chunk_size: int | None = None,
+        reuse_prefix: bool = False,
+        cache_type: CacheType = "f16",
+        deterministic: bool = False,
+        parallel: int = 1,
+        draft_model: str | Path | None = None,
+        draft_ngram: int = 0,
+        draft_mtp: int | None = None,
+        draft_vocab: int | None = None,
+        draft_tokens: int | None = None,
+        draft_on_device: bool = False,
+        mmap: bool = True,
+        cpu_moe: bool = False,
+        n_cpu_moe: int = 0,
+        tensor_parallel: int | None = None,
+        expert_parallel: bool = False,
+        devices: str | None = None,
+        split: Split = "tensor",
+        tensor_split: str | None = None,
+        state_checkpoints: int | None = None,
+        host_checkpoints: int | None = None,
+        mmproj: str | Path | None = None,
+        no_mmproj: bool = False,
+        image_cache: int = 512,
+        chat_template: str | None = None,
+        progress: Callable[[str], None] | None = None,
+        make_room: Callable[[int, int, str], bool] | None = None,
+    ) -> None:
+        options = {name: value for name, value in locals().items() if name not in ("self", "model")}
+        self._open(model, EngineConfig(**options))
 
-        return configured  # type: ignore[return-value]  # `model` may be given by name, too
+    def _open(self, model: str | Path, config: EngineConfig) -> None:
+        """Loads the model."""
+        raise NotImplementedError
 
-    return decorate
+    __init__.__doc__ = f"""Loads the model.
+
+    Args:
+        model: an alias, `hf:user/repo:QUANT`, a GGUF file or a Hugging Face checkpoint folder.
+{(EngineConfig.__doc__ or "").partition("Attributes:")[2].strip(chr(10)).rstrip()}
+    """

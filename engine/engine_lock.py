@@ -24,10 +24,13 @@ class EngineLock:
         self._process = os.getpid()
         self._changed = threading.Condition(threading.Lock())
         self._owner: int | None = None  # the thread that holds the lock
+        self._closed = False
         self._acquiring = 0  # number of threads inside `acquire`
 
     def check_process(self) -> None:
-        """Raises EngineError in a process forked from the one that made the lock."""
+        """Raises EngineError in a process forked from the one that made the lock, and once it is closed."""
+        if self._closed:
+            raise EngineError("this LLM is closed: load the model again")
         if os.getpid() != self._process:
             raise EngineError(
                 f"this LLM belongs to process {self._process} and cannot be used in process {os.getpid()}, which was "
@@ -44,18 +47,27 @@ class EngineLock:
             try:
                 while self._owner not in (None, me):
                     self._changed.wait()
+                self.check_process()  # it may have been closed meanwhile
                 self._owner = me
             finally:
                 self._acquiring -= 1
                 if self._owner != me:  # interrupted: steps waited for this thread
                     self._changed.notify_all()
 
+    def close(self) -> bool:
+        """Takes the lock, which nobody else gets any more; False where it is closed."""
+        if self._closed:
+            return False
+        self.acquire()
+        self._closed = True
+        return True
+
     def try_acquire(self) -> bool:
         """Takes the lock if it is free. Never waits, not even for the internal mutex, so a finalizer may call it."""
         if os.getpid() != self._process or not self._changed.acquire(blocking=False):
             return False
         try:
-            if self._owner is None:
+            if self._owner is None and not self._closed:
                 self._owner = threading.get_ident()
                 return True
             return False

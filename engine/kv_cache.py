@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quengine.block_manager import BlockCopy, CachePool
+from quengine.block_pool import BlockCopy, CachePool
 from quengine.kernels.backend import KVLayer, LayerState, SlotLayer
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType, blocks_for
 from quengine.kernels.kv.kv_rows import allocate_layer
@@ -51,6 +51,17 @@ def _allocate_states(
         stacks += parts
         of_layers |= {layer: SlotLayer(tuple(part[n] for part in parts)) for n, layer in enumerate(numbers)}
     return stacks, of_layers
+
+
+def _copy_states(part: Tensor, source: int, target: int) -> None:
+    """part[:, target] = part[:, source] of states [layers, blocks, ...]. After a large copy of its own torch's threads
+    spin beside the CPU kernels'."""
+    if part.device.type == "cpu":
+        from quengine.kernels.cpu.ops.state_copy import copy_states
+
+        copy_states(part, source, target)
+    else:
+        part[:, target].copy_(part[:, source])
 
 
 class ColdStates:
@@ -176,7 +187,7 @@ class KVCache:
                 self._cold_of(group).get(source - first_cold, target)
                 continue
             for part in self.states[group]:
-                part[:, target].copy_(part[:, source])
+                _copy_states(part, source, target)
             held = (self.layers[layer] for layer in self.groups[group])
             blocks = [block for layer in held if isinstance(layer, KVLayer) for block in layer.blocks]
             if group == 0 and self.hidden is not None:

@@ -1,9 +1,11 @@
 """The public API: a loaded model that completes prompts. `LLM.step` is one step of the engine."""
 
+import gc
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,11 +25,12 @@ from quengine.config import (
     DEFAULT_CHUNK,
     MIXED_CHUNK,
     MIXED_SECONDS,
+    Configured,
     EngineConfig,
-    configured_by,
 )
 from quengine.engine_lock import EngineLock
 from quengine.errors import EngineError
+from quengine.kernels.cpu.runtime.threads import dismiss_threads
 from quengine.load import load_model
 from quengine.memory import attended_bytes
 from quengine.models.config import no_text
@@ -38,7 +42,7 @@ from quengine.request.chat_format import ChatFormat
 from quengine.request.chat_options import ReasoningFormat
 from quengine.request.content_parts import flattened, has_images, images_of, why_text_alone
 from quengine.request.image_prompts import ImagePrompts
-from quengine.request.output import Completion
+from quengine.request.output import BatchProgress, Completion, ShowProgress, show_progress
 from quengine.request.pooling import (
     RANK,
     Pool,
@@ -52,24 +56,34 @@ from quengine.request.pooling import (
 )
 from quengine.request.prompt import Message, Prompt, as_ids, as_prompts, check_messages, check_text
 from quengine.request.prompt_images import ImagePrompt, PromptImages
-from quengine.request.sampling_params import SamplingParams
+from quengine.request.sampling_params import SamplingParams, params_of_each
 from quengine.request.sequence import Sequence
 from quengine.request.sequence_factory import SequenceFactory
 from quengine.runners.device_turns import DeviceTurns
 from quengine.sampler import NO_CHOICE, Sample, Verified
 from quengine.scheduler import PENDING, Scheduler
+from quengine.scoring.choices import ChoiceScore, score_choices
+from quengine.scoring.perplexity import Perplexity, last, text_chunks, whole_text
 from quengine.speculative.speculation import Speculation
 from quengine.step_plan import StepPlan
 from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.tool_calls import ToolUse
+from quengine.wrong_names import hinted
 
 __all__ = ["LLM", "ChatStream", "CompletionStream"]
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_MAX_TOKENS = 256
+"""Most tokens of a text where no parameters are given; answers of chats, which end by themselves, have no limit."""
 
-class LLM:
+_LIMITED = SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
+_open_models = WeakSet["LLM"]()
+"""Those that are not closed: they share the threads of the CPU kernels."""
+
+
+class LLM(Configured):
     """A loaded model.
 
     Threads may share one: their requests are batched together, like the prompts of one `generate`. Streams and
@@ -78,15 +92,14 @@ class LLM:
     Args:
         model: an alias, `hf:user/repo:QUANT`, a GGUF file or a Hugging Face checkpoint folder.
 
-    All further arguments are the fields of `EngineConfig`: `LLM(model, "cpu", ctx_size=4096, parallel=8)`.
+    All further arguments are the fields of `EngineConfig`: `LLM(model, device="cpu", ctx_size=4096, parallel=8)`.
 
     Raises:
         EngineError: an argument or the model is wrong.
         CannotRunError: this machine has no such device or too little memory.
     """
 
-    @configured_by(EngineConfig)
-    def __init__(self, model: str | Path, config: EngineConfig) -> None:
+    def _open(self, model: str | Path, config: EngineConfig) -> None:
         try:
             self.loaded = load_model(model, config, config.progress)
         except Exception as error:
@@ -129,38 +142,73 @@ class LLM:
         # Cancelled sequences that are still to be removed. Finalizers add to it, at any time and in any thread; a
         # `finally` does so by a single C call, since an interrupt may come before any other.
         self.dropped: deque[Sequence] = deque()
+        _open_models.add(self)
 
     @property
     def answer_format(self) -> AnswerFormat:
         """The model's answer format: how it writes reasoning, text and tool calls."""
         return self._chat.answers
 
+    @hinted
     def generate(
-        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        progress: bool | ShowProgress = False,
     ) -> list[Completion]:
         """Completes each prompt (text, or token ids) `params.n` times, in order, up to `parallel` sequences at a time.
 
         Text is encoded as it is: without a chat template, and without control tokens, whatever it contains.
 
+        Args:
+            params: for all prompts, or one for each; None: the defaults, and at most DEFAULT_MAX_TOKENS tokens.
+            progress: True shows a line on standard error; a function is called each time that a completion has ended.
+
         Raises:
             EngineError: a prompt does not fit the context (the message has both numbers), is neither text nor token
                 ids, or contains half a surrogate pair; or logits were not finite.
         """
-        params = (params or SamplingParams()).with_seed()
-        streams = [
-            self.stream(prompt, params, index=index)
-            for prompt in as_prompts(prompts)
-            for index in range(params.n)
-        ]
+        listed = as_prompts(prompts)
+        return self._finish(
+            [
+                self.stream(prompt, each, index=index)
+                for prompt, each in zip(listed, params_of_each(params or _LIMITED, len(listed)), strict=True)
+                for index in range(each.n)
+            ],
+            progress,
+        )
+
+    def _finish(self, streams: Seq[CompletionStream], progress: bool | ShowProgress) -> list[Completion]:
+        """Computes requests to their end, together."""
         sequences = [stream.sequence for stream in streams]
         try:
             for stream in streams:
                 stream.start()
+            if progress:
+                self._report(sequences, show_progress if progress is True else progress)
             return [stream.finish() for stream in streams]
         finally:
             self.dropped.extend(sequences)
             for stream in streams:
                 stream.close()
+
+    def _report(self, sequences: Seq[Sequence], report: ShowProgress) -> None:
+        """Computes requests to their end; reports each time that some have ended."""
+        began, done = time.perf_counter(), 0
+        while done < len(sequences):
+            try:
+                stepped = self.step()
+            except Exception as error:
+                if (problem := out_of_memory(error)) is not None:
+                    raise problem from error
+                raise
+            if stepped and not any(sequence.finished for sequence, _ in stepped):
+                continue
+            ended = sum(sequence.finished for sequence in sequences)
+            if ended > done:
+                done, tokens = ended, sum(len(sequence.generated) for sequence in sequences)
+                report(BatchProgress(done, len(sequences), tokens, time.perf_counter() - began))
 
     def stream(
         self,
@@ -176,7 +224,8 @@ class LLM:
         garbage-collected, as after a `break`. A stream that is kept but not iterated over stays queued: later requests
         may be computed after it.
 
-        `index` distinguishes several completions of one prompt under one seed. `show_special` keeps the names of
+        Without `params`, DEFAULT_MAX_TOKENS end the text. `index` distinguishes several completions of one prompt under
+        one seed. `show_special` keeps the names of
         control tokens in the text: of all, or of the given ones.
 
         Raises:
@@ -185,22 +234,73 @@ class LLM:
         """
         self._check_generates()
         ids, images = self._prompt_parts(prompt)
-        given = params or SamplingParams()
-        sequence = self._sequences.make(ids, given, index, show_special, images=images)
+        sequence = self._sequences.make(ids, params or _LIMITED, index, show_special, images=images)
         return CompletionStream(self, sequence)
 
-    def chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> Completion:
+    @hinted
+    def chat(
+        self,
+        messages: Seq[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Seq[Message] | None = None,
+        tool_choice: str | Message | None = None,
+    ) -> Completion:
         """Answers a conversation, a list of {"role", "content"}, formatted with the model's chat template.
 
         A content is text, or a list of parts: {"type": "text", "text": ...}, {"type": "image", "image": bytes or the
         path of a file} and {"type": "image_url", "image_url": {"url": "data:..."}}.
-        """
-        return self.stream_chat(messages, params).finish()
 
-    def stream_chat(self, messages: Seq[Message], params: SamplingParams | None = None) -> ChatStream:
-        """Answers a conversation; iterating yields pieces of text as soon as they are certain."""
-        ids = self.encode_chat(messages, None, self.effort_variables(None))
-        return self.stream_answer(self.with_images(ids, images_of(messages)), params)
+        Args:
+            tools: functions that the model may call, as OpenAI's API has them; calls are `Completion.tool_calls`.
+            tool_choice: "auto", "none", "required", or {"type": "function", "function": {"name": ...}}.
+        """
+        return self.stream_chat(messages, params, tools=tools, tool_choice=tool_choice).finish()
+
+    @hinted
+    def chat_batch(
+        self,
+        conversations: Seq[Seq[Message]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        tools: Seq[Message] | None = None,
+        tool_choice: str | Message | None = None,
+        progress: bool | ShowProgress = False,
+    ) -> list[Completion]:
+        """Answers each conversation as `chat` does, `params.n` times, up to `parallel` at a time, in order.
+
+        `params` are for all conversations, or one for each; the other arguments are those of `chat` and `generate`.
+        """
+        return self._finish(
+            [
+                self.stream_chat(messages, each, tools=tools, tool_choice=tool_choice, index=index)
+                for messages, each in zip(
+                    conversations,
+                    params_of_each(params or SamplingParams(), len(conversations)),
+                    strict=True,
+                )
+                for index in range(each.n)
+            ],
+            progress,
+        )
+
+    def stream_chat(
+        self,
+        messages: Seq[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Seq[Message] | None = None,
+        tool_choice: str | Message | None = None,
+        index: int = 0,
+    ) -> ChatStream:
+        """Answers a conversation; iterating yields pieces of text as soon as they are certain.
+
+        The arguments are those of `chat` and `stream`.
+        """
+        use, form = ToolUse.from_openai(tools, tool_choice), self.answer_format
+        shown = form.messages(messages, use.described) if use.tools else messages
+        ids = self.encode_chat(shown, form.tools(use), self.effort_variables(None))
+        return self.stream_answer(self.with_images(ids, images_of(messages)), params, use, index=index)
 
     def stream_answer(
         self,
@@ -210,6 +310,7 @@ class LLM:
         *,
         reasoning_budget: int = -1,
         reasoning_format: ReasoningFormat = "auto",
+        index: int = 0,
     ) -> ChatStream:
         """`stream_chat` for a conversation that is already encoded. `use`: the tools that may be called.
 
@@ -228,7 +329,7 @@ class LLM:
             form = form.with_reasoning_in_text()
         spec = form.bounded(form.constraint(use, params.constraint, end), end, reasoning_budget)
         params = replace(params, constraint=spec)
-        sequence = self._sequences.make(ids, params, show_special=form.shown(use), images=images)
+        sequence = self._sequences.make(ids, params, index, show_special=form.shown(use), images=images)
         return ChatStream(self, sequence, partial(form.parser, use, end))
 
     def logits(self, token_ids: Seq[int] | ImagePrompt, *, decode: bool = False) -> Tensor:
@@ -256,6 +357,44 @@ class LLM:
                 ends.append(end if images is None else images.whole(ends[-1], end))
             chunks = [(ids[start:end], start) for start, end in pairwise(ends)]
             return torch.cat([self.runner.logits(*chunk, "prefill", images).float() for chunk in chunks])
+
+    def score(self, prompt: str | Seq[int], choices: Seq[str]) -> list[ChoiceScore]:
+        """The log-probability of each choice as the text after the prompt, in the order of the choices.
+
+        The likeliest is `max(scores, key=lambda score: score.logprob)`. Choices are taken as they are, with the space
+        in front of them if there is to be one.
+
+        Raises:
+            EngineError: a choice is empty, or does not fit the context with the prompt.
+        """
+        self._check_generates()
+        return score_choices(self, prompt, choices)
+
+    def perplexity(
+        self,
+        text: str,
+        ctx: int | None = None,
+        *,
+        stride: int = 0,
+        progress: Callable[[Perplexity], None] | None = None,
+    ) -> Perplexity:
+        """The perplexity of a text: e to the mean negative log-probability of its tokens.
+
+        Args:
+            ctx: None: every token but the first is scored, after all of the text in front of it, or at least half a
+                context of it. Otherwise tokens of a chunk, as llama-perplexity counts (`quengine.perplexity`).
+            stride: with `ctx`, the distance of overlapping windows in tokens; 0: chunks that do not overlap.
+            progress: called after each part of the text.
+
+        Raises:
+            EngineError: the text is too short, `ctx` does not fit the model's context, or logits were not finite.
+        """
+        self._check_generates()
+        if ctx is not None:
+            return last(self, text_chunks(self, text, ctx, stride), ctx, stride, progress)
+        if stride:
+            raise EngineError(f"stride {stride}: it goes with ctx")
+        return last(self, whole_text(self.encode(text), self.ctx_size), self.ctx_size, 0, progress)
 
     def embed(
         self, prompts: Prompt | Seq[Prompt], pooling: Pooling | None = None, task: str | None = None
@@ -336,6 +475,15 @@ class LLM:
         check_text(text, "the prompt")
         return self.tokenizer.encode(text, bos=self.tokenizer.add_bos, special=special)
 
+    def decode(self, ids: Seq[int], *, special: bool = False) -> str:
+        """The text of token ids; with `special`, control tokens are written by name. Bytes that are no UTF-8 become
+        U+FFFD.
+
+        Raises:
+            EngineError: an id is not in the vocabulary.
+        """
+        return self.tokenizer.decode(as_ids(ids), skip_special=not special)
+
     def effort_variables(self, effort: str | None, budget: int = -1) -> dict[str, Any]:
         """The `variables` of `encode_chat` for a reasoning effort; a budget of 0 switches reasoning off.
 
@@ -346,6 +494,24 @@ class LLM:
             return self._chat.effort_variables(effort, budget)
         except EngineError as error:
             raise EngineError(f"reasoning effort {error}") from None
+
+    def render_chat(
+        self,
+        messages: Seq[Message],
+        tools: Seq[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continued: bool = False,
+    ) -> str:
+        """The prompt of a conversation as text, for people to read; `encode_chat` has its tokens, and the arguments.
+
+        `continued`: it ends within the last message, an answer that is to go on.
+
+        Raises:
+            EngineError: the model has no template, or the template fails.
+        """
+        check_messages(messages)
+        return self._chat.render(messages, tools, variables or {}, "continued" if continued else "answer")
 
     def encode_chat(
         self,
@@ -500,20 +666,47 @@ class LLM:
             step_bytes=self.loaded.decoder.step_bytes,
             cache_bytes=self.cache_bytes,
             peak=peak_memory(),
+            text=self._token_text,
         )
+
+    def _token_text(self, token: int) -> str:
+        """The text of a token; "" of one that the model has and its tokenizer has not."""
+        known = token < self.tokenizer.vocab_size
+        return self.tokenizer.decode([token], skip_special=False, continuation=True) if known else ""
 
     def cache_bytes(self, positions: int) -> int:
         """Bytes of the KV cache that the last of `positions` tokens reads, on each device that shares the model."""
         return attended_bytes(self.loaded.decoder.config, positions, self.config.cache_type)
 
     def close(self) -> None:
-        """Closes the mapped file, once no thread computes. The model cannot be used afterwards."""
+        """Frees the model's memory on every device, and ends its processes and threads, once no thread computes.
+
+        Any use of it afterwards raises EngineError; finished streams keep their text. Closing it again does nothing.
+        """
         with self._uninterrupted():
             try:
-                self._lock.acquire()
+                if not self._lock.close():
+                    return
+                if self.images is not None:
+                    self.images.close()
                 self.loaded.close()
+                self._release()
             finally:
                 self._lock.release()
+
+    def _release(self) -> None:
+        """Drops what holds memory; on a CUDA device other processes can have it then."""
+        self._in_flight.clear()
+        self.dropped.clear()
+        self.loaded = replace(self.loaded, draft=None, vision=None)
+        del self.scheduler, self.runner
+        self.speculation = self.images = None
+        _open_models.discard(self)
+        if not _open_models:
+            dismiss_threads()
+        gc.collect()  # parts of a model refer to each other
+        if self.loaded.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:
         return self
@@ -590,7 +783,7 @@ class LLM:
 
         That is after one step at most. With ranks, for which a step may wait, a second Ctrl-C takes effect at once.
         """
-        return DeferredInterrupt(second_at_once=self.loaded.ranks is not None)
+        return DeferredInterrupt(second_at_once=self.config.ranks > 1)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         """Raises EngineError for a prompt with images, of which there are no embeddings."""

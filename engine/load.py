@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
@@ -96,9 +96,8 @@ class LoadedModel:
         return sum(file.nbytes for file in files if file is not None) + self.cache.nbytes + drafts
 
     def close(self) -> None:
-        """Ends the other ranks, and unmaps the files."""
-        if self.ranks is not None:
-            self.runner.release()
+        """Ends the other ranks, gives up what was captured, and unmaps the files."""
+        self.runner.release()
         self.checkpoint.close()
         if self.draft_checkpoint is not None:
             self.draft_checkpoint.close()

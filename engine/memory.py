@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from operator import mul
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.config import MOST_DRAFT_TOKENS
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store

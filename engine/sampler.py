@@ -136,7 +136,8 @@ class Sampler:
         allowed = None if self.constraint is None else self.constraint.allowed()
         given: Logits = logits.float().cpu().numpy()
         check_finite(given, position)
-        biased = self._biased(given, allowed)
+        processed = self._processed(given, history, position) if params.logits_processors else given
+        biased = self._biased(processed, allowed)
         uniform = 0.0 if params.greedy else sampling.uniform(self.seed, position, self.stream)
         try:
             if self._chain is not None:
@@ -169,6 +170,8 @@ class Sampler:
             self._chain.reset_history()
 
     def _why_none(self) -> str:
+        if self.params.logits_processors:
+            return "the logits processors, with logit_bias and the constraint, ban every token"
         if self.constraint is None:
             by = "logit_bias bans" if self._chain is None else "logit_bias, penalties and DRY ban"
             return f"{by} every token, none is left to choose"
@@ -184,6 +187,29 @@ class Sampler:
         if choice is not None and self.params.post_sampling_probs:
             return Sample(token, choice_logprobs(choice, top))
         return Sample(token, token_logprobs(logits, token, top))
+
+    def _processed(self, logits: Logits, history: Seq[int], position: int) -> Logits:
+        """The logits after the caller's processors; `logits` itself stays.
+
+        Raises:
+            EngineError: a processor returns something else than logits of the vocabulary, NaN or infinity.
+        """
+        for process in self.params.logits_processors:
+            name = getattr(process, "__name__", type(process).__name__)
+            found = np.asarray(process(list(history), logits.copy()))
+            if found.shape != logits.shape or found.dtype.kind != "f":
+                got = (
+                    f"{found.dtype} {list(found.shape)}"
+                    if found.dtype != object
+                    else type(found.item()).__name__
+                )
+                raise EngineError(
+                    f"token {position}: the logits processor {name} returns {got}, no logits [{self.vocab_size}]"
+                )
+            logits = found.astype(np.float32, copy=False)
+            if not logits.max() < math.inf:  # NaN is the largest
+                raise EngineError(f"token {position}: the logits processor {name} returns NaN or infinity")
+        return logits
 
     def _biased(self, logits: Logits, allowed: Mask | None) -> Logits:
         """The logits, masked and then biased; `logits` itself is kept for the model's own log-probabilities."""

@@ -14,47 +14,31 @@ the host knows how far a sequence may have come at most (`Slot.drafted`).
 """
 
 import time
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from itertools import chain, islice
+from itertools import chain
 
-from quengine.block_manager import BlockCopy, BlockManager, extend_keys
+from quengine.block_manager import BlockManager
+from quengine.block_pool import BlockCopy
 from quengine.errors import EngineError
-from quengine.kernels.forward_batch import MOST_CHECKPOINTS, StateCheckpoint, state_table
+from quengine.kernels.forward_batch import BlockTables
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, blocks_for
 from quengine.kv_cache import KVCache
-from quengine.request.sequence import BegunCheckpoint, Sequence
+from quengine.request.sequence import Sequence
+from quengine.shared_prefixes import SharedPrefixes
 from quengine.slot import Slot
+from quengine.state_checkpoints import StateCheckpoints
 from quengine.step_plan import DraftRoom, SequenceRows, StepPlan, angles_of
 
 LEAST_CHUNK = 16
 """Minimum number of prompt tokens per step, however slow the machine is."""
-
-CHECKPOINT_EVERY = 4096
-"""Tokens of a long prompt from one copy of its states to the next."""
-
-_LEAST_OPENING = 256
-"""Tokens of the first message of a chat, with instructions and tools, at whose end its states are copied: other chats
-begin with it and go on from there."""
-
-_CHANGED_TAIL = 8
-"""Tokens at the end of a prompt that a template may write differently once the answer follows, as where it opens a
-block of reasoning that later turns leave out."""
 
 _MORE_FOLLOW = ["prefill", "decode"]
 """Phases of two steps in flight that another step may follow."""
 
 PENDING = 4
 """Positions after the tokens that the host knows that steps launched ahead may have computed, drafts aside."""
-
-_COPY_EVERY = 4 * BLOCK_SIZE
-"""Tokens since the last copy of a sequence's states after which its drafts are cut short, so that a copy can be
-made."""
-
-_MOST_PARTINGS = 64
-"""Most waiting sequences that are compared with the one being computed, to find where they diverge from it."""
 
 
 class Scheduler:
@@ -97,20 +81,20 @@ class Scheduler:
         self.chunk_size = chunk_size
         self.mixed_chunk = min(mixed_chunk, chunk_size)
         self.backlog_chunk = min(max(mixed_chunk, backlog_chunk), chunk_size)
-        self.deterministic = deterministic
         self.packed = packed
-        self.shares = shares
         self._copy_blocks = copy_blocks or (lambda _copies: None)
         self.blocks = BlockManager(cache.pools, lambda copies: self._copy_blocks(copies))
         self._ahead, self._most_ahead = ahead, most_ahead
-        # States that cannot be rolled back to the last full block are copied when they reach its end.
-        self._keeps_copies = (
-            self.blocks.has_states
-            and shares
-            and not deterministic
-            and self.blocks.rewinds < BLOCK_SIZE + ahead
-        )
         self.waiting: deque[Sequence] = deque()
+        self.prefixes = SharedPrefixes(self.blocks, shares, deterministic)
+        self.states = StateCheckpoints(
+            self.blocks,
+            cache.pools,
+            self.prefixes,
+            self.waiting,
+            lambda copies: self._copy_blocks(copies),
+            ahead,
+        )
         self.prefilling: list[Sequence] = []  # both in order of arrival
         self.decoding: list[Sequence] = []
         self.current: StepPlan | None = None
@@ -230,7 +214,7 @@ class Scheduler:
             end = min(after + most, sequence.max_positions)
             self.blocks.grow(sequence.block_tables, sequence.num_cached_tokens, end)
         end = min(self.blocks.covered(sequence.block_tables), sequence.max_positions - 1)
-        if self._keeps_copies and self._copy_is_due(sequence):
+        if self.states.copy_is_due(sequence):
             end = min(end, blocks_for(after) * BLOCK_SIZE)
         slot.drafted += most
         return DraftRoom(most, end)
@@ -240,7 +224,7 @@ class Scheduler:
 
         Allocates more blocks for them, as long as enough stay free for each running sequence to get another one.
         """
-        if self._keeps_copies and self._copy_is_due(sequence):
+        if self.states.copy_is_due(sequence):
             most = min(most, -len(sequence.token_ids) % BLOCK_SIZE)
         end = min(len(sequence.token_ids) + most, sequence.max_positions)
         if self.blocks.num_free > len(self._running):
@@ -289,14 +273,6 @@ class Scheduler:
             if restarts or (has_none and sequence.num_cached_tokens == len(sequence.token_ids)):
                 self._preempt(sequence, keeps=False)
 
-    def roll_back(self, sequence: Sequence, base: int) -> None:
-        """Restore the states of a sequence to those after its first `base` tokens, from the copies made before its
-        draft."""
-        copies = self.blocks.spares(sequence.block_tables)
-        if copies:
-            self._copy_blocks(copies)
-            sequence.replay = sequence.num_cached_tokens - base
-
     def reset(self) -> None:
         """Marks everything in the cache as invalid.
 
@@ -312,140 +288,25 @@ class Scheduler:
         arrival."""
         return self.decoding + self.prefilling
 
-    def _prompt_end(self, sequence: Sequence) -> int:
-        """End of the tokens that are computed in chunks and whose blocks may be shared; 0 for a prompt of one token.
-
-        Such a prompt takes a decode step, as it would for a single sequence, unless its rows are pooled.
-        """
-        if sequence.pool is not None:
-            return sequence.num_prompt_tokens
-        end = sequence.num_prefill_tokens if self.deterministic else len(sequence.token_ids)
-        return end if end > 1 else 0
-
     def _cache_prompts(self, plan: StepPlan) -> None:
         """Notes that the tokens of prompt chunks are in the cache, unless it is noted already. Sequences whose prompts
         end with them decode from then on."""
         for sequence, chunk in plan.running():
             if sequence.block_tables and not sequence.finished and sequence.num_cached_tokens < chunk.end:
                 self._cached(sequence, chunk.end - sequence.num_cached_tokens)
-                if self.blocks.has_states:
-                    self._keep_checkpoints(sequence, chunk)
-            whole = chunk.end >= self._prompt_end(sequence) and not sequence.finished
+                self.states.launched(sequence, chunk)
+            whole = chunk.end >= self.prefixes.prompt_end(sequence) and not sequence.finished
             if whole and sequence in self.prefilling:
                 self.prefilling.remove(sequence)
                 self.decoding.append(sequence)
-                self._add_copies(sequence)
-
-    def _keep_checkpoints(self, sequence: Sequence, chunk: SequenceRows) -> None:
-        """Registers the checkpoints of a chunk whose step was launched: the states that the step writes on its way or,
-        if states can be rolled back, copies of those at its end."""
-        for end, blocks in sequence.checkpoints_begun:
-            key = self._keys(sequence, end)[-1]
-            self.blocks.give_checkpoint(blocks, key, self._is_on_the_way(sequence, end))
-        sequence.checkpoints_begun.clear()
-        for end in sequence.checkpoints_at if self.blocks.rewinds else ():
-            if chunk.start < end <= chunk.end <= end + self.blocks.rewinds:
-                self._checkpoint(sequence, end, self._is_on_the_way(sequence, end))
-
-    def _is_on_the_way(self, sequence: Sequence, end: int) -> bool:
-        is_due = end % CHECKPOINT_EVERY == 0 or end == _whole(sequence.opening)
-        return is_due and end != sequence.checkpoints_at[-1]
-
-    def _begin_checkpoints(self, sequence: Sequence, chunk: range) -> tuple[list[int], ...]:
-        """Block tables for a chunk of a prompt; those of groups with states list the checkpoints that the step
-        writes."""
-        self._drop_checkpoints(sequence)
-        passed = [end for end in sequence.checkpoints_at if chunk.start < end <= chunk.stop]
-        for end in passed if not self.blocks.rewinds else ():
-            if blocks := self.blocks.take_checkpoint(self._keys(sequence, end)[-1]):
-                sequence.checkpoints_begun.append(BegunCheckpoint(end, blocks))
-        return tuple(
-            state_table(
-                table[0], [StateCheckpoint(end, blocks[n]) for end, blocks in sequence.checkpoints_begun]
-            )
-            if pool.is_state
-            else table
-            for n, (pool, table) in enumerate(zip(self.cache.pools, sequence.block_tables, strict=True))
-        )
-
-    def _drop_checkpoints(self, sequence: Sequence) -> None:
-        """Discard the checkpoints that a sequence has begun, since their step may not have written them."""
-        for _, blocks in sequence.checkpoints_begun:
-            self.blocks.give_checkpoint(blocks)
-        sequence.checkpoints_begun.clear()
-
-    def _checkpoint(self, sequence: Sequence, end: int, on_the_way: bool = False) -> None:
-        """Keep the states of a sequence after its first `end` tokens, whole blocks, for prompts that begin with these.
-        `on_the_way`: its prompt continues, and no other is known to diverge from it here."""
-        key = self._keys(sequence, end)[-1]
-        if copies := self.blocks.checkpoint(sequence.block_tables, key, on_the_way):
-            self._copy_blocks(copies)
-
-    def _checkpoint_end(self, sequence: Sequence, ahead: int) -> None:
-        """Keep the states of a sequence that ends, or is preempted, at its last full block if they can be rolled back
-        to it, else its copy of them. ahead: positions after the cached ones that may have been computed."""
-        known = sequence.num_cached_tokens - sequence.replay
-        if not self.blocks.spares(sequence.block_tables):
-            ahead += max(sequence.drafts_by_length, default=0)
-        end = min(known, self._prompt_end(sequence)) // BLOCK_SIZE * BLOCK_SIZE
-        if not end or not self.shares or sequence.pool is not None:
-            return
-        if known + ahead - end <= self.blocks.rewinds:
-            self._checkpoint(sequence, end)
-        elif 0 < sequence.state_copy_at <= end:
-            key = self._keys(sequence, sequence.state_copy_at)[-1]
-            self.blocks.name_copies(sequence.block_tables, key)
-
-    def _add_copies(self, sequence: Sequence) -> None:
-        """Give a sequence a block for a copy of its states at the end of its last full block, where there is room."""
-        if self._keeps_copies and sequence.pool is None and sequence.block_tables:
-            self.blocks.add_copies(sequence.block_tables)
-
-    def _copy_is_due(self, sequence: Sequence) -> bool:
-        """Whether the states of a sequence have not been copied since its prompt, or for many tokens."""
-        since = len(sequence.token_ids) - sequence.state_copy_at
-        is_due = not sequence.state_copy_at or since > _COPY_EVERY
-        return is_due and self.blocks.has_copies(sequence.block_tables)
-
-    def _checkpoints_of(self, sequence: Sequence, held: int) -> list[int]:
-        """Behind how many of its first tokens the states of a sequence are kept: at the last full block of its prompt,
-        and the one before where that ends among tokens that may change, every CHECKPOINT_EVERY tokens, at the end of a
-        long first message, and where it parts from what others have computed: the cache holds keys and values of `held`
-        tokens."""
-        start, last = sequence.num_cached_tokens, _whole(self._most_shared(sequence))
-        places = {held, last, *range(CHECKPOINT_EVERY, last, CHECKPOINT_EVERY)}
-        if sequence.opening >= _LEAST_OPENING:
-            places.add(_whole(sequence.opening))
-        if self.blocks.rewinds < BLOCK_SIZE and len(sequence.token_ids) - last < _CHANGED_TAIL:
-            places.add(last - BLOCK_SIZE)
-        return sorted(place for place in places if start < place <= last)
-
-    def _next_checkpoints(self, sequence: Sequence) -> list[int]:
-        """The numbers of tokens after which the states of a sequence are still to be kept, those where waiting
-        sequences diverge from it included, which can then continue from there."""
-        start, keys = sequence.num_cached_tokens, self._keys(sequence, self._most_shared(sequence))
-        for waiting in islice(self.waiting, _MOST_PARTINGS):
-            others = self._keys(waiting, self._most_shared(waiting))
-            parting = _common(keys, others) * BLOCK_SIZE
-            if parting > start and parting not in sequence.checkpoints_at:
-                insort(sequence.checkpoints_at, parting)
-        return [place for place in sequence.checkpoints_at if place > start]
+                self.states.add_copies(sequence)
 
     def _cached(self, sequence: Sequence, count: int) -> None:
         """Notes that `count` more tokens are in the cache, and shares the blocks that they fill."""
         before = sequence.num_cached_tokens
         sequence.num_cached_tokens += count
-        if self.shares and sequence.num_cached_tokens // BLOCK_SIZE > before // BLOCK_SIZE:
-            shareable = min(sequence.num_cached_tokens, self._prompt_end(sequence))
-            keys = self._keys(sequence, shareable)
-            self.blocks.computed(sequence.block_tables, keys, before // BLOCK_SIZE, sequence.key_ids)
-            if self._keeps_copies and sequence in self.decoding:
-                self._add_copies(sequence)
-
-    def _keys(self, sequence: Sequence, tokens: int) -> list[bytes]:
-        """The keys of the full blocks of the sequence's first `tokens` tokens."""
-        extend_keys(sequence.block_keys, sequence.key_ids)
-        return sequence.block_keys[: tokens // BLOCK_SIZE]
+        if self.prefixes.cached(sequence, before) and sequence in self.decoding:
+            self.states.add_copies(sequence)
 
     def _next_alone(self) -> StepPlan | None:
         """A step of the first sequence that is to be computed alone; if it begins again, a chunk of its prompt."""
@@ -477,7 +338,7 @@ class Scheduler:
             return False
         if sequence.num_cached_tokens + slot.launched + 1 >= slot.end:
             return False
-        if slot.drafted and self._keeps_copies and self._copy_is_due(sequence):
+        if slot.drafted and self.states.copy_is_due(sequence):
             return False  # the host copies its states once it knows that it is at the end of a block
         return self.holds_back is None or not self.holds_back(sequence)
 
@@ -502,7 +363,7 @@ class Scheduler:
 
     def _under_way(self) -> list[Sequence]:
         """Sequences with prompt tokens that are in no step yet, in order of arrival."""
-        return [each for each in self.prefilling if each.num_cached_tokens < self._prompt_end(each)]
+        return [each for each in self.prefilling if each.num_cached_tokens < self.prefixes.prompt_end(each)]
 
     def _can_join(self) -> bool:
         """Whether the first waiting sequence would gain nothing by waiting until the current prompts are computed.
@@ -511,26 +372,7 @@ class Scheduler:
         """
         if not self.waiting or any(s.pool is not None for s in (self.waiting[0], *self.prefilling)):
             return False
-        return not any(self._will_share(self.waiting[0], sequence) for sequence in self.prefilling)
-
-    def _will_share(self, waiting: Sequence, running: Sequence) -> bool:
-        """Whether both sequences have the same beginning, up to the end of a full block that `running` is still to
-        compute."""
-        most = min(self._most_shared(waiting), self._prompt_end(running))
-        ahead = (running.num_cached_tokens // BLOCK_SIZE + 1) * BLOCK_SIZE
-        return ahead <= most and waiting.key_ids[:ahead] == running.key_ids[:ahead]
-
-    def _most_shared(self, sequence: Sequence) -> int:
-        """Number of tokens at its beginning that may be taken from the prefix cache.
-
-        At least one token is always computed, as the next one is sampled from its logits. A pool needs every row of
-        the prompt, and log-probabilities of the prompt those that have not been scored.
-        """
-        if not self.shares or sequence.pool is not None:
-            return 0
-        most = min(len(sequence.token_ids) - 1, self._prompt_end(sequence))
-        unscored = range(0) if sequence.scores is None else sequence.scores.missing_rows
-        return min(most, unscored.start) if unscored else most
+        return not any(self.prefixes.will_share(self.waiting[0], sequence) for sequence in self.prefilling)
 
     def _admit(self) -> bool:
         """Admits the first waiting sequence, if there is room; no other overtakes it."""
@@ -539,10 +381,10 @@ class Scheduler:
         sequence = self.waiting[0]
         if sequence.pool is not None:
             sequence.pool.clear()
-        most = self._most_shared(sequence)
+        most = self.prefixes.most_shared(sequence)
         # Reserve a block for each running sequence that may grow: otherwise this one would soon be preempted.
         allocation = self.blocks.allocate(
-            self._keys(sequence, most),
+            self.prefixes.keys(sequence, most),
             min(len(sequence.token_ids) + 1, sequence.max_positions),  # with the first token after them
             reserve=sum(map(self._may_grow, self._running)),
             tokens=sequence.key_ids,
@@ -556,17 +398,15 @@ class Scheduler:
         sequence.num_cached_tokens = allocation.num_cached_tokens
         if allocation.copies:
             self._copy_blocks(allocation.copies)
-        if self.blocks.has_states:
-            sequence.state_copy_at = sequence.replay = 0
-            sequence.checkpoints_at = self._checkpoints_of(sequence, allocation.num_held_tokens)
+        self.states.admitted(sequence, allocation.num_held_tokens)
         if not sequence.started:
             sequence.start()
             sequence.reused_tokens = allocation.num_cached_tokens
-        if sequence.num_cached_tokens < self._prompt_end(sequence):
+        if sequence.num_cached_tokens < self.prefixes.prompt_end(sequence):
             self.prefilling.append(sequence)
         else:
             self.decoding.append(sequence)
-            self._add_copies(sequence)
+            self.states.add_copies(sequence)
         return True
 
     def _may_grow(self, sequence: Sequence) -> bool:
@@ -574,25 +414,13 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, most: int) -> SequenceRows:
         start = sequence.num_cached_tokens
-        end = min(start + most, self._prompt_end(sequence))
+        end = min(start + most, self.prefixes.prompt_end(sequence))
         if sequence.images is not None:
             end = sequence.images.whole(start, end)
-        tables = sequence.block_tables
+        tables: BlockTables = sequence.block_tables
         if self.blocks.has_states:
-            if places := self._next_checkpoints(sequence):
-                end = self._chunk_end(end, places)
-                if end < places[-1]:
-                    # Up to the end of a block, where the states can be kept if the sequence is preempted.
-                    end -= end % BLOCK_SIZE if end - end % BLOCK_SIZE > start else 0
-            tables = self._begin_checkpoints(sequence, range(start, end))
+            end, tables = self.states.begin(sequence, end)
         return SequenceRows(sequence.token_ids[start:end], start, tables, angles_of(sequence, start, end))
-
-    def _chunk_end(self, end: int, places: Seq[int]) -> int:
-        """The end of a chunk that passes these checkpoints: `end`, or an earlier one, since a step writes few states on
-        its way, and a state can be rolled back only a few positions."""
-        if self.blocks.rewinds:
-            return min(end, places[0] + self.blocks.rewinds)
-        return min(end, places[MOST_CHECKPOINTS - 1]) if len(places) > MOST_CHECKPOINTS else end
 
     def _chunk_size(self, beside: bool) -> int:
         """Maximum number of prompt tokens per step. beside: other sequences wait for their next token meanwhile."""
@@ -667,36 +495,9 @@ class Scheduler:
         """Take a running sequence out and free its blocks; what a failed one has computed is not to be shared."""
         ahead = 0 if sequence in self.prefilling else self._ahead + sequence.slot.drafted
         (self.prefilling if sequence in self.prefilling else self.decoding).remove(sequence)
-        if self.blocks.has_states:
-            self._drop_checkpoints(sequence)
-        if self.blocks.has_states and keeps and sequence.error is None:
-            self._checkpoint_end(sequence, ahead)
-        if sequence.error is not None:
-            self.blocks.discard(sequence.block_keys)
-        else:
-            self._keep_beginning(sequence)
+        self.states.end(sequence, keeps and sequence.error is None, ahead)
+        self.prefixes.end(sequence)
         self.blocks.free(sequence.block_tables)
         self._free_slots.append(sequence.slot.index)
         sequence.slot.kind = None
         sequence.block_tables, sequence.slot, sequence.draft = (), Slot(), ()
-
-    def _keep_beginning(self, sequence: Sequence) -> None:
-        """Register the last block of a sequence, if it is not full, so that prompts that continue in the same way find
-        it."""
-        known = min(sequence.num_cached_tokens, self._prompt_end(sequence))
-        if self.shares and sequence.pool is None and known % BLOCK_SIZE:
-            keys = self._keys(sequence, known)
-            self.blocks.keep_beginning(
-                sequence.block_tables, keys, sequence.key_ids[len(keys) * BLOCK_SIZE : known]
-            )
-
-
-def _whole(tokens: int) -> int:
-    """As many of these tokens as fill blocks."""
-    return tokens // BLOCK_SIZE * BLOCK_SIZE
-
-
-def _common(keys: Seq[bytes], others: Seq[bytes]) -> int:
-    """The number of equal keys at the beginning of two lists; a key stands for all before it."""
-    most = min(len(keys), len(others))
-    return bisect_left(range(most), 1, key=lambda index: keys[index] != others[index])

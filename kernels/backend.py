@@ -103,7 +103,6 @@ class AttentionSpec:
     `softcap`: scores s become `softcap * tanh(s / softcap)`; 0: they stay as they are.
     `shared`: keys and values are those that an earlier layer of the step has written; the rows are queries alone, and
     there is no k_norm.
-    `widest_head`: the largest head_dim of the model's attentions, which share a step's tiles; 0: this one's.
     `images_both_ways`: rows of images that attend to one another both ways do so in this layer.
     `chunk`: positions see those before them in their chunk of as many alone, and `window` is None; 0: there are none.
     The batch is then that of the chunks (`ForwardBatch.chunked`) where it has them.
@@ -129,7 +128,6 @@ class AttentionSpec:
     v_norm: bool = False
     softcap: float = 0.0
     shared: bool = False
-    widest_head: int = 0
     images_both_ways: bool = True
     chunk: int = 0
 

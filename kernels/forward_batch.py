@@ -208,21 +208,21 @@ class ForwardBatch:
                 yield slice(row, row + end - at), at, slot
                 row += end - at
 
-    def state_pieces(self, group: int, *parts: Tensor) -> Iterator[slice]:
+    def state_pieces(self, group: int) -> Iterator[tuple[slice, tuple[int, int] | None]]:
         """The rows of a step in pieces that end at checkpoints of any sequence, in decode in one piece, for operations
-        that continue from the states that the preceding pieces have left. `parts`: as in `sequences`."""
+        that continue from the states that the preceding pieces have left; with each piece the slot whose state is
+        copied after it, and the block that it is copied to."""
         if self.phase == "decode":
-            yield slice(0, len(self))
+            yield slice(0, len(self)), None
             return
         done = row = 0
         for start, length, slot, checkpoints in self.with_checkpoints(group):
             for position, block in checkpoints:
-                yield slice(done, row + position - start)
+                yield slice(done, row + position - start), (slot, block)
                 done = row + position - start
-                _copy(parts, slot, block)
             row += length
         if done < row:
-            yield slice(done, row)
+            yield slice(done, row), None
 
     def with_checkpoints(self, group: int) -> Iterator[tuple[int, int, int, list[StateCheckpoint]]]:
         """For each sequence of a prefill step: the position of its first row, its rows, its slot in a group with a

@@ -62,6 +62,11 @@ class GatedDeltaSpec:
         return self.conv.shape[0]
 
     @property
+    def inner(self) -> int:
+        """Columns of z and of the result."""
+        return self.value_heads * self.head_dim
+
+    @property
     def channels(self) -> int:
         """Channels of the convolution: those of queries, keys and values."""
         return (2 * self.key_heads + self.value_heads) * self.head_dim
@@ -69,7 +74,7 @@ class GatedDeltaSpec:
     @property
     def widths(self) -> tuple[int, int, int, int]:
         """Columns of qkv, z, b and a, which lie side by side in a row."""
-        return self.channels, self.value_heads * self.head_dim, self.value_heads, self.value_heads
+        return self.channels, self.inner, self.value_heads, self.value_heads
 
     def of_value_heads(self, x: Tensor) -> Tensor:
         """x [T, key_heads, d], for each value head that of its key head: [T, value_heads, d]."""

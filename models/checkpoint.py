@@ -10,6 +10,7 @@ from quengine.models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from quengine.kernels.quant_tensor import QuantTensor
     from quengine.models.draft_layer import DraftTensors
+    from quengine.models.gguf.adapters import LowRank
     from quengine.models.template.chat_template import ChatTemplate
 
 
@@ -48,6 +49,10 @@ class Checkpoint(Protocol):
         """Those of the layer that drafts tokens. Raises EngineError where there is none, or it is not computed."""
         ...
 
+    def adapters(self) -> "Mapping[str, Mapping[str, LowRank]]":
+        """Of an encoder: task -> matrix by its GGUF name -> what it is changed by for that task. Raises EngineError."""
+        ...
+
     def release_pages(self) -> None:
         """Lets the system drop the pages of the mapped files; they are read again when needed."""
         ...
@@ -77,6 +82,9 @@ class PartOfCheckpoint:
 
     def draft_tensors(self) -> "DraftTensors":
         return self.whole.draft_tensors()
+
+    def adapters(self) -> "Mapping[str, Mapping[str, LowRank]]":
+        return self.whole.adapters()
 
     def release_pages(self) -> None:
         self.whole.release_pages()

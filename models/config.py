@@ -117,11 +117,12 @@ class Ranker:
 
 
 class Task(NamedTuple):
-    """What texts are embedded for: its name, what texts then begin with, and the file of its adapter."""
+    """What texts are embedded for: its name, what texts then begin with, and the file of its adapter, "" for one
+    within the model's folder."""
 
     name: str
     prefix: str
-    file: str
+    file: str = ""
 
 
 @dataclass(frozen=True)

@@ -53,14 +53,24 @@ def layer_config(config: ModelConfig, vocabulary: int = 0) -> ModelConfig:
     )
 
 
+def name_in_file(name: str, layer: int) -> str | None:
+    """What GGUF files call a tensor of the layer that drafts, which is their layer number `layer`; None: it is a
+    tensor of the target."""
+    if name == _NORM:
+        return f"blk.{layer}.{_HEAD_NORM}"
+    own = name.removeprefix("blk.0.")
+    return None if own == name else f"blk.{layer}.{own}"
+
+
 def stored_specs(config: ModelConfig) -> dict[str, TensorSpec]:
     """The tensors of the layers that draft, by the names that GGUF files have for them."""
     own = tensor_specs(layer_config(config)) if config.draft_layers else {}
     layers = range(config.block_count, config.block_count + config.draft_layers)
     return {
-        f"blk.{layer}.{_HEAD_NORM if name == _NORM else name.removeprefix('blk.0.')}": spec
+        found: spec
         for layer in layers
         for name, spec in own.items()
+        if (found := name_in_file(name, layer)) is not None
     }
 
 

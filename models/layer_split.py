@@ -50,7 +50,7 @@ def layer_bytes(config: ModelConfig, tensors: Mapping[str, QuantTensor]) -> list
     if given := next((what for what, there in needs.items() if there), None):
         raise EngineError(
             f"--split layer: layers of {config.architecture} model {config.name!r} have {given}, with which whole "
-            "layers are not shared out; use --split tensor"
+            f"layers are not shared out; use {'one device' if config.altup else '--split tensor'}"
         )
     sizes = [0] * config.block_count
     for name in tensors:

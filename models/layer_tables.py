@@ -9,7 +9,6 @@ from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.rope import rope_table
-from quengine.models.architectures import attentions_of
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.latent_attention import LatentAttention
 from quengine.models.config import ModelConfig
@@ -46,7 +45,6 @@ class LayerTables:
             for layer in config.held_layers
             if (source := config.kv_source(layer)) != layer
         }
-        self._widest = max((attention.head_dim for attention in attentions_of(config)), default=0)
         self._masks: dict[int | None, Tensor] = {}
         self._rotations: dict[Rotation, tuple[Tensor, Tensor]] = {}
         self._chunk = config.attention_chunk if config.attention_chunk < ctx_size else 0
@@ -79,7 +77,6 @@ class LayerTables:
             v_norm=declared.form.v_norm,
             softcap=declared.softcap,
             shared=declared.shared,
-            widest_head=self._widest,
             mask_band=self._mask(window),
             images_both_ways=declared.form.images_both_ways == "all" or declared.window is not None,
             cos=cos,

@@ -12,6 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -22,7 +23,8 @@ def without_interpreter(code: str, *arguments: object) -> str:
         AssertionError: the program failed; with what it said.
     """
     # The first operation on the meta device imports torch._dynamo, and that more than a second's modules.
-    server = fork_server(("quengine.kernels.cuda.aot.aot", "torch._dynamo"), without=("TRITON_INTERPRET",))
+    imports, root = ("benchmarks.checks.aot", "torch._dynamo"), str(Path(__file__).parents[1])
+    server = fork_server(imports, (root,), without=("TRITON_INTERPRET",))
     return server.run(code, *arguments)
 
 

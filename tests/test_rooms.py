@@ -108,8 +108,77 @@ def test_the_core_imports_no_optional_room() -> None:
             assert not [name for name in imports_of(path) if name.startswith(OPTIONAL)], path
 
 
+def test_side_rooms_of_the_server_are_imported_by_nothing_in_its_core() -> None:
+    side = tuple(f"quengine.serve.{room}." for room in ("tools", "ray", "replicas"))
+    for path in sources("engine/serve"):
+        if not module_name(path).startswith(side):
+            assert not [name for name in imports_of(path) if f"{name}.".startswith(side)], path
+
+
+def test_the_rooms_of_the_server_import_each_other_in_one_direction() -> None:
+    """A folder is a room, with the files that lie in it; a file beside the folders is one of its own."""
+
+    def room(module: str) -> str:
+        *above, last = module.removeprefix("quengine.serve.").split(".")
+        return ".".join(above) or last
+
+    files = {module_name(path).removesuffix(".__init__"): path for path in sources("engine/serve")}
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        targets = {
+            each if each in files else each.rpartition(".")[0] for each in imports_of(path)
+        } & files.keys()
+        graph.setdefault(room(name), set()).update({room(each) for each in targets} - {room(name)})
+    assert {"guard", "routes", "models"} <= graph.keys() and "models" in graph["routes"]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
 def test_every_room_says_what_it_is_for() -> None:
     for layer in LAYERS:
         for path in sources(layer):
             if path.name == "__init__.py":
                 assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def changed_packages(source: str) -> Iterator[str]:
+    """The attributes of torch, Triton or numba that a module assigns to, as the source has them."""
+    tree = ast.parse(source)
+    taken = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0]
+        in ("torch", "triton", "numba", "llvmlite")
+    }
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+        targets = [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else targets
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            targets = [ast.Attribute(node.args[0], ast.unparse(node.args[1]))]
+        for target in targets:
+            name = ast.unparse(target)
+            if isinstance(target, ast.Attribute) and name.partition(".")[0] in taken:
+                yield name
+
+
+def test_other_packages_are_changed_in_one_file() -> None:
+    """But for the settings that Triton has for its users."""
+    source = "import torch, triton.x as y\nfrom numba import z\ntorch.a.b = 1\nsetattr(y, 'c', 1)\ndel z.d\nq = z.e\n"
+    assert set(changed_packages(source)) == {"torch.a.b", "y.'c'", "z.d"}
+    found = {
+        (path.name, name)
+        for layer in LAYERS
+        for path in sources(layer)
+        for name in changed_packages(path.read_text())
+        if not name.startswith("triton.knobs.")
+    }
+    assert {file for file, _ in found} == {"triton_changes.py"}, found
+    assert {name for _, name in found} == {
+        "JITFunction.run",
+        "DependenciesFinder._update_hash",
+        "driver._active",
+    }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("engine", "kernels", "models", "cli", "tests", "benchmarks", "docs")
+FOLDERS = ("engine", "kernels", "models", "cli", "tests", "benchmarks", "docs", "examples")
 EXCEPT = ("CHANGELOG.md", "parity_texts.py")
 """What was, in the words of its time, and texts that are data."""
 

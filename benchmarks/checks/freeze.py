@@ -1,6 +1,6 @@
 """Writes down what a restructuring must not change, and compares two such records.
 
-    python -m benchmarks.checks.freeze write FOLDER [--device cuda] [--part runs ptx cpu-code openapi errors]
+    python -m benchmarks.checks.freeze write FOLDER [--device cuda] [--part runs ptx cpu-code openapi answers errors]
     python -m benchmarks.checks.freeze compare BEFORE AFTER
 
 Run from the repository root. A folder gets a JSON file for each part:
@@ -12,6 +12,7 @@ Run from the repository root. A folder gets a JSON file for each part:
 - `cpu-code`: a digest of the machine code of every CPU kernel that this processor can run: LLVM aborts on
   instructions that it lacks.
 - `openapi`: the server's OpenAPI document.
+- `answers`: what it answers to requests of every API (`server_answers.py`).
 - `errors`: what damaged and wrong files, flags and requests are answered.
 
 `compare` prints each entry that differs, and for log-probabilities by how much; exit status 1 if there is one.
@@ -20,12 +21,10 @@ Run from the repository root. A folder gets a JSON file for each part:
 import argparse
 import hashlib
 import json
-import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -117,27 +116,21 @@ def _completion(made: Any) -> Record:
 
 def ptx(_device: str, _only: str) -> Record:
     """Digests of all kernels that are compiled ahead of time."""
-    from quengine.kernels.cuda.aot.aot import variants
-    from quengine.kernels.cuda.aot.aot_cases import ARCHS
+    from benchmarks.checks.aot import in_forks, variants
+    from quengine.kernels.cuda.aot.meta_backend import ARCHS
 
-    work = [variant for variant in variants(ARCHS) if variant.archs]
     record: Record = {}
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for entries in pool.map(_ptx_of, work):
-            for name, digest in entries.items():
-                record.setdefault(name, []).append(digest)
+    for name, digest in in_forks(_ptx_of, variants(ARCHS)):
+        record.setdefault(name, []).append(digest)
     return {name: sorted(digests) for name, digests in record.items()}
 
 
-def _ptx_of(variant: Any) -> dict[str, str]:
-    from quengine.kernels.cuda.aot.aot import launches
-    from quengine.kernels.cuda.aot.aot_cases import cases
+def _ptx_of(variant: Any) -> tuple[str, str]:
     from quengine.kernels.cuda.aot.aot_compile import compile_launch
 
-    launch = launches(variant.case, variant.archs[0])[variant.launch]
-    text = compile_launch(launch, variant.archs[0]).ptx
-    name = f"{cases()[variant.case].name} | sm_{variant.archs[0]}"
-    return {name: hashlib.sha256(stripped_ptx(text).encode()).hexdigest()[:24]}
+    text = compile_launch(variant.launch, variant.archs[0]).ptx
+    name = f"{variant.case}, {variant.launch.name} | sm_{variant.archs[0]}"
+    return name, hashlib.sha256(stripped_ptx(text).encode()).hexdigest()[:24]
 
 
 def stripped_ptx(text: str) -> str:
@@ -213,12 +206,20 @@ def _values(hint: Any) -> list[str | bool]:
 
 def openapi(_device: str, _only: str) -> Record:
     """The document by path and component."""
-    from quengine.serve.schemas.openapi import document
+    from quengine.serve.routes.openapi import document
     from quengine.serve.settings import ServerSettings
+    from tests.engine.serve.serving import TABLE
 
-    made = document(ServerSettings(model_names=("frozen",), parallel=4))
+    made = document(TABLE, ServerSettings(model_names=("frozen",), parallel=4))
     flat = {f"path {path}": entry for path, entry in made["paths"].items()}
     return flat | {f"schema {name}": entry for name, entry in made["components"].get("schemas", {}).items()}
+
+
+def answers(_device: str, _only: str) -> Record:
+    """The server's answers by request."""
+    from benchmarks.checks.server_answers import recorded
+
+    return recorded()
 
 
 def errors(_device: str, _only: str) -> Record:
@@ -275,6 +276,7 @@ PARTS: dict[str, Callable[[str, str], Record]] = {
     "ptx": ptx,
     "cpu-code": cpu_code,
     "openapi": openapi,
+    "answers": answers,
     "errors": errors,
 }
 

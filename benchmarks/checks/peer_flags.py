@@ -4,7 +4,7 @@
     python -m benchmarks.checks.peer_flags --help-text help.txt
 
 Each argument is a command, which is run with --help and with --help=all. Prints how many of its flags `engine` takes,
-how many `cli/foreign_flags.py` answers, and the names of the others; exits with 1 if there are any.
+how many `engine/foreign_flags.py` answers, and the names of the others; exits with 1 if there are any.
 `tests/cli/peer_flags.txt` keeps the names for a test, so that it needs none of these programs.
 """
 
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quengine.cli.foreign_flags import FOREIGN
+from quengine.foreign_flags import FOREIGN
 from tests.cli.test_main import own_flags
 
 _FLAG = re.compile(r"(?<![\w/.-])(--?[A-Za-z][\w-]*(?:\.\d\w*(?:-\w+)*)?)(?=[\s,=\]|)]|$)")

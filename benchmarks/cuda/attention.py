@@ -156,7 +156,7 @@ def time_prefill(spec: AttentionSpec, rows: int, start: int) -> tuple[float, flo
     layer = ones_layer(CONTEXT // BLOCK_SIZE * BLOCK_SIZE, False)
     qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE, dtype=torch.float16)
     batch = prefill_batch([[0] * rows], [start], [[list(range(CONTEXT // BLOCK_SIZE))]], DEVICE)
-    tiles_, tables = prefill.prefill_tiles(batch, HEAD_DIM), batch.block_tables_of(0)
+    tiles_, tables = prefill.prefill_tiles(batch), batch.block_tables_of(0)
     out = torch.empty(rows, HEADS * HEAD_DIM, dtype=torch.float16, device=DEVICE)
 
     def rotate() -> torch.Tensor:

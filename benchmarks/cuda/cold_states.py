@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from quengine.block_manager import BlockCopy
+from quengine.block_pool import BlockCopy
 from quengine.kv_cache import KVCache, pools_of_one
 from quengine.models.synthetic.presets import synthetic_preset
 

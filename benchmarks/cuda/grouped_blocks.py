@@ -13,22 +13,45 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
 
 from benchmarks.cuda.cuda_timing import compile_ahead, graph_time, random_part
-from quengine.kernels.cuda.aot.aot_grouped import MODELS, ExpertSizes
 from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm.workspace import FEW_ROWS, MatmulWorkspace
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.grouped import grouped_add, grouped_glu
 from quengine.kernels.cuda.rms_norm import rms_norm_fp16
 from quengine.kernels.cuda.weights import launch_table
+from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.rms_norm import RMSNorm
 
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """One layer's experts: hidden size, feed-forward length, number of experts, experts per row; the types of
+    gate, up and down.
+    """
+
+    hidden: int
+    ffn: int
+    count: int
+    used: int
+    types: tuple[str, str, str] = ("Q4_K", "Q4_K", "Q6_K")
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+MODELS = {
+    "qwen3-30b-a3b": ExpertSizes(2048, 768, 128, 8),
+    "mixtral-8x7b": ExpertSizes(4096, 14336, 8, 2),
+    "gpt-oss-20b": ExpertSizes(2880, 2880, 32, 4, ("MXFP4", "MXFP4", "MXFP4"), "clamped_swish", True),
+    "qwen3.6-35b-a3b": ExpertSizes(2048, 512, 257, 9),  # the shared expert is one of them
+}
 GEOMETRIES: dict[int, list[list[int]]] = {
     8: [
         [4, 1, 2, True, 0, 256], [4, 1, 2, False, 128, 256], [4, 1, 2, False, 96, 256], [4, 1, 2, False, 80, 256],

@@ -96,7 +96,6 @@ def engine_flags(flags: argparse.Namespace, models: Path) -> list[str]:
     for flag in ("--no-ui", "--context-shift", "--no-models-autoload"):
         line += [flag] * getattr(flags, flag[2:].replace("-", "_"))
     line += ["--no-confine-commands"] * bool(flags.tools)
-    line += ["--cors-proxy", "--cors-proxy-private"] * flags.ui_mcp_proxy
     for flag, value in named.items():
         line += [] if value is None else [flag, str(value)]
     return line

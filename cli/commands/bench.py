@@ -21,7 +21,7 @@ from quengine.platform import collector
 if TYPE_CHECKING:
     from quengine.diagnostics.bench.bench_row import BenchRow
 
-OUTPUTS = ("md", "json", "jsonl", "csv")
+OUTPUTS = ("md", "json", "jsonl", "csv", "html")
 
 
 def _pairs(texts: list[str]) -> tuple[tuple[int, int], ...]:
@@ -86,7 +86,8 @@ class BenchFlags:
         ),
     ] = (0,)
     output: Annotated[
-        str, Flag("-o --output", "md, json, jsonl or csv.", OUTPUT, completes="md json jsonl csv")
+        str,
+        Flag("-o --output", "md, json, jsonl, csv or html.", OUTPUT, completes="md json jsonl csv html"),
     ] = "md"
 
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from quengine.evaluation.by_tensor import TensorCosts
     from quengine.evaluation.compare import FileComparison
     from quengine.evaluation.divergence import FileDivergence
-    from quengine.evaluation.perplexity import Estimate
     from quengine.evaluation.suggested_mix import SuggestedMix
     from quengine.llm import LLM
     from quengine.models.quantize.imatrix import Imatrix
+    from quengine.scoring.perplexity import Estimate
 
 TENSORS = "Tensor by tensor"
 

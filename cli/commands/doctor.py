@@ -19,8 +19,8 @@ from quengine.cli.progress import ProgressLine
 from quengine.platform import collector
 
 if TYPE_CHECKING:
-    from quengine.diagnostics.selftest.doctor import Diagnosis
-    from quengine.diagnostics.selftest.self_test import KernelCheck
+    from quengine.diagnostics.harness import KernelCheck
+    from quengine.diagnostics.machine import Diagnosis
     from quengine.parallel.sum_times import SumTimes
 
 FAILED = 2
@@ -42,7 +42,7 @@ def doctor(
     Exits with 2 when a kernel fails its test.
     """
     with interrupts.at_once():
-        from quengine.diagnostics.selftest.doctor import diagnose
+        from quengine.diagnostics.machine import diagnose
     from quengine.platform.machine import thread_count
 
     threads = thread_count(threads)

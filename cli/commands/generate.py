@@ -168,7 +168,7 @@ def generate(
                 print(json_line(completion_json(completion, llm)))
             elif completion.tokens:
                 if flags.logprobs is not None:
-                    print_logprobs(completion, llm)
+                    print_logprobs(completion)
                 if flags.stats is not False:
                     print_report(completion, llm, params, flags.stats)
 

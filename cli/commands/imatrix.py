@@ -67,7 +67,7 @@ def imatrix(
     before = [read_sums(path) for path in flags.earlier]
     from quengine.cli.loading import load_llm
     from quengine.evaluation.imatrix import collect
-    from quengine.evaluation.perplexity import text_chunks
+    from quengine.scoring.perplexity import text_chunks
 
     with load_llm(model, replace(config, ctx_size=flags.ctx)) as llm:
         chunks = text_chunks(llm, text, flags.ctx)[: flags.chunks]

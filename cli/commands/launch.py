@@ -135,6 +135,7 @@ def _own_server(model: str, config: EngineConfig) -> Iterator[str]:
     """The address of a server in this process, on a port of the loopback device that is free."""
     from quengine.models.hub.hub import resolve_model
     from quengine.serve.listener import bind
+    from quengine.serve.models.model_host import State
     from quengine.serve.server import Server
 
     resolve_model(model)
@@ -151,7 +152,7 @@ def _own_server(model: str, config: EngineConfig) -> Iterator[str]:
     thread = threading.Thread(target=lambda: asyncio.run(server.serve_engine(listener)), name="server")
     thread.start()
     try:
-        while server.worker.state != "ready":
+        while server.host.state is not State.READY:
             if not thread.is_alive() or server.problem is not None:
                 raise server.problem or CannotRunError("the server has ended before it was ready")
             time.sleep(_POLL_SECONDS)

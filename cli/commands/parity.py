@@ -17,6 +17,7 @@ from quengine.cli.flags import takes_options
 from quengine.cli.progress import ProgressLine
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
+from quengine.models.gguf.whole_file import check_disk
 from quengine.options import OUTPUT, Flag, Only, Range, check_ranges
 from quengine.platform import collector
 from quengine.platform.input_files import read_text
@@ -87,6 +88,9 @@ class ParityFlags:
         int, Flag("--window", "Longer texts are cut into windows of this many tokens.", TEXTS)
     ] = 1024
     as_json: Annotated[bool, Flag("--json", "Print one JSON object.", OUTPUT)] = False
+    html: Annotated[Path | None, Flag("--html", "Also write a page with charts.", OUTPUT, metavar="FILE")] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         if self.files and self.texts is not None:
@@ -112,15 +116,18 @@ def parity(
     """Compare the logits and the greedy text of two ways to run a model, or of two files (--a FILE --b FILE)."""
     if model is None and flags.a is None and flags.b is None:
         raise EngineError("nothing to compare: give --model MODEL, or two files with --a FILE --b FILE")
+    if flags.html is not None:
+        check_disk(flags.html, 0)
     texts = [read_text(path, "cannot read the text from") for path in flags.files]
-    from quengine.cli.parity_report import Findings, print_findings
+    from quengine.cli.charts import write_page
+    from quengine.cli.parity_report import Findings, findings_page, print_findings
 
     with interrupts.at_once():
         from quengine.diagnostics.parity.parity import compare_sides
         from quengine.diagnostics.parity.parity_files import compare_files
         from quengine.diagnostics.parity.parity_images import image_tokens
         from quengine.diagnostics.parity.parity_locate import locate
-        from quengine.diagnostics.parity.parity_sides import SidePair, parse_sides
+        from quengine.diagnostics.parity.parity_sides import loaded_sides, parse_sides
 
     collector.working()
     side_a, side_b = parse_sides(flags.a, flags.b, model)
@@ -132,7 +139,7 @@ def parity(
     began, progress = time.perf_counter(), ProgressLine()
     progress(f"loading {side_a.name} and {side_b.name}")
     try:
-        with SidePair(side_a, side_b, config) as sides:
+        with loaded_sides(side_a, side_b, config) as sides:
             unsaid = None in (flags.files or flags.texts, flags.prompts, flags.tokens)
             _announce_duration(sides, workload, unsaid and not flags.quick, progress)
             report = compare_sides(sides.a, sides.b, workload, progress, config.cache_type)
@@ -142,6 +149,8 @@ def parity(
             # Over a q8_0 cache only the comparison operation by operation is as strict as over f16.
             operations = flags.locate or config.cache_type != "f16" or bool(found.failures)
             print_findings(found, flags.as_json, operations)
+            if flags.html is not None:
+                write_page(flags.html, findings_page(found))
     finally:
         progress.clear()
     if found.failures:

@@ -16,9 +16,9 @@ from quengine.options import OUTPUT, Flag, Only, Range, check_ranges
 from quengine.platform.input_files import read_bytes, read_text
 
 if TYPE_CHECKING:
-    from quengine.evaluation.perplexity import Perplexity
     from quengine.evaluation.tasks import Accuracy, TaskKind
     from quengine.llm import LLM
+    from quengine.scoring.perplexity import Perplexity
 
 TEXT, TASKS = "The text", "Tasks in place of a text"
 RUN_OPTIONS = Only(
@@ -106,8 +106,8 @@ def perplexity(flags: PerplexityFlags, config: Annotated[EngineConfig, RUN_OPTIO
         return
     text = joined_texts(flags.files)
     from quengine.cli.loading import load_llm
-    from quengine.evaluation.perplexity import measure, text_chunks
-    from quengine.evaluation.prompt_logits import parallel_prompts
+    from quengine.scoring.perplexity import measure, text_chunks
+    from quengine.scoring.prompt_logits import parallel_prompts
 
     size = flags.ctx + flags.stride // 2
     config = replace(config, ctx_size=size, parallel=parallel_prompts(size))

@@ -38,9 +38,9 @@ def serve(
         return
     from quengine.models.hub.hub import resolve_model
     from quengine.serve.models.preset_file import find_specs
-    from quengine.serve.predict import VertexPaths
     from quengine.serve.replicas.launch import check_replicas
     from quengine.serve.server import Server
+    from quengine.serve.tools.tool_routes import ToolRoom
 
     for needed in (model, config.draft_model):  # a wrong name is reported before anything listens
         if needed is not None:
@@ -50,12 +50,14 @@ def serve(
     elif not settings.models.several:
         raise EngineError("no model is named: give -m MODEL, or --models-dir or --models-preset for several")
     check_replicas(settings, config)
-    settings = replace(settings, port=VertexPaths.of_environment().port or settings.port)
+    rooms = [ToolRoom(settings.tools, print_status)]
     given = [] if model is None else [served_spec(model, settings, config)]
     if settings.models.several:
-        server = Server(settings, load_served, print_status, lambda: [*given, *find_specs(settings, config)])
+        server = Server(
+            settings, load_served, print_status, lambda: [*given, *find_specs(settings, config)], rooms
+        )
     else:
-        server = Server(settings, lambda _, *calls: load_served(given[0], *calls), print_status)
+        server = Server(settings, lambda _, *calls: load_served(given[0], *calls), print_status, None, rooms)
     server.run_until_stopped()
 
 

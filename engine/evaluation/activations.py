@@ -3,14 +3,14 @@
 The decoder's own code runs, with a backend around its backend that looks at the inputs of matrix products.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from quengine.diagnostics.parity.parity_operations import rows_of
+from quengine.diagnostics.parity.parity_operations import replaced, rows_of
 from quengine.errors import EngineError
 from quengine.evaluation.loaded_weights import LoadedWeights
 from quengine.kernels.altup_operations import AltUpOperations
@@ -45,17 +45,10 @@ class Collector:
             if isinstance(block.ffn, MixtureOfExperts)
         }
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def collecting(self) -> AbstractContextManager[None]:
         """While it lasts, what the decoder computes is added to the sums."""
-        own = [getattr(holder, key) for holder, key in self._weights.holders]
-        try:
-            for (holder, key), backend in zip(self._weights.holders, own, strict=True):
-                setattr(holder, key, _ObservedBackend(backend, self))
-            yield
-        finally:
-            for (holder, key), backend in zip(self._weights.holders, own, strict=True):
-                setattr(holder, key, backend)
+        holders = self._weights.holders
+        return replaced(holders, [_ObservedBackend(getattr(holder, key), self) for holder, key in holders])
 
     def dense(self, weight: Any, rows: Tensor) -> None:
         """Rows [T, columns] that meet a matrix, or several on the same input."""

@@ -19,9 +19,9 @@ from quengine.errors import EngineError
 from quengine.evaluation.compare import FileComparison, ModelBase, check_finite, part_rows, parts_of
 from quengine.evaluation.divergence import Numbers, mean_of
 from quengine.evaluation.loaded_weights import LoadedWeights, Parts
-from quengine.evaluation.perplexity import DEFAULT_CTX, Chunk, Estimate
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.platform.device import on_device
+from quengine.scoring.perplexity import DEFAULT_CTX, Chunk, Estimate
 
 if TYPE_CHECKING:
     from quengine.llm import LLM
@@ -214,7 +214,7 @@ def measure(
 
 
 def _check(models: "tuple[LLM, LLM]", chunks: Seq[Chunk]) -> None:
-    assert not any(llm.scheduler.shares for llm in models), "prefixes are shared"
+    assert not any(llm.scheduler.prefixes.shares for llm in models), "prefixes are shared"
     if not chunks:
         raise EngineError("no chunk to compute: chunks must be at least 1")
     longest = max(len(chunk.ids) for chunk in chunks) - 1

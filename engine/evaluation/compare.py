@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quengine.errors import EngineError
 from quengine.evaluation.divergence import FileDivergence, TokenRows, rows_of_logits, rows_of_stored
 from quengine.evaluation.logits_file import LogitsFile, is_logits_file
-from quengine.evaluation.perplexity import DEFAULT_CTX, Chunk, text_chunks
-from quengine.evaluation.prompt_logits import PromptLogits, compute
+from quengine.scoring.perplexity import DEFAULT_CTX, Chunk, text_chunks
+from quengine.scoring.prompt_logits import PromptLogits, compute
 
 if TYPE_CHECKING:
     from torch import Tensor

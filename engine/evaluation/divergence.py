@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quengine.evaluation.perplexity import Estimate
+from quengine.scoring.perplexity import Estimate
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quengine.errors import EngineError
-from quengine.evaluation.perplexity import DEFAULT_CTX, Chunk, text_chunks
 from quengine.models.gguf.whole_file import check_disk
 from quengine.models.quantize.imatrix import ImatrixSums, Sums, read_sums, write_sums
+from quengine.scoring.perplexity import DEFAULT_CTX, Chunk, text_chunks
 
 if TYPE_CHECKING:
     from quengine.evaluation.activations import Collector

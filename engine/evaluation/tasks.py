@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from quengine.errors import EngineError
-from quengine.evaluation.prompt_logits import TargetLogprobs, compute
 from quengine.platform.input_files import decoded
+from quengine.scoring.prompt_logits import TargetLogprobs, compute
 
 if TYPE_CHECKING:
     from quengine.llm import LLM

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.loading.machine import may_draft_on_device, states_can_wait

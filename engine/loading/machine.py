@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.kernels.backend import Backend
 from quengine.kernels.quant_tensor import QuantTensor
@@ -111,15 +111,14 @@ class Machine:
     def _encoder_runner(self, checkpoint: Checkpoint, backend: Backend[Any], cache: KVCache) -> ModelRunner:
         """The runner of a model that computes whole texts, one in each step, eagerly."""
         from quengine.models.encoder import Encoder
-        from quengine.models.gguf.adapters import read_adapter
 
         sizes, separator = checkpoint.config.encoder, None
         if sizes is not None and sizes.classes and sizes.token_types > 1 and not sizes.one_segment:
             separator = checkpoint.tokenizer().end_of_text
         with _weights(checkpoint, self.device, self.config.mmap, self.progress, 0) as tensors:
-            tasks = () if sizes is None else sizes.tasks
-            adapters = {task.name: read_adapter(task) for task in tasks}
-            encoder: Any = Encoder(checkpoint.config, tensors, backend, cache.ctx_size, separator, adapters)
+            encoder: Any = Encoder(
+                checkpoint.config, tensors, backend, cache.ctx_size, separator, checkpoint.adapters()
+            )
         return ModelRunner(encoder, cache, packs_prompts=False)
 
     def ranks(self, path: Path, part: Checkpoint, ctx_size: int, pools: Sequence[CachePool]) -> ModelRunner:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.errors import EngineError
 from quengine.memory import (

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import msgspec
 
-from quengine.block_manager import BlockCopy, CachePool
+from quengine.block_pool import BlockCopy, CachePool
 from quengine.kernels.forward_batch import Phase
 from quengine.models.tensor_split import Rank
 from quengine.platform.failure import Failure

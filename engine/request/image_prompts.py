@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from quengine.errors import EngineError
+from quengine.models.images.limited_decoder import stop_decoders
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.content_parts import places_of
 from quengine.request.feature_cache import EncodedImage, FeatureCache, ImageCounts
@@ -96,6 +97,11 @@ class ImagePrompts:
             image = self._vision.prepare(blank_image(COMMON_SIDE))
             for _ in range(2):
                 self.encode(image)
+
+    def close(self) -> None:
+        """Ends the thread that encodes images, once it has encoded what waits, and the processes that decode files."""
+        self._queue.close()
+        stop_decoders()
 
     def prepare(self, data: bytes) -> "PreparedImage":
         """An image file as the encoder takes it. Raises EngineError where it is none that is read here."""

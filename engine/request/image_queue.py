@@ -69,6 +69,10 @@ class ImageQueue:
         self._thread.submit(self._encode_waiting)
         return [future for _, future in added]
 
+    def close(self) -> None:
+        """Ends the thread, once it has encoded what waits."""
+        self._thread.shutdown()
+
     def _encode_waiting(self) -> None:
         while batch := self._next():
             try:

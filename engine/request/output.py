@@ -1,8 +1,70 @@
 """What a finished request gives back: the text, how it ended, and what it cost."""
 
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from quengine.sampler import TokenLogprobs
+from quengine.structured.tool_calls import ToolCall
+
+
+@dataclass(frozen=True)
+class LikelyToken:
+    """A token, its text (control tokens by name, bytes that are no UTF-8 as U+FFFD), and its log-probability."""
+
+    token: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True)
+class TokenScore(LikelyToken):
+    """A token of a prompt or a text; `top` are the likeliest tokens there, best first, itself among them or not."""
+
+    top: tuple[LikelyToken, ...] = ()
+
+
+def with_texts(entries: Iterable[TokenLogprobs], text: Callable[[int], str]) -> list[TokenScore]:
+    """Log-probabilities with the texts of their tokens."""
+    return [
+        TokenScore(
+            *(entry.token, text(entry.token), entry.logprob),
+            tuple(LikelyToken(token, text(token), value) for token, value in entry.top),
+        )
+        for entry in entries
+    ]
+
+
+@dataclass(frozen=True)
+class BatchProgress:
+    """How far a batch is: completions that have ended, and all; tokens of all so far; seconds since its start."""
+
+    done: int
+    total: int
+    tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """By the completions that have ended; None before the first."""
+        return self.seconds * (self.total - self.done) / self.done if self.done else None
+
+
+ShowProgress: TypeAlias = Callable[[BatchProgress], None]
+
+
+def show_progress(progress: BatchProgress) -> None:
+    """Writes a batch's progress over the last line of standard error."""
+    left = progress.seconds_left
+    rest = "" if not left else f", {left:.0f} s left"
+    end = "\n" if progress.done == progress.total else ""
+    line = f"{progress.done}/{progress.total} done, {progress.tokens_per_second:.0f} tokens/s{rest}"
+    print(f"\r{line:60}", end=end, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -99,9 +161,11 @@ class Completion:
         finish_reason: "stop" (end token, stop token or stop string) or "length" (max_tokens, or a full context where
             it is not shifted).
         logprobs: one entry a token where requested, else None.
+        prompt_logprobs: one entry a token of the prompt from its second one on, where requested, else None.
         timings: see Timings.
         seed: the seed that was used; the same one gives the same text.
         reasoning: what the model thought before the text, in an answer of a conversation.
+        tool_calls: the tools that the answer of a conversation calls.
         schema_violation: what of a text that ended by itself is not valid under the JSON schema of its constraint, in
             one line; None where all is, or there is none.
     """
@@ -112,6 +176,8 @@ class Completion:
     timings: Timings
     seed: int
     prompt_tokens: int
-    logprobs: list[TokenLogprobs] | None = field(default=None)
+    logprobs: list[TokenScore] | None = None
+    prompt_logprobs: list[TokenScore] | None = None
     reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
     schema_violation: str | None = None

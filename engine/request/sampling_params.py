@@ -6,17 +6,22 @@ gives the order of the samplers.
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from quengine.errors import EngineError, shown
 from quengine.options import Flag, ranges
 from quengine.options import Range as Range  # also for those who check a request's fields
 from quengine.sampling_chain.names import DEFAULT_ORDER, read_flags, read_letters, read_names
 from quengine.structured.constraint_spec import ConstraintSpec
+from quengine.wrong_names import hinted_options
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_SEED = 2**64 - 1  # the seed is the 64-bit key of the random number generator
 MAX_COUNT = 2**31 - 1
@@ -38,6 +43,7 @@ _INTEGERS = (
     *("dry_allowed_length", "dry_penalty_last_n", "mirostat", "n_keep", "n_discard"),
     *("n_indent", "t_max_predict_ms"),
 )
+_OPTIONAL = ("max_tokens", "seed", "logprobs")
 _FIXED = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
 """The order of the samplers that a CUDA graph has, beside bias."""
 _PLAIN: Mapping[str, Any] = {
@@ -76,6 +82,18 @@ def _typed_bias(text: str) -> tuple[int, float]:
     )
 
 
+class LogitsProcessor(Protocol):
+    """A function that changes the logits before each token."""
+
+    def __call__(self, token_ids: list[int], logits: "NDArray[np.float32]", /) -> "NDArray[np.float32]":
+        """The logits to go on with, the given array or another; -inf bans a token.
+
+        token_ids: of the prompt and the text so far. logits: the model's own, [vocab]. Both are copies.
+        """
+        ...
+
+
+@hinted_options
 @dataclass(frozen=True)
 class SamplingParams:
     """How one sequence is sampled; immutable, checked once when made.
@@ -100,6 +118,10 @@ class SamplingParams:
         stop_token_ids: tokens that end the text, beside the model's own end tokens.
         ignore_eos: go on after the model's end tokens (benchmarks).
         logprobs: report the log-probability of each token and of this many likely ones; None: of none.
+        prompt_logprobs: the same for each token of the prompt but the first; None: of none.
+        logits_processors: functions that change the logits before each token, in order, before all else
+            (`LogitsProcessor`); the constraint and `logit_bias` hold after them. The host samples such a sequence: on a
+            GPU each of its steps waits for the one before, those of others do not.
         constraint: what the text has to be (a JSON schema, a regex, a grammar); None: anything.
         dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers: the penalty on going on
             with a repetition (`sampling_chain.dry`); multiplier 0: none. dry_penalty_last_n -1: all tokens.
@@ -174,6 +196,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: Annotated[bool, Flag("--ignore-eos", "Go on after the model's end token.", PANEL)] = False
     logprobs: Annotated[int | None, Range(0, MAX_COUNT)] = None
+    prompt_logprobs: int | None = None
+    logits_processors: tuple[LogitsProcessor, ...] = ()
     constraint: ConstraintSpec | None = None
     dry_multiplier: Annotated[
         float, Range(0, MAX_PENALTY), Flag("--dry-multiplier", "DRY: penalty on repetitions; 0: off.", MORE)
@@ -255,8 +279,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
             value = getattr(self, name)
-            if value is not None or name not in ("max_tokens", "seed", "logprobs"):
+            if value is not None or name not in _OPTIONAL:
                 _check_number(name, value, allowed, name in _INTEGERS)
+        if self.prompt_logprobs is not None:  # no field of a request, and so without a range of its own
+            _check_number("prompt_logprobs", self.prompt_logprobs, RANGES["logprobs"], whole=True)
         for name in ("ignore_eos", "post_sampling_probs", "context_shift"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, getattr(self, name), "must be True or False")
@@ -268,6 +294,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
         object.__setattr__(self, "samplers", _order(self.samplers))
+        object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
 
     @property
     def greedy(self) -> bool:
@@ -326,6 +353,19 @@ class SamplingParams:
         return seeded
 
 
+def params_of_each(given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    """Parameters, with seeds, of each of `count` prompts: the given ones for all, under one seed, or one for each.
+
+    Raises:
+        EngineError: there are more or fewer of them than prompts.
+    """
+    if isinstance(given, SamplingParams):
+        return [given.with_seed()] * count
+    if len(given) != count:
+        raise EngineError(f"{len(given)} sampling parameters for {count} prompts: give one, or one for each")
+    return [each.with_seed() for each in given]
+
+
 RANGES: Mapping[str, Range] = ranges(SamplingParams)
 """Of the parameters that are one number each. The server's fields and its OpenAPI document have them from here."""
 
@@ -365,6 +405,13 @@ def _texts(name: str, value: object, about: str) -> tuple[str, ...]:
             raise _invalid(name, string, "half of a surrogate pair is not text: no token writes it")
         strings.append(string)
     return tuple(strings)
+
+
+def _processors(value: object) -> tuple[LogitsProcessor, ...]:
+    found = (value,) if callable(value) else value
+    if not isinstance(found, Iterable) or not all(map(callable, each := tuple(found))):
+        raise _invalid("logits_processors", value, "must be functions of token ids and logits")
+    return each
 
 
 def _order(value: object) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from quengine.context.context_shift import ContextShift
 from quengine.kernels import compile_clock
 from quengine.platform.ranges import ProfilerRange
-from quengine.request.output import Completion, Timings
+from quengine.request.output import Completion, Timings, with_texts
 from quengine.request.pooling import Pool
 from quengine.request.prompt_images import PromptImages
 from quengine.request.prompt_scores import PromptScores
@@ -240,13 +240,19 @@ class Sequence:
         return self.stream.finish()
 
     def completion(
-        self, load_s: float, step_bytes: Callable[[int], int], cache_bytes: Callable[[int], int], peak: int
+        self,
+        load_s: float,
+        step_bytes: Callable[[int], int],
+        cache_bytes: Callable[[int], int],
+        peak: int,
+        text: Callable[[int], str],
     ) -> Completion:
         """The finished (or interrupted) request. Sizes are in bytes and only reported, never decided on.
 
         step_bytes(n): what a step of n rows reads of the weights. cache_bytes(n): what the last of n tokens reads of
-        the cache.
+        the cache. text: of a token.
         """
+        scores, params = self.scores, self.params
         count = len(self.generated) + self.end_tokens
         mean_context = self.cached_at_token // count if count else 0
         compiled_before, compiled_prompt, compiled = self.compiled
@@ -276,7 +282,12 @@ class Sequence:
             timings=timings,
             seed=self.sampler.seed,
             prompt_tokens=self.num_prompt_tokens,
-            logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
+            logprobs=None if params.logprobs is None else with_texts(self.logprobs, text),
+            prompt_logprobs=(
+                None
+                if params.prompt_logprobs is None or scores is None
+                else with_texts(scores.logprobs, text)
+            ),
         )
 
     def _weight_bytes(self, step_bytes: Callable[[int], int], count: int) -> int:

@@ -11,6 +11,7 @@ from quengine.kernels.sampling import Choose
 from quengine.models.config import ModelConfig
 from quengine.models.tokenizer import Tokenizer
 from quengine.request.prompt_images import PromptImages
+from quengine.request.prompt_scores import PromptScores
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
@@ -45,7 +46,7 @@ class SequenceFactory:
 
         Raises:
             EngineError: the prompt does not fit, or a parameter names a token outside the vocabulary or has a
-                constraint that cannot be compiled.
+                constraint that cannot be compiled; or log-probabilities of a prompt with images are wanted.
         """
         ids, params = self.checked(ids, answers), self.resolved(params)
         spec = params.constraint
@@ -59,10 +60,14 @@ class SequenceFactory:
         sampler = Sampler(params, self.config.vocab_size, index, mask, self.choose, breakers, infill)
         stream = TextStream(self._shown_bytes(show_special), params.stop, params.n_indent)
         shift = ContextShift.of(params, len(ids), self.tokenizer.add_bos)
+        top = params.prompt_logprobs
+        if top is not None and images is not None:
+            raise EngineError("prompt_logprobs: a prompt with images has no log-probabilities")
         return Sequence(
             *(ids, params, sampler, stream, end_ids, self.ctx_size),
             shift=shift,
             images=images,
+            scores=None if top is None else PromptScores(ids, top),
             opening=self._opening(ids) if self._keeps_states else 0,
         )
 

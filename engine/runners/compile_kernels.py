@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_ranks import PushingRanks
 from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend
@@ -69,13 +69,13 @@ class LayerPlan:
 
     def decoder(self, target: Decoder, cache: KVCache, ctx_size: int) -> Decoder:
         """The layer on the backend of the model, over rows that this cache keeps."""
-        tensors = _tensors(self.tensors)
+        tensors = meta_tensors(self.tensors)
         if self.sizes is None:
             target.kept = cache.hidden
             return DraftDecoder(self.config, tensors, target, ctx_size)
         cache.keep_hidden(self.config.embedding_length, torch.float32, META)
         assert cache.hidden is not None
-        parts = _tensors(self.fusion)
+        parts = meta_tensors(self.fusion)
         target.fused = FusedRows.load(self.sizes.layers, parts, cache.hidden, target.backend)
         drafted = torch.arange(self.sizes.drafted, device=META) if self.is_reduced else None
         ctx_size = min(ctx_size, self.config.context_length)
@@ -109,7 +109,7 @@ class KernelPlan:
         if self.config.ranks > 1:
             backend.communicator = PushingRanks(self.config.ranks, backend.pdl)
         drafts = self.layer is not None and self.layer.sizes is None
-        decoder = Decoder(self.config, _tensors(self.tensors), backend, self.ctx_size, self.chunk_size)
+        decoder = Decoder(self.config, meta_tensors(self.tensors), backend, self.ctx_size, self.chunk_size)
         cache = KVCache.allocate(self.config, self.ctx_size, META, self.cache_type, self.pools, drafts)
         rest = self.prefill_tokens, self.shares_sequences
         layer = None if self.layer is None else self.layer.decoder(decoder, cache, self.ctx_size)
@@ -143,7 +143,8 @@ def stored_tensors(tensors: Mapping[str, QuantTensor]) -> dict[str, tuple[str, t
     return {name: (tensor.format.name, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def _tensors(stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, QuantTensor]:
+def meta_tensors(stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, QuantTensor]:
+    """Tensors without data, on the meta device, of types and shapes by name."""
     return {name: _tensor(name, *each) for name, each in stored.items()}
 
 

@@ -119,6 +119,8 @@ def _name_operations(config: ModelConfig) -> None:
             table.altup_close_kernel(),
             table.sparse_gate_kernel(),
         )
+    if config.conv_channels or config.gated_delta is not None or config.mamba2 is not None:
+        table.state_copy_kernel()
     if config.conv_channels:
         table.short_conv_kernel()
     if config.gated_delta is not None:

@@ -26,7 +26,6 @@ from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kv_cache import KVCache
-from quengine.models.architectures import attentions_of
 from quengine.models.decoder import Decoder
 from quengine.parallel.wire import Capture, Configure, LaunchDecode, PlannedStep, Prompts, Together, alone
 from quengine.request.sampling_params import SamplingParams
@@ -106,7 +105,6 @@ class CudaGraphs:
         self.prompts = PrefillInputs(
             cache.ctx_size,
             decoder.chunk_size,
-            max((attention.head_dim for attention in attentions_of(decoder.config)), default=0),
             decoder.backend.batch_invariant,
             len(cache.pools),
             device,
@@ -257,7 +255,7 @@ class CudaGraphs:
         step = self._steps.get(key)
         if step is None or key.rows > UNMOVED_ROWS:
             step = self.capture(key)
-        self.kernels_per_step = step.nodes.kernels
+        self.kernels_per_step = step.kernels
         return step
 
     def configure(

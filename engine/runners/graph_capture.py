@@ -1,4 +1,4 @@
-"""Captures a step's launches as one CUDA graph, and counts its nodes.
+"""Captures a step's launches as one CUDA graph, and counts its kernels.
 
 Reference: CUDA driver API, "Graph Management" (cuGraphGetNodes, cuGraphNodeGetType).
 """
@@ -16,18 +16,8 @@ from quengine.errors import CannotRunError
 from quengine.kernels.cuda.launch.one_capture import CAPTURING
 from quengine.platform.collector import paused
 
-KERNEL, MEMCPY, MEMSET = 0, 1, 2
-"""CUgraphNodeType of a step's possible nodes."""
-
-
-@dataclass(frozen=True)
-class GraphNodes:
-    """The nodes of a graph, by kind."""
-
-    kernels: int
-    copies: int
-    fills: int
-    others: int
+KERNEL = 0
+"""CUgraphNodeType of a kernel."""
 
 
 class Graph(Protocol):
@@ -38,11 +28,11 @@ class Graph(Protocol):
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A captured step, with its logits, which each replay overwrites."""
+    """A captured step, with its logits, which each replay overwrites, and the number of its kernels."""
 
     graph: Graph
     logits: Tensor
-    nodes: GraphNodes
+    kernels: int
 
 
 def capture_step(warm: Callable[[], object], step: Callable[[], Tensor], pool: Any = None) -> CapturedStep:
@@ -65,7 +55,7 @@ def capture_step(warm: Callable[[], object], step: Callable[[], Tensor], pool: A
     with CAPTURING, paused(), capture:
         logits = step()
     graph.instantiate()
-    return CapturedStep(graph, logits, count_nodes(graph.raw_cuda_graph()))
+    return CapturedStep(graph, logits, count_kernels(graph.raw_cuda_graph()))
 
 
 @cache
@@ -77,8 +67,8 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def count_nodes(graph: int) -> GraphNodes:
-    """Counts the nodes of a CUgraph, given its address (torch.cuda.CUDAGraph(keep_graph=True).raw_cuda_graph()).
+def count_kernels(graph: int) -> int:
+    """Counts the kernels of a CUgraph, given its address (torch.cuda.CUDAGraph(keep_graph=True).raw_cuda_graph()).
 
     Raises CannotRunError with the driver's error number if a call fails.
     """
@@ -88,18 +78,12 @@ def count_nodes(graph: int) -> GraphNodes:
     _check(driver.cuGraphGetNodes(handle, None, ctypes.byref(count)), "cuGraphGetNodes")
     nodes = (ctypes.c_void_p * count.value)()
     _check(driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)), "cuGraphGetNodes")
-    kinds = []
+    kernels = 0
     for node in nodes:
         kind = ctypes.c_int(-1)
         _check(driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)), "cuGraphNodeGetType")
-        kinds.append(kind.value)
-    return from_kinds(kinds)
-
-
-def from_kinds(kinds: list[int]) -> GraphNodes:
-    """The counts in a list of CUgraphNodeType numbers."""
-    kernels, copies, fills = (kinds.count(kind) for kind in (KERNEL, MEMCPY, MEMSET))
-    return GraphNodes(kernels, copies, fills, len(kinds) - kernels - copies - fills)
+        kernels += kind.value == KERNEL
+    return kernels
 
 
 def _check(status: int, call: str) -> None:

@@ -53,6 +53,7 @@ class SamplingKind(NamedTuple):
         if (
             params.logprobs is not None
             or params.constraint is not None
+            or params.logits_processors
             or params.min_tokens
             or params.chained
         ):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quengine.config import DEFAULT_CHUNK
 from quengine.errors import CannotRunError, EngineError, nearest
-from quengine.kernels.cuda.aot.aot_cases import ARCHS, TABLE_GPU
+from quengine.kernels.cuda.aot.meta_backend import ARCHS, TABLE_GPU
 from quengine.kernels.cuda.launch.compile_ahead import CompilePool
 from quengine.kernels.cuda.launch.compile_processes import Built
 from quengine.kernels.cuda.launch.gpu import Gpu
@@ -19,7 +19,7 @@ from quengine.kv_cache import pools_of_one
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import ModelConfig
 from quengine.models.hub.hub import resolve_model
-from quengine.models.synthetic.presets import PRESETS, synthetic_preset
+from quengine.models.synthetic.presets import PRESETS, SyntheticModel, synthetic_preset
 from quengine.models.synthetic.synthetic import tensor_type
 from quengine.models.tensor_table import required_tensors
 from quengine.platform.torch_import import PRELUDE
@@ -111,10 +111,7 @@ def _named(models: Sequence[str]) -> list[str]:
 def _shape(name: str) -> Shape:
     """The shape of a synthetic model, or of the model of that name: a file, a folder, or one in the cache."""
     if (spec := synthetic_preset(name)) is not None:
-        shapes = required_tensors(spec.config())
-        return spec.config(), {
-            each: (tensor_type(spec, each, shape), shape) for each, shape in shapes.items()
-        }
+        return synthetic_shape(spec)
     try:
         checkpoint = open_checkpoint(resolve_model(name))
     except EngineError as error:
@@ -123,6 +120,13 @@ def _shape(name: str) -> Shape:
     config = checkpoint.config
     checkpoint.close()
     return config, tensors
+
+
+def synthetic_shape(spec: SyntheticModel) -> Shape:
+    """The shape of a synthetic model."""
+    config = spec.config()
+    shapes = required_tensors(config)
+    return config, {name: (tensor_type(spec, name, shape), shape) for name, shape in shapes.items()}
 
 
 def _plans(shape: Shape, plan: PackPlan) -> list[KernelPlan]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
-from quengine.block_manager import BlockCopy, CachePool
+from quengine.block_pool import BlockCopy, CachePool
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.request.sequence import Sequence
 

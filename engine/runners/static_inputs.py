@@ -183,7 +183,7 @@ class PrefillInputs:
     Args:
         ctx_size: most positions of a sequence.
         chunk_size: most rows of a sequence in a step.
-        head_dim, batch_invariant: properties of the attention, which determine its tiles.
+        batch_invariant: the attention's, which determines its tiles.
         embedding_length: of rows given as embeddings; 0: none are.
         turns: rows may be rotated by others than their positions.
     """
@@ -192,7 +192,6 @@ class PrefillInputs:
         self,
         ctx_size: int,
         chunk_size: int,
-        head_dim: int,
         batch_invariant: bool,
         groups: int,
         device: torch.device,
@@ -202,7 +201,7 @@ class PrefillInputs:
         self._turns = turns
         self._ctx_size, self._chunk_size = ctx_size, chunk_size
         self._device = device
-        self._tile_rows = cache(lambda longest: tile_rows(head_dim, longest, device, batch_invariant))
+        self._tile_rows = cache(lambda longest: tile_rows(longest, device, batch_invariant))
         sizes = [self.layout(GraphKey("prefill", r, s)) for r in PREFILL_ROWS for s in PREFILL_SEQUENCES]
         self._all = torch.zeros(max(s.entries for s in sizes), dtype=torch.int32, device=device)
         shape = (groups, PREFILL_SEQUENCES[-1] + 1, max(STATE_ENTRIES, -(-ctx_size // BLOCK_SIZE)))

@@ -25,7 +25,8 @@ _current: ContextVar["RequestRecord | None"] = ContextVar("request_record", defa
 @dataclass
 class RequestRecord:
     """The log line of one HTTP request. Token counts are those of all its completions; `ignored` are the fields of its
-    body that no route has or that have no effect here, `shortened` its prompts that were cut to fit the context."""
+    body that no route has or that have no effect here, `shortened` its prompts that were cut to fit the context.
+    `began`, `first_token` and `last_token` are moments of `perf_counter`."""
 
     scope: Scope
     began: float = field(default_factory=time.perf_counter)
@@ -36,16 +37,23 @@ class RequestRecord:
     ignored: list[str] = field(default_factory=list)
     shortened: int = 0
     has_images: bool = False
+    model: str = ""
+    first_token: float | None = None
+    last_token: float | None = None
 
-    def submitted(self, requests: Sequence[GenerationRequest]) -> None:
+    def submitted(self, requests: Sequence[GenerationRequest], model: str) -> None:
         """A prompt of several completions is counted once."""
+        self.model = model
         self.prompt_tokens = sum(len(request.prompt) for request in requests if request.index == 0)
         self.has_images = any(request.images for request in requests)
 
     def event(self, event: Piece | Finished) -> None:
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
         if isinstance(event, Piece):
             self.completion_tokens += len(event.tokens)
         else:
+            self.last_token = time.perf_counter()
             self.completion_tokens += event.timings.end_tokens
             if self.has_images:  # of one prompt, whose rows the engine has counted
                 self.prompt_tokens = event.timings.prompt_tokens

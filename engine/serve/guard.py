@@ -30,8 +30,6 @@ logger = logging.getLogger("quengine.serve")
 _REFUSAL = "quengine.refusal"
 """Where the scope of an app's request has what makes the error of a change: (what) -> ApiError."""
 
-_OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
-
 _OWN_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
 """Names of this machine, to itself and to its containers; no public name server has them."""
 LOOPBACK_ORIGIN = re.compile(r"https?://(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
@@ -53,11 +51,6 @@ def cors_origins(settings: ServerSettings) -> tuple[str, ...]:
 def admits_apps(settings: ServerSettings) -> bool:
     """Whether apps of this machine may generate without being named."""
     return not settings.api_keys and not settings.cors_origins
-
-
-def is_open(path: str) -> bool:
-    """Whether a path needs no key: the state of the server, and the files of the chat page, which asks for the key."""
-    return path in _OPEN_PATHS or _is_page_file(path)
 
 
 def check_may_change(scope: Scope, what: str) -> None:
@@ -94,12 +87,20 @@ class Guard:
     """Answers a request that is not allowed; passes the others on.
 
     Args:
+        keyless: paths that need no key, as files of the chat page do not: it asks for the key.
         for_apps: method and path of what apps of this machine may use.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, for_apps: Container[tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        keyless: Container[str],
+        for_apps: Container[tuple[str, str]],
+    ) -> None:
         self.app = app
         self.settings = settings
+        self._keyless = keyless
         self._for_apps = for_apps
         self._refused = Seldom(logger)
         self._origins = cors_origins(settings)
@@ -128,7 +129,7 @@ class Guard:
             self._check_host(headers)
         if not _is_page_file(path):
             self._check_origin(headers, scope)
-        if self._keys and not is_open(path) and method != "OPTIONS":
+        if self._keys and path not in self._keyless and not _is_page_file(path) and method != "OPTIONS":
             self._check_key(headers)
 
     def _check_host(self, headers: Headers) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ from quengine.serve.settings import Limits
 
 logger = logging.getLogger("quengine.serve")
 
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"
+"""Media types of streams."""
 _NAMED_FIELDS = 20
 """Fields that a line of the log names."""
 _NAMED_LENGTH = 500
@@ -44,7 +46,9 @@ def to_json(value: Any) -> bytes:
     try:
         return _encode(value)
     except (OverflowError, UnicodeError):  # or a number beyond 64 bits, which a client gave
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+        return json.dumps(
+            value, ensure_ascii=False, separators=(",", ":"), default=msgspec.to_builtins
+        ).encode(errors="replace")
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -199,16 +203,14 @@ class EventStream(Response):
 
 
 class WithoutTrailingSlash:
-    """Middleware under which a path with slashes at its end is the path without; `names`: other names of paths."""
+    """Middleware under which a path with slashes at its end is the path without."""
 
-    def __init__(self, app: ASGIApp, names: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._names = dict(names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            path = scope["path"].rstrip("/") or "/"
-            scope = {**scope, "path": self._names.get(path, path)}
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         await self.app(scope, receive, send)
 
 

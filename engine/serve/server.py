@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -23,11 +23,12 @@ from quengine.serve.listener import (
     reserve_descriptors,
     url_of,
 )
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.model_spec import ModelSpec
-from quengine.serve.models.registry import Models
+from quengine.serve.models.registry import Beside, Models
 from quengine.serve.models.residency import Launch
 from quengine.serve.processes.server_thread import Worker
-from quengine.serve.service import Service
+from quengine.serve.routes.route import OfServer
 from quengine.serve.settings import ServerSettings
 
 logger = logging.getLogger("quengine.serve")
@@ -36,6 +37,13 @@ JOIN_SECONDS = 10.0
 """How long the end waits for the engine's thread."""
 DROPPED_AT_ONCE = 8
 """Idle connections that are closed when no descriptor is left."""
+
+
+class SideRoom(Beside, Protocol):
+    """What a server has beside its models, with routes of its own."""
+
+    @property
+    def routes(self) -> Sequence[OfServer]: ...
 
 
 class Server(uvicorn.Server):
@@ -49,6 +57,7 @@ class Server(uvicorn.Server):
         launch: builds the engine of a model, in its worker's thread.
         say: called with lines for the terminal.
         find: the models there are; None: the one of `settings`.
+        rooms: what there is beside the models.
     """
 
     def __init__(
@@ -57,18 +66,19 @@ class Server(uvicorn.Server):
         launch: Launch,
         say: Callable[[str], None],
         find: Callable[[], Sequence[ModelSpec]] | None = None,
+        rooms: Sequence[SideRoom] = (),
     ) -> None:
         self.settings = settings
         self.problem: BaseException | None = None
         self.say = say
         self._drain_until: float | None = None
-        self.models = Models(settings, launch, find, say, self._engine_failed)
+        self.models = Models(settings, launch, find, say, self._engine_failed, rooms)
         self.connections = Connections(settings.limits, connection_limit(settings.limits.connections))
         self._failures, self._short = Seldom(logger), Seldom(logger)
         access_log.set_level(settings.access_log)
         super().__init__(
             uvicorn.Config(
-                make_app(self.models),
+                make_app(self.models, [route for room in rooms for route in room.routes]),
                 http=self.connections.protocol,  # type: ignore[arg-type]  # all that uvicorn does is call it
                 ws="none",
                 lifespan="off",
@@ -82,13 +92,13 @@ class Server(uvicorn.Server):
         )
 
     @property
-    def service(self) -> Service:
+    def host(self) -> ModelHost:
         """That of the only model, or of the first."""
-        return self.models.entries[0].service
+        return self.models.hosts[0]
 
     @property
     def worker(self) -> Worker:
-        return self.service.worker
+        return self.host.worker
 
     def run_until_stopped(self) -> None:
         """Serve until a signal has been obeyed.
@@ -98,7 +108,7 @@ class Server(uvicorn.Server):
             CannotRunError: the engine failed again and again.
         """
         listeners = [bind(host, self.settings.port) for host in self.settings.hosts]
-        entries = self.models.entries
+        entries = self.models.hosts
         models = (
             "the model is being loaded" if self.models.only else f"{len(entries)} models, loaded when named"
         )

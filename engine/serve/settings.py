@@ -18,8 +18,8 @@ from quengine.platform.input_files import read_text
 from quengine.request.chat_options import ChatOptions
 from quengine.request.pooling import POOLINGS, Pooling
 from quengine.request.sampling_params import SamplingParams
-from quengine.serve.ray.options import RayOptions
-from quengine.serve.tools.options import ToolsOptions
+from quengine.serve.ray_options import RayOptions
+from quengine.serve.tool_options import ToolsOptions
 
 logger = logging.getLogger("quengine.serve")
 
@@ -168,6 +168,14 @@ class ServerSettings:
         Flag("--prefill-replicas", "Further engines, which compute long prompts for the others."),
     ] = 0
     access_log: Annotated[bool, Flag("--access-log/--no-access-log", "Log a line for each request.")] = True
+    otlp_endpoint: Annotated[
+        str | None,
+        Flag(
+            "--otlp-endpoint",
+            "Send traces to this OpenTelemetry collector, as OTLP over HTTP.",
+            metavar="URL",
+        ),
+    ] = None
     slot_save_path: Annotated[
         Path | None, Flag("--slot-save-path", "Let /slots save prompts' keys and values here.", metavar="DIR")
     ] = None

@@ -163,7 +163,7 @@ class Speculation:
         if before + sequence.replay + 1 + len(draft) == sequence.num_cached_tokens:
             sequence.replay = 0
         else:
-            self._scheduler.roll_back(sequence, before)
+            self._scheduler.states.roll_back(sequence, before)
         self._lengths.pop(sequence).update(len(draft), accepted)
         return text
 

@@ -16,7 +16,7 @@ backend.py has all of them; these are computed at once, for chunks of prompts:
     glu(gate_up, activation="silu")                                 activation(gate) * up: [T, 2F] -> [T, F]
     prefill_attention(q, layer, start, scale, window, block_table)  T tokens of one sequence: q [T, H, hd]
 
-`run` takes a list of `Launch`es, so that the thread team runs several operations in one go; step_recorder.py makes
+`run` takes a list of `Launch`es; within `joined` several operations are one list. step_recorder.py makes
 such lists of operations, and step.py of whole decode steps. Results are bit-identical for any number of threads, for
 any other rows in the batch, and for any placement of a sequence's blocks in the cache.
 
@@ -35,7 +35,7 @@ from quengine.kernels.cpu.ops.output_gate import output_gate
 from quengine.kernels.cpu.ops.rms_norm import rms_norm
 from quengine.kernels.cpu.ops.rope_store import rope_store
 from quengine.kernels.cpu.ops.softcap import softcap
-from quengine.kernels.cpu.runtime.threads import Launch, get_threads, max_threads, run, set_threads
+from quengine.kernels.cpu.runtime.threads import Launch, get_threads, joined, max_threads, run, set_threads
 
 __all__ = [
     "Launch",
@@ -44,6 +44,7 @@ __all__ = [
     "get_threads",
     "glu",
     "input_glu",
+    "joined",
     "max_threads",
     "normed",
     "output_gate",

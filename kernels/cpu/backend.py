@@ -25,8 +25,8 @@ from quengine.kernels.cpu.moe.operations import (
     prompt_experts_add,
     prompt_experts_glu,
 )
-from quengine.kernels.cpu.runtime.scratch import scratch
-from quengine.kernels.cpu.step_recorder import CpuWeight, StepBatch, recorded, state_operation
+from quengine.kernels.cpu.runtime.scratch import keep_freed_memory, scratch
+from quengine.kernels.cpu.step_recorder import CpuWeight, StepBatch, StepRecorder, recorded, state_operation
 from quengine.kernels.embedded_rows import place_embeddings
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch
@@ -59,6 +59,7 @@ class CpuBackend(PlainRows):
         self.dtype = torch.float32
         self.communicator: Communicator = ONE_RANK
         cpu.set_threads(threads)
+        keep_freed_memory()
 
     def weight(self, parts: Sequence[QuantTensor]) -> CpuWeight:
         return CpuWeight(tuple(parts))
@@ -112,7 +113,8 @@ class CpuBackend(PlainRows):
         bias: Tensor | None = None,
     ) -> Tensor:
         if batch.phase == "prefill":
-            return _prompt_linear(cpu.normed(x, norm), weight, bias)
+            with cpu.joined():
+                return _prompt_linear(cpu.normed(x, norm), weight, bias)
         with recorded(batch, len(x)) as step:
             return step.norm_linear(x, norm, weight, bias)
 
@@ -129,8 +131,10 @@ class CpuBackend(PlainRows):
     ) -> Tensor:
         if batch.phase == "prefill":
             between = scratch("gate and up", len(x), gate_up.rows)
-            y = cpu.prompt_linear(cpu.normed(x, norm), gate_up.parts, y=between)
-            return glu(y, activation) if activation == "gelu_erf" else cpu.glu(y, activation)
+            if activation == "gelu_erf":
+                return glu(cpu.prompt_linear(cpu.normed(x, norm), gate_up.parts, y=between), activation)
+            with cpu.joined():
+                return cpu.glu(cpu.prompt_linear(cpu.normed(x, norm), gate_up.parts, y=between), activation)
         with recorded(batch, len(x)) as step:
             return step.norm_glu(x, norm, gate_up, activation)
 
@@ -167,16 +171,15 @@ class CpuBackend(PlainRows):
         if batch.phase == "decode" and not partial:
             with recorded(batch, len(x)) as step:
                 return step.linear_add(x, weight, residual, post_norm, bias, row_scale, branch)
+        if not partial and row_scale is None:
+            with cpu.joined():
+                return _added(_prompt_linear(x, weight, bias), residual, post_norm, branch)
         y = self.norm_linear(batch, x, None, weight, None if partial else bias)
         if partial:
             y = self.communicator.all_reduce(y)
             y = y if bias is None else y.add_(bias)
         y = y if row_scale is None else y.mul_(row_scale.view(-1, 1))
-        # The residual is added last: beside its large values, partial sums of the product would lose bits.
-        if branch is not None:
-            y = cpu.add_rows(cpu.normed(y, branch.first_norm), cpu.normed(branch.rows, branch.norm))
-        scale = 1.0 if post_norm is None else post_norm.residual_scale
-        return cpu.add_rows(cpu.normed(y, post_norm), residual, scale)
+        return _added(y, residual, post_norm, branch)
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
@@ -211,7 +214,8 @@ class CpuBackend(PlainRows):
         activation: Activation = "silu",
     ) -> ExpertRows:
         if batch.phase == "prefill":
-            return prompt_experts_glu(cpu.normed(x, norm), routing, gate_up, activation)
+            with cpu.joined():
+                return prompt_experts_glu(cpu.normed(x, norm), routing, gate_up, activation)
         with recorded(batch, len(x)) as step:
             return step.experts_glu(x, norm, routing, gate_up, activation)
 
@@ -268,19 +272,13 @@ class CpuBackend(PlainRows):
         return fused_attention(batch, qkv, spec)
 
     def short_conv(self, batch: ForwardBatch, x: Tensor, spec: ShortConvSpec, state: SlotLayer) -> Tensor:
-        return state_operation(
-            batch, x, spec.cache_group, state, lambda step, rows: step.short_conv(rows, spec, state)
-        )
+        return state_operation(batch, x, spec.channels, spec, state, StepRecorder.short_conv)
 
     def gated_delta(self, batch: ForwardBatch, x: Tensor, spec: GatedDeltaSpec, state: SlotLayer) -> Tensor:
-        return state_operation(
-            batch, x, spec.cache_group, state, lambda step, rows: step.gated_delta(rows, spec, state)
-        )
+        return state_operation(batch, x, spec.inner, spec, state, StepRecorder.gated_delta)
 
     def mamba2(self, batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, state: SlotLayer) -> Tensor:
-        return state_operation(
-            batch, x, spec.cache_group, state, lambda step, rows: step.mamba2(rows, spec, state)
-        )
+        return state_operation(batch, x, spec.inner, spec, state, StepRecorder.mamba2)
 
     def normed(self, x: Tensor, norm: Norm) -> Tensor:
         return cpu.normed(x, norm)
@@ -330,3 +328,12 @@ class CpuBackend(PlainRows):
 
 def _prompt_linear(x: Tensor, weight: CpuWeight, bias: Tensor | None = None) -> Tensor:
     return cpu.prompt_linear(x, weight.parts, None if bias is None else bias.unsqueeze(0))
+
+
+def _added(y: Tensor, residual: Tensor, post_norm: RMSNorm | None, branch: Branch | None) -> Tensor:
+    """The norms and sums after a product y. The residual is added last: beside its large values, partial sums of the
+    product would lose bits."""
+    if branch is not None:
+        y = cpu.add_rows(cpu.normed(y, branch.first_norm), cpu.normed(branch.rows, branch.norm))
+    scale = 1.0 if post_norm is None else post_norm.residual_scale
+    return cpu.add_rows(cpu.normed(y, post_norm), residual, scale)

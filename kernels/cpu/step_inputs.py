@@ -84,10 +84,14 @@ class BatchInputs:
         return visible
 
     def states(self, group: int) -> tuple[Tensor, Tensor]:
-        slots = self._batch.slots_of(group).to(torch.int64).contiguous()
-        if self._batch.phase == "prefill":
-            slots = slots.repeat_interleave(torch.tensor(self._batch.query_lens))
-        return self._batch.positions.to(torch.int64)[self._first :], slots.view(-1, 1)[self._first :]
+        batch = self._batch
+        slots = batch.slots_of(group).to(torch.int64).view(-1, 1)
+        if batch.phase == "prefill":
+            if len(batch.query_lens) == 1:
+                slots = slots.expand(len(batch), 1)
+            else:
+                slots = slots.repeat_interleave(torch.tensor(batch.query_lens), 0)
+        return batch.positions.to(torch.int64)[self._first :], slots[self._first :]
 
     def chosen(self, experts: Tensor | None, router: Router) -> Tensor | None:
         return None if experts is None else checked_experts(experts, router)

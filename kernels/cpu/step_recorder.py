@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.ops.rope_store import rope_store_launches
 from quengine.kernels.cpu.ops.short_conv import short_conv_launch
 from quengine.kernels.cpu.ops.softcap import softcap_launch
+from quengine.kernels.cpu.ops.state_copy import state_copy_launches
 from quengine.kernels.cpu.runtime.stage import KernelStage
 from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
 from quengine.kernels.cpu.step_inputs import BatchInputs, StepInputs
@@ -75,6 +76,9 @@ _SHARES = 4
 
 Buffers: TypeAlias = dict[tuple[str, int], Tensor]
 """Buffers by role and width."""
+
+
+_StateSpec = TypeVar("_StateSpec", ShortConvSpec, GatedDeltaSpec, Mamba2Spec)
 
 
 @dataclass(frozen=True)
@@ -420,8 +424,10 @@ class StepRecorder:
         """A buffer [count, rows, width]."""
         return self._fp32(f"altup {which}", count * width).view(-1).view(count, self.rows, width)
 
-    def short_conv(self, bcx: Tensor, spec: ShortConvSpec, layer: SlotLayer) -> Tensor:
-        out = self._fp32("convolved", spec.channels)
+    def short_conv(
+        self, bcx: Tensor, spec: ShortConvSpec, layer: SlotLayer, out: Tensor | None = None
+    ) -> Tensor:
+        out = self._fp32("convolved", spec.channels) if out is None else out
         launch = short_conv_launch(bcx, spec, layer, *self.inputs.states(spec.cache_group), out)
         if self.rows == 1:
             self._then(launch)
@@ -429,14 +435,16 @@ class StepRecorder:
             self._stage([launch])
         return out
 
-    def gated_delta(self, x: Tensor, spec: GatedDeltaSpec, layer: SlotLayer) -> Tensor:
-        out = self._fp32("gated delta", spec.value_heads * spec.head_dim)
+    def gated_delta(
+        self, x: Tensor, spec: GatedDeltaSpec, layer: SlotLayer, out: Tensor | None = None
+    ) -> Tensor:
+        out = self._fp32("gated delta", spec.inner) if out is None else out
         return self._scan(
             gated_delta_launches(x, spec, layer, *self.inputs.states(spec.cache_group), out), out
         )
 
-    def mamba2(self, x: Tensor, spec: Mamba2Spec, layer: SlotLayer) -> Tensor:
-        out = self._fp32("scanned", spec.inner)
+    def mamba2(self, x: Tensor, spec: Mamba2Spec, layer: SlotLayer, out: Tensor | None = None) -> Tensor:
+        out = self._fp32("scanned", spec.inner) if out is None else out
         return self._scan(mamba2_launches(x, spec, layer, *self.inputs.states(spec.cache_group), out), out)
 
     def _scan(self, launches: tuple[Launch, Launch, Launch], out: Tensor) -> Tensor:
@@ -620,13 +628,13 @@ class StepBatch(ForwardBatch):
 
 
 @contextmanager
-def recorded(batch: ForwardBatch, rows: int, first: int = 0) -> Iterator[StepRecorder]:
+def recorded(batch: ForwardBatch, rows: int) -> Iterator[StepRecorder]:
     """A recorder of an operation on `rows` rows: that of a StepBatch, or one that runs the operation at the end of the
-    `with` block. `first`: the operation's first row in the batch, where it continues from states."""
+    `with` block."""
     if isinstance(batch, StepBatch):
         yield batch.recorder
         return
-    recorder = StepRecorder(rows, BatchInputs(batch, first))
+    recorder = StepRecorder(rows, BatchInputs(batch))
     yield recorder
     recorder.run()
 
@@ -634,17 +642,27 @@ def recorded(batch: ForwardBatch, rows: int, first: int = 0) -> Iterator[StepRec
 def state_operation(
     batch: ForwardBatch,
     x: Tensor,
-    group: int,
+    width: int,
+    spec: _StateSpec,
     layer: SlotLayer,
-    operation: Callable[[StepRecorder, Tensor], Tensor],
+    operation: Callable[[StepRecorder, Tensor, _StateSpec, SlotLayer, Tensor | None], Tensor],
 ) -> Tensor:
-    """An operation on rows x that continues from the states of a cache group, recorded in pieces that end where states
-    are kept (ForwardBatch.state_pieces)."""
-    outs = []
-    for rows in batch.state_pieces(group, *layer.parts):
-        with recorded(batch, rows.stop - rows.start, rows.start) as step:
-            outs.append(operation(step, x[rows]))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+    """An operation on rows x [T, K] that continues from the states of a layer: [T, width], as one list of kernels.
+
+    Its pieces end where states are kept (ForwardBatch.state_pieces). The copies are kernels too: torch's own threads
+    would spin beside the team's after each one.
+    """
+    if isinstance(batch, StepBatch):
+        return operation(batch.recorder, x, spec, layer, None)
+    out, stages = torch.empty(len(x), width), list[KernelStage]()
+    for rows, kept in batch.state_pieces(spec.cache_group):
+        step = StepRecorder(rows.stop - rows.start, BatchInputs(batch, rows.start))
+        operation(step, x[rows], spec, layer, out[rows])
+        stages += step.stages
+        if kept is not None:
+            stages.append(KernelStage([[launch] for launch in state_copy_launches(layer.parts, *kept)]))
+    run([launch for stage in stages for launch in stage.launches()])
+    return out
 
 
 def _share_memory(x: Tensor, y: Tensor) -> bool:

@@ -18,15 +18,25 @@ from quengine.kernels.forward_batch import ForwardBatch
 
 
 @triton.jit
-def _modalities(row, norm_ptr, router_ptr, eps, column, inside, k, WIDTH: tl.constexpr, COUNT: tl.constexpr):
-    """tanh of the products of a normed row [W] with the router's rows: [N]."""
+def _begin(
+    row_ptr, norm_ptr, router_ptr, eps,
+    WIDTH: tl.constexpr, COUNT: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program's token: its row at row_ptr [T, W], the columns, which of them exist, their offset in a row of the
+    token, the numbers of rows [PLACES], which of them exist, and for each tanh of the normed row times the router's.
+    """
+    wait_then_launch(PDL)
+    column, k = tl.arange(0, BLOCK), tl.arange(0, PLACES)
+    inside, among = column < WIDTH, k < COUNT
+    at = tl.program_id(0).to(tl.int64) * WIDTH + column
+    row = tl.load(row_ptr + at, mask=inside, other=0.0)
     root = tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
     normed = row * root * tl.load(norm_ptr + column, mask=inside, other=0.0)
     found = tl.zeros_like(k.to(tl.float32))
     for n in tl.static_range(COUNT):
         product = tl.sum(normed * tl.load(router_ptr + n * WIDTH + column, mask=inside, other=0.0), 0)
         found = tl.where(k == n, product, found)
-    return soft_capped(found, 1.0)
+    return row, column, inside, at, k, among, soft_capped(found, 1.0)
 
 
 @DirectLaunch
@@ -36,17 +46,14 @@ def _predict_kernel(
     WIDTH: tl.constexpr, COUNT: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (token,). stream: elements from one of a token's rows to the next. PLACES: COUNT as a power of two."""
-    wait_then_launch(PDL)
-    column, k = tl.arange(0, BLOCK), tl.arange(0, PLACES)
-    inside, among = column < WIDTH, k < COUNT
-    at = tl.program_id(0).to(tl.int64) * WIDTH + column
-    row = tl.load(x_ptr + at, mask=inside, other=0.0)
-    numbers = _modalities(row, norm_ptr, router_ptr, eps, column, inside, k, WIDTH, COUNT)
+    _, _, inside, at, k, among, modalities = _begin(
+        x_ptr, norm_ptr, router_ptr, eps, WIDTH, COUNT, PLACES, BLOCK, PDL
+    )
     for n in tl.static_range(COUNT):
         total = tl.load(x_ptr + n * stream + at, mask=inside, other=0.0)
         for other in tl.static_range(COUNT):
             of_pair = tl.load(coefficient_ptr + (n * COUNT + other) * COUNT + k, mask=among, other=0.0)
-            weight = tl.sum(numbers * of_pair, 0)
+            weight = tl.sum(modalities * of_pair, 0)
             total += weight * tl.load(x_ptr + other * stream + at, mask=inside, other=0.0)
         tl.store(out_ptr + n * stream + at, total, mask=inside)
         if n == 0:
@@ -60,15 +67,12 @@ def _correct_kernel(
     WIDTH: tl.constexpr, COUNT: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (token,), otherwise as `_predict_kernel`."""
-    wait_then_launch(PDL)
-    column, k = tl.arange(0, BLOCK), tl.arange(0, PLACES)
-    inside, among = column < WIDTH, k < COUNT
-    at = tl.program_id(0).to(tl.int64) * WIDTH + column
-    row = tl.load(y_ptr + at, mask=inside, other=0.0)
-    numbers = _modalities(row, norm_ptr, router_ptr, eps, column, inside, k, WIDTH, COUNT)
+    row, column, inside, at, k, among, modalities = _begin(
+        y_ptr, norm_ptr, router_ptr, eps, WIDTH, COUNT, PLACES, BLOCK, PDL
+    )
     change = row - tl.load(x_ptr + at, mask=inside, other=0.0)
     for n in tl.static_range(COUNT):
-        weight = 1.0 + tl.sum(numbers * tl.load(coefficient_ptr + n * COUNT + k, mask=among, other=0.0), 0)
+        weight = 1.0 + tl.sum(modalities * tl.load(coefficient_ptr + n * COUNT + k, mask=among, other=0.0), 0)
         found = tl.load(x_ptr + n * stream + at, mask=inside, other=0.0) + weight * change
         tl.store(out_ptr + n * stream + at, found, mask=inside)
         if n == 0:

@@ -353,7 +353,7 @@ class CudaBackend:
         prompt = batch.phase == "prefill" and (len(batch) > 1 or self.batch_invariant)
         if not prompt and self._takes_q_dot(len(batch)):
             return self._latent.one_row(batch, q, latent, spec, layer)
-        tiles = self._tiles_of(batch, spec.row) if prompt else None
+        tiles = self._tiles_of(batch) if prompt else None
         return self._latent.many_rows(batch, q, latent, spec, layer, tiles, self._room())
 
     def check_latent(self, spec: LatentSpec) -> None:
@@ -580,7 +580,7 @@ class CudaBackend:
         tokens, width, tiles = (
             len(batch),
             spec.heads * spec.head_dim,
-            self._tiles_of(batch, spec.widest_head or spec.head_dim),
+            self._tiles_of(batch),
         )
         positions, tables = batch.positions, batch.block_tables_of(spec.cache_group)
         both_ways = bool(spans_of(batch, spec))
@@ -613,12 +613,12 @@ class CudaBackend:
         )
         return room.without_row_scales(out, tokens, form)
 
-    def _tiles_of(self, batch: ForwardBatch, widest: int) -> PrefillTiles:
-        """The step's tiles, made once for all layers, whose heads have `widest` elements at most."""
+    def _tiles_of(self, batch: ForwardBatch) -> PrefillTiles:
+        """The step's tiles, made once for all layers."""
         if batch.tiles is not None:
             return batch.tiles
         if self._tiles is None or self._tiles[0] is not batch:
-            self._tiles = (batch, prefill_tiles(batch, widest, self.batch_invariant))
+            self._tiles = (batch, prefill_tiles(batch, self.batch_invariant))
         return self._tiles[1]
 
     def _state_tiles_of(self, batch: ForwardBatch) -> PrefillTiles:

@@ -87,6 +87,8 @@ class ModelType:
     dense_layers: the layers that have no experts.
     quantization: the `quant_method` of folders that are read packed; those of others are refused.
     size_keys: ModelConfig field -> the key of config.json that an error about it names, where others have another.
+    stands_for: gives config.json in the keys of another type, as which some of this one are published; None: it is not
+        one of them.
     common_keys: gives config.json in the keys that `hf.config_hf` reads, where it has others.
     fields: what follows from keys of its own; `rope_parameters` in them are complete. Both raise EngineError for values
         that the decoder does not implement.
@@ -105,6 +107,7 @@ class ModelType:
     dense_layers: Callable[[Keys, int], Sequence[int]] = no_layers
     quantization: str | None = None
     size_keys: Mapping[str, str] = field(default_factory=dict)
+    stands_for: Callable[[Keys], Keys | None] = lambda _keys: None
     common_keys: Callable[[Keys], Keys] = lambda keys: keys
     fields: Callable[[Keys, ModelConfig], Fields] = lambda _keys, _config: {}
 

@@ -16,7 +16,7 @@ from quengine.models.blocks.block import BIAS, Block, Draw, TensorSpec
 from quengine.models.blocks.encoder import EncoderAttention, EncoderFeedForward, layer_norm_specs
 from quengine.models.config import EncoderSizes, ModelConfig
 from quengine.models.gguf import GGUFFile
-from quengine.models.hf.hf_keys import config_error, integer
+from quengine.models.hf.hf_keys import config_error, integer, number
 
 CAUSAL = "attention.causal"
 _BIASES = {
@@ -111,6 +111,15 @@ def kinds_of_segments(keys: Keys) -> int:
     return types
 
 
+def _jina_keys(keys: Keys) -> Keys | None:
+    """config.json of Jina Embeddings v3 as its own modelling code reads it, in the keys of `transformers`."""
+    if keys.get("position_embedding_type") != "rotary":
+        return None
+    rope = {"rope_type": "default", "rope_theta": number(keys, "rotary_emb_base", 10_000.0)}
+    own = {"model_type": "jina_embeddings_v3", "position_embedding_type": "absolute"}
+    return {**keys, **own, "rope_parameters": rope}
+
+
 def _roberta_keys(keys: Keys) -> Keys:
     """The table's rows up to the padding token's are of no position."""
     rows = integer(keys, "max_position_embeddings", 1, 1 << 30)
@@ -193,7 +202,10 @@ BERT = Architecture(
     model_types={
         "bert": ModelType(_DEFAULTS, common_keys=_common_keys, fields=_fields),
         "xlm-roberta": ModelType(
-            {**_DEFAULTS, "pad_token_id": 1}, common_keys=_roberta_keys, fields=_roberta_fields
+            {**_DEFAULTS, "pad_token_id": 1},
+            common_keys=_roberta_keys,
+            fields=_roberta_fields,
+            stands_for=_jina_keys,
         ),
         "roberta": ModelType(
             {**_DEFAULTS, "vocab_size": 50265, "pad_token_id": 1},

@@ -28,7 +28,10 @@ def _common_keys(keys: Keys) -> Keys:
         if not given.get("alpha"):
             raise config_error(str(key), "'dynamic' without alpha is not implemented")
         base = number({"rope_theta": 10000.0, **keys, **given}, "rope_theta", 10000.0)
-        changed |= {"rope_scaling": None, "rope_parameters": {"rope_theta": _raised(keys, given, base)}}
+        changed |= {
+            "rope_scaling": None,
+            "rope_parameters": {"alpha": given["alpha"], "rope_theta": _raised(keys, given, base)},
+        }
     return changed
 
 

@@ -1,10 +1,12 @@
 """Jina Embeddings v3: XLM-RoBERTa whose positions rotate queries and keys.
 
-The adapters for its tasks are files of their own, as llama.cpp's converter writes them (models/gguf/adapters.py); the
-folders of `transformers` do without. Source: Sturua et al. 2024, "jina-embeddings-v3"; `JinaEmbeddingsV3Model` in the
-`transformers` library; llama.cpp's converter for the names of GGUF files.
+The adapters for its tasks are files of their own, as llama.cpp's converter writes them (models/gguf/adapters.py), or
+lie within the folder that jinaai publishes (models/hf/task_adapters.py); those of `transformers` do without. Source:
+Sturua et al. 2024, "jina-embeddings-v3"; `JinaEmbeddingsV3Model` in the `transformers` library; llama.cpp's converter
+for the names of GGUF files.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, ModelType
@@ -19,8 +21,9 @@ from quengine.models.architectures.bert import (
     sizes_of,
 )
 from quengine.models.blocks import AttentionForm, BlockForm, FeedForwardForm, Norms
-from quengine.models.config import EncoderSizes, ModelConfig, Pooling
+from quengine.models.config import EncoderSizes, ModelConfig, Pooling, Task
 from quengine.models.gguf import GGUFFile
+from quengine.models.hf.hf_keys import config_error
 
 _BASE = 20_000.0
 
@@ -33,8 +36,21 @@ def _fields(keys: Keys, _config: ModelConfig) -> Fields:
         head_dense=headed,
         rotates=True,
         one_segment=True,
+        tasks=_tasks(keys),
     )
     return {"encoder": sizes, "pooling": _pooling(sizes)}
+
+
+def _tasks(keys: Keys) -> tuple[Task, ...]:
+    """Those of a folder with adapters. Raises EngineError."""
+    names, prefixes = keys.get("lora_adaptations") or [], keys.get("task_instructions") or {}
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise config_error("lora_adaptations", f"{names!r} is not a list of names")
+    if len(set(names)) < len(names):
+        raise config_error("lora_adaptations", f"{names!r} has a name twice")
+    if not isinstance(prefixes, Mapping) or not all(isinstance(each, str) for each in prefixes.values()):
+        raise config_error("task_instructions", f"{prefixes!r} is not texts by names")
+    return tuple(Task(name, prefixes.get(name, "")) for name in names)
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:

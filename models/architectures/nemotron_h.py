@@ -24,7 +24,7 @@ from quengine.models.architectures.file_traits import (
     mamba2_sizes,
     without_drafts,
 )
-from quengine.models.blocks import BlockForm, FeedForwardForm, Norms
+from quengine.models.blocks import AttentionForm, BlockForm, FeedForwardForm, Norms
 from quengine.models.blocks.block import Block
 from quengine.models.blocks.mamba2 import Mamba2, Mamba2Sizes
 from quengine.models.blocks.uniform import attention_of, channel_mixer
@@ -222,7 +222,12 @@ def _decay(a_log: Any) -> Any:
 
 NEMOTRON_H = Architecture(
     name="nemotron_h",
-    block=BlockForm(feed_forward=FeedForwardForm(pointwise="relu2"), norms=Norms(ffn="attn_norm")),
+    # Nothing rotates; files have the rows of heads in the order of pairs all the same.
+    block=BlockForm(
+        AttentionForm(rope_layout="pairs"),
+        feed_forward=FeedForwardForm(pointwise="relu2"),
+        norms=Norms(ffn="attn_norm"),
+    ),
     build=_build,
     model_types={},
     hf_modules=_MODULES,

@@ -15,6 +15,19 @@ from quengine.models.blocks.block import BIAS, NORM, Axis, Cut, Mixer, Shape, Sl
 _HF = "linear_attn"
 """The module in a Hugging Face layer."""
 
+_OF_VALUE_HEADS: Mapping[str, tuple[bool, int, Literal["rows", "columns"]]] = {
+    "attn_qkv.weight": (True, 0, "rows"),
+    "ssm_conv1d.weight": (True, 0, "rows"),
+    "attn_gate.weight": (False, 0, "rows"),
+    "ssm_beta.weight": (False, 1, "rows"),
+    "ssm_alpha.weight": (False, 1, "rows"),
+    "ssm_dt.bias": (False, 1, "columns"),
+    "ssm_a": (False, 1, "columns"),
+    "ssm_out.weight": (False, 0, "columns"),
+}
+"""Tensors with a part of each value head: whether queries and keys come first, the elements of a head, 0 being those of
+its values, and along which side."""
+
 _DECAY = Uniform(-1.0, -0.02)
 """Draws for synthetic models: negative, so that a head's memory fades."""
 
@@ -52,6 +65,19 @@ class GatedDeltaSizes:
     def channels(self) -> int:
         """Channels of the convolution."""
         return 2 * self.keys + self.values
+
+    def tiled_order(self, tensor: str) -> tuple[list[int], Literal["rows", "columns"]] | None:
+        """Which rows or columns of a folder's `tensor` of a layer are those of a file, whose value heads are tiled over
+        the key heads; None: they are in the same order."""
+        first, elements, along = _OF_VALUE_HEADS.get(tensor, (False, 0, "rows"))
+        if self.by_key_head or tensor not in _OF_VALUE_HEADS or self.ratio == 1:
+            return None
+        begin, width = 2 * self.keys if first else 0, elements or self.head_dim
+        heads = [
+            head % self.key_heads * self.ratio + head // self.key_heads for head in range(self.value_heads)
+        ]
+        values = [begin + head * width + element for head in heads for element in range(width)]
+        return [*range(begin), *values], along
 
     def rows_of_qkvz(self) -> list[list[int]]:
         """The rows of q, k, v and z in a matrix that has those of each key head together."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,7 +11,7 @@ import torch
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import FORMATS
 from quengine.models.convert.fields import check_converted, file_fields
-from quengine.models.convert.tensors import TYPES, FileTensor, file_tensors
+from quengine.models.convert.tensors import TYPES, FileTensor, file_tensors, has_drafts
 from quengine.models.gguf.whole_file import whole_file
 from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_bytes, padded, write_padding
 from quengine.models.hf.hf_checkpoint import HFCheckpoint
@@ -65,7 +65,8 @@ def convert(
     try:
         check_converted(checkpoint.config)
         tensors = sorted(file_tensors(checkpoint, kind), key=lambda tensor: file_order(tensor.info.name))
-        fields = file_fields(path, checkpoint.config, tensors, kind)
+        config = replace(checkpoint.config, draft_layers=int(has_drafts(checkpoint)))
+        fields = file_fields(path, config, tensors, kind)
         files = _files(Path(target), fields, tensors, split_max_size)
         with Quantizer(torch.device("cpu"), threads) as quantizer:
             nbytes = _write(checkpoint, files, quantizer, progress)

@@ -14,7 +14,7 @@ from typing import Any
 from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
 from quengine.models.convert.sentencepiece_file import read_pieces
-from quengine.models.hf.hf_headers import read_tokenizer_config
+from quengine.models.hf.hf_headers import read_config, read_tokenizer_config
 from quengine.models.hf.json_file import read_json
 from quengine.models.tokenizer.vocabulary import TokenType
 
@@ -23,6 +23,15 @@ Writer = Any
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPACE = "\u2581"
 _LLAMA_LIKE = ("llama", "smollm3", "granite", "granitemoe")
+_CHAT_ROLES = {"eot": "<|user|>", "unknown": "<|endoftext|>"}
+_GLM_MOE_ROLES = {**_CHAT_ROLES, "bos": "[gMASK]", "eom": "<|observation|>"}
+_GLM_ROLES = {
+    "glm4": {**_CHAT_ROLES, "bos": "<|endoftext|>", "eos": "<|endoftext|>"},
+    "glm4_moe": _GLM_MOE_ROLES,
+    "glm4_moe_lite": _GLM_MOE_ROLES,
+}
+"""Model type -> role -> text of the token."""
+
 _GRANITE_ROWS, _CODE_LLAMA_ROWS = 49152, 32016
 
 
@@ -40,10 +49,36 @@ def add_vocabulary(writer: Writer, folder: Path, config: ModelConfig) -> None:
         _add_sentencepiece(writer, folder, config.vocab_size)
     else:
         _add_bpe(writer, folder, config.vocab_size)
+    _add_glm_roles(writer, folder)
+    if config.architecture == "hunyuan-dense" and isinstance(
+        end := read_config(folder).get("eod_token_id"), int
+    ):
+        writer.kv_data[0].pop("tokenizer.ggml.eos_token_id", None)
+        writer.add_eos_token_id(end)
+    if config.architecture.startswith("gemma") and (folder / "tokenizer.model").is_file():
+        writer.add_add_space_prefix(False)
     if llama and config.vocab_size == _GRANITE_ROWS:
         writer.add_add_bos_token(False)
     if llama and config.vocab_size == _CODE_LLAMA_ROWS:
         raise EngineError(f"{folder}: Code Llama's tokenizer is not converted yet")
+
+
+def _add_glm_roles(writer: Writer, folder: Path) -> None:
+    """The roles of GLM's tokens, which its folders do not say."""
+    roles = _GLM_ROLES.get(str(read_config(folder).get("model_type")))
+    if roles is None:
+        return
+    added = {
+        token["content"]: token["id"]
+        for token in read_json(folder / "tokenizer.json").get("added_tokens", ())
+    }
+    for role, text in roles.items():
+        key = f"tokenizer.ggml.{role}_token_id"
+        if key in writer.kv_data[0]:
+            continue
+        if text not in added:
+            raise EngineError(f"{folder / 'tokenizer.json'}: no token {text}, which is GLM's {role}")
+        writer.add_uint32(key, added[text])
 
 
 def _add_bpe(writer: Writer, folder: Path, rows: int) -> None:

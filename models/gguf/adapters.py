@@ -16,9 +16,9 @@ from quengine.models.gguf.file import GGUFFile, open_gguf
 if TYPE_CHECKING:
     from torch import Tensor
 
-_EMBEDDING, _TYPES = "token_embd.weight", "token_types.weight"
-_ADAPTED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
-_MOST_RANK = 1 << 10
+EMBEDDING, TYPES = "token_embd.weight", "token_types.weight"
+ADAPTED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+MOST_RANK = 1 << 10
 
 
 class LowRank(NamedTuple):
@@ -86,14 +86,14 @@ def _check(file: GGUFFile, config: ModelConfig) -> None:
             raise file.tensor_error(name, "no half of a change of one of the model's matrices")
         if tensor.type_name != "F32":
             raise file.tensor_error(name, f"{tensor.type_name} is not implemented, only F32 is")
-        if base not in (_EMBEDDING, _TYPES) and base.split(".")[-2] not in _ADAPTED:
+        if base not in (EMBEDDING, TYPES) and base.split(".")[-2] not in ADAPTED:
             raise file.tensor_error(name, "a change of this tensor is not implemented")
         rows, columns = specs[base].shape
-        rank = tensor.shape[-1] if letter == "b" or base == _EMBEDDING else tensor.shape[0]
+        rank = tensor.shape[-1] if letter == "b" or base == EMBEDDING else tensor.shape[0]
         wanted = (rank, columns) if letter == "a" else (rows, rank)
-        if base == _EMBEDDING:
+        if base == EMBEDDING:
             wanted = (rows, rank) if letter == "a" else (columns, rank)
-        if tensor.shape != wanted or not 1 <= rank <= _MOST_RANK:
+        if tensor.shape != wanted or not 1 <= rank <= MOST_RANK:
             raise file.tensor_error(name, f"shape {list(tensor.shape)}, of a matrix {[rows, columns]}")
         if ranks.setdefault(base, rank) != rank:
             raise file.tensor_error(name, f"rank {rank}, and the other half's is {ranks[base]}")

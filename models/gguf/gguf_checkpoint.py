@@ -4,6 +4,7 @@ torch is imported with the first tensor, so that `engine show` and the server's 
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from quengine.models.architectures import DECLARED
 from quengine.models.draft_layer import DraftTensors, no_draft_layer, tensors_of_gguf
 from quengine.models.gguf import GGUFTensor, open_gguf
-from quengine.models.gguf.adapters import with_tasks
+from quengine.models.gguf.adapters import LowRank, read_adapter, with_tasks
 from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.tensor_table import (
     check_tensors,
@@ -90,6 +91,10 @@ class GGUFCheckpoint:
         tensors = {name: quant_tensor(tensor, scales.get(name)) for name, tensor in stored.items()}
         nbytes, weights = (sum(counts) for counts in zip(*map(_size, stored.values()), strict=True))
         return DraftTensors(tensors, nbytes, weights)
+
+    def adapters(self) -> Mapping[str, Mapping[str, LowRank]]:
+        tasks = () if self.config.encoder is None else self.config.encoder.tasks
+        return {task.name: read_adapter(task) for task in tasks}
 
     def release_pages(self) -> None:
         self.file.release_pages()

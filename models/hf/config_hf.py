@@ -58,6 +58,8 @@ def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
         EngineError: a value is missing, of the wrong type, out of range or at odds with another; or an architecture, or
             a trait of one, that the decoder does not implement.
     """
+    if (kind := MODEL_TYPES.get(str(config.get("model_type")))) and (other := kind[1].stands_for(config)):
+        return read_hf_config(other)
     architecture, model_type, text = _text_model(config)
     _refuse_unimplemented(config, text, architecture.block, model_type)
     heads = _int(text, "head_count")
@@ -96,6 +98,11 @@ def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
     for field, problem in result.problems():
         raise config_error(names.get(field, field), problem)
     return result
+
+
+def text_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json of the text model with the defaults of its type, beside the keys that are not of the text."""
+    return {**config, **_text_model(config)[2]}
 
 
 def _text_model(config: Mapping[str, Any]) -> tuple[Architecture, ModelType, Mapping[str, Any]]:

@@ -8,7 +8,7 @@ tensors that lie within others (`hf_parts`). Quantized checkpoints are refused, 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -26,6 +26,7 @@ from quengine.models.architectures.architecture import HFPart
 from quengine.models.blocks.block import TensorSpec
 from quengine.models.config import PROJECTIONS, ModelConfig
 from quengine.models.draft_layer import DraftTensors, layer_config, no_draft_layer
+from quengine.models.gguf.adapters import LowRank
 from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.hf.draft_names import DraftLayerNames
 from quengine.models.hf.hf_headers import read_config
@@ -34,6 +35,7 @@ from quengine.models.hf.hf_parts import StoredPart
 from quengine.models.hf.hf_shards import HFShards, StoredTensor, listed
 from quengine.models.hf.ranker_folder import read_ranker
 from quengine.models.hf.sentence_modules import read_pooling, read_projections
+from quengine.models.hf.task_adapters import FolderAdapters
 from quengine.models.tensor_table import (
     draft_note,
     draft_tensors,
@@ -78,7 +80,12 @@ class HFCheckpoint:
             declared = replace(declared, ranker=ranker, pooling="rank")
         self.config = _with_own_output(declared, self._shards)
         self._untied = self.config is not declared
-        self._tensors = HFTensors(self._shards, self.config)
+        names = HFNames(self.config, self._shards.files.keys())
+        self._adapters: FolderAdapters | None = None
+        if DECLARED[self.config.architecture].adapts:
+            self._adapters = FolderAdapters(self._shards, names, keys, self.config)
+        changes = set() if self._adapters is None else self._adapters.names
+        self._tensors = HFTensors(self._shards, self.config, names, changes)
 
     def _with_projections(self, config: ModelConfig) -> ModelConfig:
         """With the matrices for the pooled vector of an encoder, whose tensors are then among the others.
@@ -145,6 +152,9 @@ class HFCheckpoint:
         nbytes, weights = sum(each.nbytes for each in stored), sum(prod(each.shape) for each in stored)
         return DraftTensors(tensors, nbytes, weights)
 
+    def adapters(self) -> Mapping[str, Mapping[str, LowRank]]:
+        return {} if self._adapters is None else self._adapters.read()
+
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.from_hf(self.path)
 
@@ -170,10 +180,16 @@ class HFTensors(Mapping[str, QuantTensor]):
     draft tokens, `unused` those outside the text model.
 
     stacks: the names of matrices that are one tensor here. rows: those of a matrix that a tensor is. names: of the
-    layer that drafts, where it is that alone.
+    layer that drafts, where it is that alone. changes: tensors that others read (`FolderAdapters`).
     """
 
-    def __init__(self, shards: HFShards, config: ModelConfig, names: HFNames | None = None) -> None:
+    def __init__(
+        self,
+        shards: HFShards,
+        config: ModelConfig,
+        names: HFNames | None = None,
+        changes: Collection[str] = (),
+    ) -> None:
         self._shards = shards
         self.stored: dict[str, StoredTensor] = {}
         self.heads: dict[str, tuple[int, int]] = {}
@@ -211,7 +227,7 @@ class HFTensors(Mapping[str, QuantTensor]):
             for name, module in keys_of_sharing_layers(config).items()
         }
         self.drafts = draft_tensors(config, shards.files, f"{self._names.body}layers.")
-        self.unused = [] if config.is_draft_layer else self._unused()
+        self.unused = [] if config.is_draft_layer else self._unused(changes)
 
     def _take(self, name: str, spec: TensorSpec, config: ModelConfig) -> None:
         hf_name, shape = self._names(name), spec.shape
@@ -278,11 +294,11 @@ class HFTensors(Mapping[str, QuantTensor]):
             raise self._shards.error(f"{names[0]!r} and others like it differ in type: {', '.join(types)}")
         self.stacks[name], self.stored[name] = names, replace(held[0], shape=shape)
 
-    def _unused(self) -> list[str]:
+    def _unused(self, changes: Collection[str]) -> list[str]:
         body, output = self._names.body, self._names.output
         # An output matrix that is the embedding again needs no mention.
         known = {stored.name for stored in self.stored.values()} | {output} | self.drafts
-        known |= {each for names in self.stacks.values() for each in names}
+        known |= {*changes} | {each for names in self.stacks.values() for each in names}
         known |= {name for part in self.within.values() for name in part.names} | self._of_sharing
         rest = [n for n in self._shards.files if n not in known and not n.endswith(_BUFFER)]
         applied = (body, output.removesuffix("weight"))

@@ -16,6 +16,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_NAME_BYTES = 255  # of a file's, on every system
 LFS = b"version https://git-lfs"  # the first line of what Git checks out in place of a large file
+_ORIGINAL = ".parametrizations.weight.original"  # of a matrix whose adapters lie beside it (task_adapters.py)
 FLOAT_TYPES = ("F32", "F16", "BF16")  # named in safetensors as in GGUF
 
 
@@ -50,6 +51,10 @@ class HFShards:
         for name, file in self.files.items():
             if name not in held[file]:
                 raise EngineError(f"{folder / file}: tensor {name!r} is missing, {INDEX} says it is there")
+        for name in [name for name in self.files if name.endswith(_ORIGINAL)]:
+            plain = f"{name.removesuffix(_ORIGINAL)}.weight"
+            self.files[plain] = self.files.pop(name)
+            self._inner[plain] = name
 
     def include(self, prefix: str, file: str) -> None:
         """Adds the tensors of a file in a folder below, their names after `prefix` and a point. Raises EngineError."""

@@ -135,6 +135,13 @@ class LimitedDecoders:
         ):  # the first image has that error
             decoder.start()
 
+    def stop(self) -> None:
+        """End the processes that decode nothing now; another one starts with the next image."""
+        with self._lock:
+            free, self._free = self._free, []
+        for decoder in free:
+            decoder.close()
+
     @contextmanager
     def _taken(self) -> Iterator[LimitedDecoder]:
         """The decoder that was used last."""
@@ -164,3 +171,8 @@ def decode_limited(data: bytes) -> Image.Image:
 def start_decoder() -> None:
     """Start a limited process, if there is none, so that the first image need not wait for it."""
     _decoders.start()
+
+
+def stop_decoders() -> None:
+    """End this process's limited ones that decode nothing now."""
+    _decoders.stop()

@@ -19,6 +19,7 @@ from quengine.models.synthetic.random_blocks import random_rows
 from quengine.models.synthetic.synthetic import add_metadata
 from quengine.models.synthetic.synthetic_vocabulary import Metadata
 from quengine.models.vision.files import GGUFSource, Weights
+from quengine.models.vision.matrix import Matrix, Q8Matrix
 from quengine.models.vision.projectors import PROJECTORS
 from quengine.models.vision.settings import VisionSettings
 
@@ -39,7 +40,7 @@ def write_synthetic_projector(
     from gguf import GGUFWriter
 
     settings = replace(PROJECTORS_OF[model] if isinstance(model, str) else model, text_size=text_size)
-    taken = _Taken(settings)
+    taken = TakenWeights(settings)
     PROJECTORS[settings.projector].encoder(taken, settings)
     pools: dict[tuple[str, int], NDArray[np.uint8]] = {}
     with beside(path) as file:
@@ -61,8 +62,9 @@ def write_synthetic_projector(
     return path
 
 
-class _Taken(Weights):
-    """Notes the names and shapes of the tensors that an encoder takes, and whether each is a matrix."""
+class TakenWeights(Weights):
+    """Weights without data, on the meta device; notes the names and shapes of the tensors that an encoder takes, and
+    whether each is a matrix."""
 
     def __init__(self, settings: VisionSettings) -> None:
         super().__init__(GGUFSource.__new__(GGUFSource), torch.device("meta"), torch.float16)
@@ -81,6 +83,14 @@ class _Taken(Weights):
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.shapes[name] = shape, dtype is not None
         return torch.empty(shape, dtype=dtype or self.vector, device="meta")
+
+    def stored(self, name: str, rows: int, cols: int) -> Matrix:
+        """A matrix of Q8_0 where its rows are whole blocks: floats launch the same kernels but for one."""
+        floats = self.tensor(name, rows, cols, dtype=self.matrix)
+        if cols % 32:
+            return floats
+        codes = torch.empty(rows, cols // 32, 32, dtype=torch.int8, device="meta")
+        return Q8Matrix(codes, codes[..., :1].to(torch.float16))
 
 
 def _type(shape: tuple[int, ...], quant: str) -> str:

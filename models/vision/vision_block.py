@@ -29,7 +29,7 @@ class VisionBlock:
         self, x: Tensor, rotate: PatchRotation | None = None, windows: Windows | None = None
     ) -> Tensor:
         """x [B, rows, width], which may be overwritten -> [B, rows, width]"""
-        if x.is_cuda and self.fuses:
+        if x.device.type != "cpu" and self.fuses:
             return fused_block(self, x, rotate, windows)
         x = x + self._added(self.attention(self.norm1(x), rotate, windows), 0)
         return x + self._added(self.mlp(self.norm2(x)), 1)

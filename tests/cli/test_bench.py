@@ -1,10 +1,12 @@
-"""`engine bench`: the flags, the four outputs, and what goes where."""
+"""`engine bench`: the flags, the five outputs, and what goes where."""
 
 import csv
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -88,6 +90,22 @@ def test_csv_has_a_heading_and_a_line_a_row(model: str, capsys: pytest.CaptureFi
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["test"] for row in rows] == ["pp6", "tg3"]
     assert len(json.loads(rows[0]["samples_tok_s"])) == 2
+
+
+def test_html_is_a_page_with_a_bar_and_a_line_a_row(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "-m", model, *QUICK, "-o", "html"]) == 0
+    page = capsys.readouterr().out
+    (kept,) = re.findall(r'<script type="application/json" id="rows">(.*?)</script>', page)
+    rows = json.loads(kept)
+    bars = [
+        each.text
+        for each in ElementTree.fromstring(re.findall(r"<svg.*?</svg>", page, re.S)[0]).iter()
+        if each.text
+    ]
+    for row in rows:
+        assert sum(text.endswith(f"  {row['test']}") for text in bars) == 1
+    assert page.count("<tr>") == len(rows) + 1 > 1
+    assert {"Tokens a second", "Prompts", "One sequence"} <= set(bars)
 
 
 def test_several_models_and_thread_counts_make_a_row_each(
@@ -187,7 +205,7 @@ def test_a_gpus_table_has_its_own_columns_yardsticks_and_profiles(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = {"machine": {"gpu": {"name": "GPU X"}}}
-    monkeypatch.setattr("quengine.diagnostics.bench.bench_machine.describe_machine", lambda _: machine)
+    monkeypatch.setattr("quengine.diagnostics.machine.describe_machine", lambda _: machine)
     prompt = cuda_row(
         test=BenchTest(512, 0),
         operations=512 * 10**9,
@@ -229,7 +247,7 @@ def test_a_mixture_of_experts_has_a_table_with_its_active_parameters(
 def test_profiles_are_in_json_and_in_a_cell_of_csv(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("quengine.diagnostics.bench.bench_machine.describe_machine", lambda _: {})
+    monkeypatch.setattr("quengine.diagnostics.machine.describe_machine", lambda _: {})
     _write_json(iter([cuda_row()]))
     (found,) = json.loads(capsys.readouterr().out)
     assert found["profile"][0]["kernels"][0]["calls"] == 1

@@ -7,11 +7,12 @@ import pytest
 
 from quengine.cli.commands.doctor import print_table
 from quengine.cli.main import run
-from quengine.diagnostics.selftest.self_test import USES, KernelCheck
+from quengine.diagnostics.harness import KernelCheck
+from quengine.diagnostics.selftest.self_test import USES
 from quengine.diagnostics.selftest.self_test_attention import OPERATIONS, PAGED
 from quengine.diagnostics.selftest.self_test_experts import ROUTER, SUBJECTS
 from quengine.diagnostics.selftest.self_test_latent import LATENTS
-from quengine.diagnostics.selftest.self_test_run import GPU_UNITS, check_cpu, quick_units
+from quengine.diagnostics.selftest.self_test_run import SAMPLING, check_cpu, units
 from quengine.diagnostics.selftest.self_test_states import STATES
 from quengine.diagnostics.selftest.self_test_vision import VISION
 from quengine.kernels.block_formats import FORMATS
@@ -23,8 +24,8 @@ from quengine.platform.machine import CudaDevice
 @pytest.fixture
 def kernels(monkeypatch):
     """Puts another backend in the place of the CPU one, and makes the bandwidth quick to measure."""
-    monkeypatch.setattr("quengine.diagnostics.selftest.doctor.memory_bandwidth", lambda _: 12.5e9)
-    monkeypatch.setattr("quengine.diagnostics.selftest.doctor.cuda_devices", list)
+    monkeypatch.setattr("quengine.diagnostics.machine.memory_bandwidth", lambda _: 12.5e9)
+    monkeypatch.setattr("quengine.diagnostics.machine.cuda_devices", list)
 
     def install(backend):
         monkeypatch.setattr("quengine.kernels.cpu.backend.CpuBackend", lambda _: backend)
@@ -140,7 +141,7 @@ def test_a_kernel_that_gives_nan_fails_and_json_stays_valid(kernels, capsys):
 @pytest.mark.usefixtures("kernels", "two_formats")
 def test_every_usable_gpu_is_tested_and_one_that_fails_is_named(monkeypatch, capsys):
     devices = [CudaDevice(index, "gpu", cc, 8 << 30, 7 << 30, 10) for index, cc in ((0, "8.9"), (1, "7.5"))]
-    monkeypatch.setattr("quengine.diagnostics.selftest.doctor.cuda_devices", lambda: devices)
+    monkeypatch.setattr("quengine.diagnostics.machine.cuda_devices", lambda: devices)
     asked = []
 
     def check_cuda(index, free_memory, quick):
@@ -169,9 +170,9 @@ def test_names_of_tests_stand_apart_above_their_results(capsys):
 def test_several_gpus_are_shown_with_the_time_of_a_sum(capsys, monkeypatch, problem):
     devices = [CudaDevice(index, "GPU", "7.5", 1 << 30, 1 << 30, 1) for index in range(2)]
     times = SumTimes(2, "sums over peer memory", (SumTime(1, 4096, 3.5e-6),), problem)
-    monkeypatch.setattr("quengine.diagnostics.selftest.doctor.cuda_devices", lambda: devices)
-    monkeypatch.setattr("quengine.diagnostics.selftest.doctor.MIN_CAPABILITY", (7, 0))
-    monkeypatch.setattr("quengine.diagnostics.selftest.doctor.measure", lambda *_: times)
+    monkeypatch.setattr("quengine.diagnostics.machine.cuda_devices", lambda: devices)
+    monkeypatch.setattr("quengine.diagnostics.machine.MIN_CAPABILITY", (7, 0))
+    monkeypatch.setattr("quengine.diagnostics.machine.measure", lambda *_: times)
     assert run(["doctor", "-t", "1"]) == 0
     shown = problem or "2 GPUs, sums over peer memory: 1 x 4096 in 3.5 us"
     assert f"{shown}\n" in capsys.readouterr().out
@@ -184,8 +185,9 @@ def test_quick_is_one_check_of_a_kind(capsys):
     subjects = [check["subject"] for check in checks]
     assert set(subjects) == {"Q4_K", *OPERATIONS, *STATES, *LATENTS, "experts Q4_K", ROUTER, VISION}
     assert [check["test"] for check in checks if check["subject"] == "Q4_K"] == [use.name for use in USES]
-    units = quick_units()
-    assert len(units) < len(GPU_UNITS) / 4 and {unit[0] for unit in units} == {*subjects, *PAGED, "sampling"}
+    quick = units(on_gpu=True, quick=True)
+    assert len(quick) < len(units(on_gpu=True)) / 4
+    assert {subject for subject, _ in quick} == {*subjects, *PAGED, SAMPLING}
 
 
 def test_the_table_fits_a_terminal_of_80_columns(capsys):

@@ -1,6 +1,7 @@
 """The README, CONTRIBUTING, the docs, the changelog and the help's examples name commands, flags, files, headings and
 benchmarks that there are."""
 
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -10,15 +11,18 @@ from typing import Any
 import pytest
 import typer
 
+import quengine
 from quengine.cli import main
-from quengine.cli.foreign_flags import FOREIGN
+from quengine.foreign_flags import FOREIGN
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 ALL = [*DOCS, ROOT / "CHANGELOG.md"]
 PRESENT = [path for path in DOCS if path.name != "llama-server-tests.md"]
 """Those that name only what is there: that page names llama.cpp's files."""
-FOLDERS = ("engine", "kernels", "models", "cli", "tests", "benchmarks", "docs")
+MOST_WORDS = 34_000
+"""Of README, CONTRIBUTING and docs/, as `wc -w` counts: what is new takes the place of what is not needed any more."""
+FOLDERS = ("engine", "kernels", "models", "cli", "tests", "benchmarks", "docs", "examples")
 PLACEHOLDERS = {"tests/models/architectures/test_NAME.py"}
 OTHERS = {"--fuse-qkv", "--fuse-gate-up-exps", "--gpus"}
 """Flags of llama.cpp's converter and of Docker."""
@@ -57,7 +61,53 @@ def test_links_lead_to_pages_and_headings(path: Path) -> None:
     for name, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)]*)\)", path.read_text()):
         page = path.parent / name if name else path
         assert page.exists(), f"{path.name}: {name}"
-        assert not anchor or anchor in anchors(page), f"{path.name}: {name}#{anchor}"
+        assert not anchor or page.suffix != ".md" or anchor in anchors(page), f"{path.name}: {name}#{anchor}"
+
+
+def sentences(text: str) -> list[str]:
+    """Those of paragraphs and list items, without code, tables and headings."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    lines = [line for line in prose.splitlines() if not re.match(r" {4}|\||#|<|!\[|:::", line)]
+    parts = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", "\n".join(lines))
+    split = (each for part in parts for each in re.split(r"(?<=[.!?])\)?\s+", " ".join(part.split())))
+    return [each for each in split if len(each.split()) > 2]
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_lines_cells_and_sentences_are_short(path: Path) -> None:
+    text = path.read_text()
+    long = [number for number, line in enumerate(text.splitlines(), 1) if len(line) > 120]
+    assert not long, f"{path.name}: lines of more than 120 characters: {long}"
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", row) if len(cell.split()) > 20]
+    assert not cells, f"{path.name}: cells of more than 20 words: {cells}"
+    said = sentences(text)
+    assert sum(len(each.split()) for each in said) <= 25 * len(said), path.name
+
+
+def test_the_documents_stay_within_their_words() -> None:
+    assert sum(len(path.read_text().split()) for path in DOCS) <= MOST_WORDS
+
+
+def test_the_site_has_every_page() -> None:
+    listed = re.findall(r"^ +- ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    made = {"contributing.md", "changelog.md", "examples.md"}
+    assert set(listed) == {path.name for path in (ROOT / "docs").glob("*.md")} | made
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_python_in_the_documents_compiles(path: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
+        compile(block, path.name, "exec")
+
+
+def test_the_python_reference_names_what_there_is() -> None:
+    names = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/python.md").read_text(), re.M)
+    assert {f"quengine.{name}" for name in quengine.__all__ if name != "__version__"} <= set(names)
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
 
 
 def benchmark_lines(path: Path) -> Iterator[tuple[str, list[str]]]:

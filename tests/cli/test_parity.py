@@ -37,8 +37,17 @@ def text(tmp_path: Path) -> str:
 def test_a_healthy_model_is_within_the_budget_and_exits_0(
     model: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["parity", "-m", model, "-f", text, *QUICK]) == 0
+    page = Path(text).with_suffix(".html")
+    assert run(["parity", "-m", model, "-f", text, *QUICK, "--html", str(page)]) == 0
     captured = capsys.readouterr()
+    shown = page.read_text("utf-8")
+    for word in (
+        "cpu against reference",
+        "Decode, operation by operation",
+        "NMSE, median",
+        "of 2 texts identical",
+    ):
+        assert word in shown
     for word in ("reference (the float64 definition", "cpu (", "prefill", "decode", "greedy", "budget"):
         assert word in captured.out
     assert "of 2 texts identical" in captured.out
@@ -194,6 +203,7 @@ def test_logits_that_are_not_finite_are_valid_json_and_fail(
         (["--prompts", "51"], "--prompts 51"),
         (["-f", "no-such-file"], "no-such-file"),
         (["-f", "README.md", "--texts", "1"], "--texts"),
+        (["--html", "no/such/page.html"], "no/such/page.html: no such folder"),
         (["--prompts", "0", "--texts", "0"], "nothing to compare"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.request.output import Completion
 from quengine.sampler import Sample
 from quengine.scheduler import Scheduler

@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from quengine.block_manager import Allocation, BlockManager, CachePool, extend_keys
+from quengine.block_manager import Allocation, BlockManager, extend_keys
+from quengine.block_pool import CachePool
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, blocks_for
 
 CHUNK = 32

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from quengine import LLM, SamplingParams
-from quengine.block_manager import BlockCopy, BlockManager, CachePool, CheckpointCounts, extend_keys
+from quengine.block_manager import BlockManager, CheckpointCounts, extend_keys
+from quengine.block_pool import BlockCopy, CachePool
 from quengine.context.prefix_file import PrefixFiles
 from quengine.context.saved_prefix import restore_prefix, save_prefix
 from quengine.errors import CannotRunError

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, row_bytes
 from quengine.kernels.kv.kv_rows import read_rows, write_rows

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quengine import LLM, SamplingParams
+from quengine import LLM, EngineError, SamplingParams
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -122,7 +122,8 @@ def test_a_model_is_closed_when_no_step_runs(model: Path) -> None:
         generated = pool.submit(llm.generate, "the", SamplingParams(temperature=0, max_tokens=200))
         assert inside.wait(PATIENCE)
         llm.close()
-        generated.result(PATIENCE)
+        with pytest.raises(EngineError, match="this LLM is closed"):
+            generated.result(PATIENCE)
     assert closed_inside == [False]
 
 

@@ -9,7 +9,8 @@ from itertools import product
 
 import pytest
 
-from quengine.block_manager import LEAST_COPIED, BlockCopy, CachePool
+from quengine.block_manager import LEAST_COPIED
+from quengine.block_pool import BlockCopy, CachePool
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kv_cache import KVCache

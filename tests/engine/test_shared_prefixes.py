@@ -45,7 +45,7 @@ def agents(shared: list[int]) -> list[list[int]]:
 def test_each_turn_of_a_long_conversation_computes_its_new_tokens(
     tiny: Path, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quengine.scheduler.CHECKPOINT_EVERY", 128)
+    monkeypatch.setattr("quengine.state_checkpoints.CHECKPOINT_EVERY", 128)
     with engine(tiny, ctx_size=512, chunk_size=128, **options) as llm:
         counts, params, before = computed_tokens(llm), replace(FEW, max_tokens=36), 0
         conversation = text(11, 350)

@@ -121,7 +121,7 @@ def test_requests_that_part_compute_what_they_share_once(tiny: Path) -> None:
 def test_a_long_prompt_has_checkpoints_on_the_way(
     tiny: Path, chunk_size: int, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quengine.scheduler.CHECKPOINT_EVERY", 64)
+    monkeypatch.setattr("quengine.state_checkpoints.CHECKPOINT_EVERY", 64)
     prompt = [(13 * i) % 250 for i in range(200)]
     with engine(tiny, chunk_size=chunk_size) as llm:
         counts = computed_tokens(llm)

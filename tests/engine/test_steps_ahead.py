@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import blocks_for
@@ -318,6 +320,27 @@ def test_a_prompt_that_fails_under_way_fails_alone(model: Path) -> None:
             streams[1].finish()
         assert all(len(streams[n].finish().tokens) == GREEDY.max_tokens for n in (0, 2))
         assert llm.scheduler.blocks.num_used == 0
+
+
+def test_a_logits_processor_ends_the_lookahead_of_its_sequence_alone(model: Path) -> None:
+    def keep(_ids: list[int], logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        return logits
+
+    with load(model, chunk_size=24) as llm:
+        alone = [llm.generate(PROMPTS[n], GREEDY)[0].tokens for n in (0, 4)]
+        device = on_device(llm)
+        streams = [llm.stream([7, 8], GREEDY), llm.stream([11], replace(GREEDY, logits_processors=(keep,)))]
+        for stream in streams:
+            stream.start()
+        while not all(stream.sequence.generated for stream in streams):
+            llm.step()
+        device.log.clear()
+        assert [stream.finish().tokens for stream in streams] == alone
+        assert all(stream.sequence.slot.launched == 0 for stream in streams)
+        # Both are in every other step, and each step is launched before the results of the one before are read.
+        log, launched = device.log, [n for n, entry in enumerate(device.log) if entry.startswith("decode")]
+        assert [log[n] for n in launched[:8]] == ["decode 2", "decode 1"] * 4
+        assert all(then < log.index(f"read {n + 1}", n) for n, then in pairwise(launched[:16]))
 
 
 def test_a_step_that_cannot_be_launched_leaves_the_results_of_the_one_before(model: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.config import EngineConfig
 from quengine.kernels.backend import Backend
 from quengine.kernels.cpu.backend import CpuBackend

@@ -1,7 +1,7 @@
 """The speed of a model on this machine: prompt processing and token generation, at depths, repeated.
 
 Requests of random token ids at temperature 0 are timed as a user's are, with sampling and detokenization. The
-device's own limits come from `bench_machine`.
+device's own limits come from `diagnostics/machine.py`.
 """
 
 from collections import Counter
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from quengine.diagnostics.bench.bench_machine import bandwidth, matrix_rate, peak, reset_peak
 from quengine.diagnostics.bench.bench_plan import BenchPlan, BenchTest
 from quengine.diagnostics.bench.bench_row import BenchRow, ModelFacts
 from quengine.diagnostics.bench.bench_time import batch_positions, random_prompts, time_batch, time_drafts
@@ -25,15 +24,16 @@ from quengine.diagnostics.bench.profile import (
     profile_decode,
     profile_prompt,
 )
+from quengine.diagnostics.harness import loaded, opened
+from quengine.diagnostics.machine import bandwidth, matrix_rate, peak, reset_peak
 from quengine.errors import EngineError
 from quengine.llm import LLM
 from quengine.models.architectures import layers_of
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.latent_attention import LatentAttention
-from quengine.models.checkpoint import Checkpoint, open_checkpoint
+from quengine.models.checkpoint import Checkpoint
 from quengine.models.config import ModelConfig
 from quengine.models.experts import MixtureOfExperts
-from quengine.models.hub.hub import resolve_model
 from quengine.models.layers import FeedForwardLayer
 from quengine.models.parameter_counts import checkpoint_parameters
 from quengine.platform.device import choose_device
@@ -149,11 +149,13 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
             bandwidths[threads] = bandwidth(device, threads)
         progress(f"loading {name}")
         reset_peak(device)
-        config = replace(
-            plan.config, device=plan.config.device, ctx_size=positions, threads=threads, progress=progress
-        )
-        config = replace(config, reuse_prefix=True, parallel=max(batches), tensor_parallel=ranks)
-        with LLM(name, **vars(config)) as llm:
+        sizes = {
+            "ctx_size": positions,
+            "threads": threads,
+            "parallel": max(batches),
+            "tensor_parallel": ranks,
+        }
+        with loaded(name, plan.config, progress=progress, reuse_prefix=True, **sizes) as llm:
             if plan.warm_up:
                 progress(f"loading {name}, warming up")
                 llm.warm_up()
@@ -235,17 +237,16 @@ def _profiles(
 def _check_fits(model: str | Path, plan: BenchPlan, device: str) -> None:
     """Check before anything is timed that the model is here, that its context holds the longest test, and that it has
     experts if they are to be placed."""
-    checkpoint = open_checkpoint(resolve_model(str(model)))
-    context = checkpoint.config.context_length
-    checkpoint.close()
-    host_layers(plan.config, checkpoint.config)
+    with opened(model) as checkpoint:
+        config, name = checkpoint.config, checkpoint.path.name
+    host_layers(plan.config, config)
     for test, batch in product(plan.tests, plan.batches):
         positions = _positions(plan, test, batch, device)
-        if positions > context:
+        if positions > config.context_length:
             many = f" with -b {batch}" if batch > 1 else ""
             raise EngineError(
-                f"{test.name}{many} takes {positions} positions and {checkpoint.path.name} was made for "
-                f"{context}; use smaller -p, -n, -pg or -d"
+                f"{test.name}{many} takes {positions} positions and {name} was made for "
+                f"{config.context_length}; use smaller -p, -n, -pg or -d"
             )
 
 

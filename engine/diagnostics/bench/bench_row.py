@@ -35,8 +35,8 @@ class BenchRow:
     seconds: what each repetition took. bytes_per_token: weights, and the cache read on average, for one
     generated token; 0 where a prompt is part of the test, since a chunk's tokens share one pass over the
     weights, and where several sequences have drafts, of which a step has other numbers each time.
-    bandwidth: bytes per second that the device's memory gives (see bench_machine). operations: floating-point ones of a
-    single prompt; 0 where tokens are generated. matrix_rate: those per second that the device's matrix units give; None
+    bandwidth: bytes per second that the device's memory gives. operations: floating-point ones of a single
+    prompt; 0 where tokens are generated. matrix_rate: those per second that the device's matrix units give; None
     on the CPU. peak_bytes: the most memory the device, or on the CPU the process, held since this model was loaded, of
     which weights and cache take held_bytes. kernels_per_step: kernels in the captured decode step; None without one.
     drafts: what was drafted and accepted; None without drafts. host_layers: layers whose experts are in host

@@ -11,11 +11,11 @@ from typing import TypeVar
 
 from quengine.config import MIXED_CHUNK, MIXED_SECONDS
 from quengine.diagnostics.bench.bench_plan import BenchTest
+from quengine.diagnostics.harness import greedy
 from quengine.errors import CannotRunError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.llm import LLM, CompletionStream
 from quengine.request.output import Completion, DraftCounts
-from quengine.request.sampling_params import SamplingParams
 from quengine.scheduler import LEAST_CHUNK
 
 _Timed = TypeVar("_Timed")
@@ -153,8 +153,3 @@ def random_prompts(llm: LLM, batch: int, length: int) -> list[list[int]]:
     vocab = llm.model_config.vocab_size
     numbers = [random.Random(seed) for seed in range(batch)]
     return [[own.randrange(vocab) for _ in range(length)] for own in numbers]
-
-
-def greedy(count: int | None) -> SamplingParams:
-    """Parameters of a request of exactly `count` tokens; None: until the context is full."""
-    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from quengine.diagnostics.bench.bench_time import decode_step, decoding, greedy
+from quengine.diagnostics.bench.bench_time import decode_step, decoding
+from quengine.diagnostics.harness import greedy
 from quengine.errors import CannotRunError
 from quengine.llm import LLM, CompletionStream
 

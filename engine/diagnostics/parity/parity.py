@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from quengine.diagnostics.harness import in_parts
 from quengine.diagnostics.parity.parity_images import ImageDifferences, compare_images, shown
 from quengine.diagnostics.parity.parity_metrics import (
     Budget,
@@ -234,10 +235,9 @@ def _teacher_forced(pair: Pair, windows: list[list[int]], phase: Phase, progress
         span = pair.most_together(phase)
         if phase == "decode" and not any(pair.a.are_states):
             span = DECODE_SPAN
-        for start in range(0, len(ids), span):
+        for part in in_parts(ids, 0, span):
             logits = pair.span(
-                ids[start : start + span],
-                start,
+                *part,
                 phase,
                 lambda first, end: _force_cache(pair.a, pair.b, first, end, comparison),
             )

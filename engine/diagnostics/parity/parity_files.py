@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from quengine.diagnostics.harness import opened
 from quengine.errors import EngineError
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.models.checkpoint import Checkpoint, open_checkpoint
+from quengine.models.checkpoint import Checkpoint
 from quengine.models.config import ModelConfig
-from quengine.models.hub.hub import resolve_model
 from quengine.models.tokenizer import Tokenizer
 
 SHAPE = (
@@ -99,14 +99,10 @@ def compare_files(a: str | Path, b: str | Path) -> FileComparison:
     Raises:
         EngineError: a file is no model, or their shapes or vocabularies differ, which nothing can be compared across.
     """
-    first, second = (open_checkpoint(resolve_model(str(model))) for model in (a, b))
-    try:
+    with opened(a) as first, opened(b) as second:
         _check_shapes(first.config, second.config)
         _check_vocabularies(first.tokenizer(), second.tokenizer())
         return _compared(first, second)
-    finally:
-        first.close()
-        second.close()
 
 
 def _check_shapes(a: ModelConfig, b: ModelConfig) -> None:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from quengine.config import EngineConfig
-from quengine.diagnostics.parity.parity_metrics import nmse_rows, percentile
+from quengine.diagnostics.harness import excesses, nmse_rows, opened, spread
 from quengine.diagnostics.parity.parity_sides import REFERENCE, LLMSide
-from quengine.diagnostics.parity.parity_workload import model_tokenizer
 from quengine.errors import EngineError
 from quengine.loading.load_vision import projector_path
 from quengine.models.hub.hub import resolve_model
@@ -71,15 +70,11 @@ class ImageDifferences:
     @property
     def failures(self) -> list[str]:
         limits = (
-            ("median", self.nmse_median, self.budget.median),
-            ("p99", self.nmse_p99, self.budget.p99),
-            ("max", self.nmse_max, self.budget.most),
+            ("NMSE median of features", self.nmse_median, self.budget.median),
+            ("NMSE p99 of features", self.nmse_p99, self.budget.p99),
+            ("NMSE max of features", self.nmse_max, self.budget.most),
         )
-        return [f"images: {phrase}" for phrase in self.unlike] + [
-            f"images: NMSE {name} of features {value:.2g} is over {limit:.2g}"
-            for name, value, limit in limits
-            if not value <= limit
-        ]
+        return [f"images: {phrase}" for phrase in (*self.unlike, *excesses(limits))]
 
 
 @dataclass(frozen=True)
@@ -122,7 +117,8 @@ def image_tokens(model: str | Path, config: EngineConfig) -> int:
         if config.mmproj is not None:
             raise
         return 0
-    tokenizer, context = model_tokenizer(model)
+    with opened(model) as checkpoint:
+        tokenizer, context = checkpoint.tokenizer(), checkpoint.config.context_length
     longest = 0
     for picture in pictures():
         image = processor.prepare(picture)
@@ -165,9 +161,8 @@ def compare_images(a: LLMSide, b: LLMSide, progress: Progress) -> ComparedImages
         ids = a.llm.tokenizer.encode(BEFORE) + of_a.marker_ids + a.llm.tokenizer.encode(AFTER)
         prompts.append(_whole_chunks(of_a.of_rows(ids, [(prepared[0], rows)]), a.decoder.chunk_size))
     every = torch.cat(errors) if errors else torch.empty(0, dtype=torch.float64)
-    median, p99, most = (percentile(every, percent) for percent in (50, 99, 100))
     narrow = {a.device, b.device} <= {REFERENCE, "cpu"}
-    metrics = ImageDifferences(len(files), len(every), median, p99, most, NARROW if narrow else WIDE, unlike)
+    metrics = ImageDifferences(len(files), len(every), *spread(every), NARROW if narrow else WIDE, unlike)
     if errors and not narrow and len(metrics.failures) > len(unlike):
         metrics = replace(metrics, budget=_widened(a, files, progress))
     return ComparedImages(metrics, prompts)
@@ -186,9 +181,8 @@ def _widened(a: LLMSide, files: list[bytes], progress: Progress) -> FeatureBudge
         prepared = of_a.prepare(file)
         rows = of_a.encode(prepared)
         errors.append(nmse_rows(rows, rounded.encode([prepared])[0], rows))
-    every = torch.cat(errors)
-    median, p99, most = (FACTOR * percentile(every, percent) for percent in (50, 99, 100))
-    return FeatureBudget(max(WIDE.median, median), max(WIDE.p99, p99), max(WIDE.most, most))
+    limits = zip((WIDE.median, WIDE.p99, WIDE.most), spread(torch.cat(errors)), strict=True)
+    return FeatureBudget(*(max(limit, FACTOR * measured) for limit, measured in limits))
 
 
 def _on_cuda(side: LLMSide) -> bool:

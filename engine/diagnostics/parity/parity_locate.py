@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from quengine.diagnostics.harness import in_parts, nmse_rows
 from quengine.diagnostics.parity.parity import ParityReport, TextPosition
-from quengine.diagnostics.parity.parity_metrics import nmse_rows
-from quengine.diagnostics.parity.parity_operations import Operation, in_the_form_of, rows_of, watched
+from quengine.diagnostics.parity.parity_operations import Call, Operation, in_the_form_of, rows_of, watched
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.kernels.backend import Hidden
 from quengine.kernels.forward_batch import Phase
@@ -123,9 +123,8 @@ def _chunk_start(place: TextPosition, chunk: int) -> int:
 def _locate_phase(a: LLMSide, b: LLMSide, phase: Phase, place: TextPosition, start: int) -> Location:
     end = place.position + 1
     ids = place.ids[start:end]
-    chunk = a.step("prefill")
-    for first in range(0, start, chunk):
-        a.forward(place.ids[first : min(first + chunk, start)], first)
+    for part in in_parts(place.ids[:start], 0, a.step("prefill")):
+        a.forward(*part)
     before = a.cached(0, start)  # states change with the step
     calls = _calls_of(a, ids, start)
     b.set_cached(0, start, before)
@@ -143,8 +142,8 @@ def _locate_phase(a: LLMSide, b: LLMSide, phase: Phase, place: TextPosition, sta
 
 
 @dataclass(frozen=True)
-class _Call:
-    """The inputs and the output of an operation, on the host."""
+class _Kept:
+    """An operation of side a: its inputs and its output, on the host."""
 
     operation: Operation
     inputs: tuple[Tensor, ...]
@@ -153,16 +152,16 @@ class _Call:
     """The experts that a router chose, int32 [T, k]."""
 
 
-def _calls_of(side: LLMSide, ids: list[int], start: int) -> list[_Call]:
+def _calls_of(side: LLMSide, ids: list[int], start: int) -> list[_Kept]:
     """Every operation of a step, in the order in which they run."""
-    calls: list[_Call] = []
+    calls: list[_Kept] = []
 
-    def keep(operation: Operation, inputs: tuple[Hidden, ...], run: Callable[..., Hidden]) -> Hidden:
+    def keep(call: Call) -> Hidden:
         # Copied before it runs: an operation may write over what it is given.
-        held = tuple(_on_host(value) for value in inputs)
-        output = run(*inputs)
+        held = tuple(_on_host(value) for value in call.inputs)
+        output = call.run(*call.inputs)
         experts = _on_host(output.selected) if isinstance(output, Routing) else None
-        calls.append(_Call(operation, held, _on_host(output), experts))
+        calls.append(_Kept(call.operation, held, _on_host(output), experts))
         return output
 
     with watched(side.decoder, keep):
@@ -174,54 +173,43 @@ class _Replay:
     """Runs every operation of side b on the inputs that side a had, and compares what both give."""
 
     def __init__(
-        self, calls: Iterable[_Call], a: LLMSide, b: LLMSide, phase: Phase, start: int, end: int
+        self, calls: Iterable[_Kept], a: LLMSide, b: LLMSide, phase: Phase, start: int, end: int
     ) -> None:
         self.found: list[OperationError] = []
         self._calls = iter(calls)
         self._a, self._b, self._phase = a, b, phase
         self._rows = start, end
-        self._layer = -1
-        self._last: Operation = "embed"
 
-    def __call__(
-        self, operation: Operation, inputs: tuple[Hidden, ...], run: Callable[..., Hidden]
-    ) -> Hidden:
-        call = next(self._calls)
-        if call.operation != operation:
-            raise ValueError(f"side a ran {call.operation} where side b runs {operation}")
+    def __call__(self, call: Call) -> Hidden:
+        kept, inputs = next(self._calls), call.inputs
+        if kept.operation != call.operation:
+            raise ValueError(f"side a ran {kept.operation} where side b runs {call.operation}")
         backend = self._b.decoder.backend
         # A residual is added, and read by routers, as it is; what is multiplied comes in the form that side b has.
-        placed = [value.to(backend.device, backend.dtype) for value in call.inputs]
-        first = [in_the_form_of(call.inputs[0], inputs[0], backend)] if inputs else []
-        given = placed if operation == "route" else first + placed[1:]
-        further = {} if call.experts is None else {"experts": call.experts.to(backend.device)}
-        output = run(*given, **further)
-        # A latent attention has two, one after the other.
-        self._layer += operation == "norm+qkv" and self._last != "norm+qkv"
-        self._last = operation
-        self.found.append(self._compared(*_of_one_width(call, _on_host(output))))
-        return _weighted_as(call, output) if isinstance(output, Routing) else output
+        placed = [value.to(backend.device, backend.dtype) for value in kept.inputs]
+        first = [in_the_form_of(kept.inputs[0], inputs[0], backend)] if inputs else []
+        given = placed if call.operation == "route" else first + placed[1:]
+        further = {} if kept.experts is None else {"experts": kept.experts.to(backend.device)}
+        output = call.run(*given, **further)
+        self.found.append(self._compared(call.layer, *_of_one_width(kept, _on_host(output))))
+        return _weighted_as(kept, output) if isinstance(output, Routing) else output
 
-    def _compared(self, call: _Call, output: Tensor) -> OperationError:
-        adds = call.operation.endswith("+residual") and len(call.inputs) == 2
-        nmse = _of_what_is_added(call, output) if adds else _largest(call.output, output)
-        if call.operation in ("embed", "logits"):
-            budget = EMBED_BUDGET if call.operation == "embed" else BUDGETS[self._phase]
-            return OperationError(call.operation, None, nmse, budget)
-        if call.operation == "layer inputs":
-            return OperationError(call.operation, None, nmse, BUDGETS[self._phase])
-        cached = self._cached() if call.operation == "attention" else None
-        budget = ROUTE_BUDGET if call.operation == "route" else BUDGETS[self._phase]
-        return OperationError(call.operation, self._layer, nmse, budget, cached)
+    def _compared(self, layer: int | None, kept: _Kept, output: Tensor) -> OperationError:
+        operation = kept.operation
+        adds = operation.endswith("+residual") and len(kept.inputs) == 2
+        nmse = _of_what_is_added(kept, output) if adds else _largest(kept.output, output)
+        cached = self._cached(layer) if operation == "attention" and layer is not None else None
+        limits: dict[Operation, float] = {"embed": EMBED_BUDGET, "route": ROUTE_BUDGET}
+        return OperationError(operation, layer, nmse, limits.get(operation, BUDGETS[self._phase]), cached)
 
-    def _cached(self) -> float | None:
-        """The largest NMSE of the rows that this layer's attention has just cached; None: it caches none."""
-        rows_a, rows_b = (_layer_rows(side, self._layer, *self._rows) for side in (self._a, self._b))
+    def _cached(self, layer: int) -> float | None:
+        """The largest NMSE of the rows that a layer's attention has just cached; None: it caches none."""
+        rows_a, rows_b = (_layer_rows(side, layer, *self._rows) for side in (self._a, self._b))
         pairs = zip(rows_a, rows_b, strict=True)
         return max((_largest(mine, other) for mine, other in pairs), default=None)
 
 
-def _of_one_width(call: _Call, output: Tensor) -> tuple[_Call, Tensor]:
+def _of_one_width(call: _Kept, output: Tensor) -> tuple[_Kept, Tensor]:
     """Both results, without the padding that the rows of experts have on one side."""
     if call.operation != "experts+glu":
         return call, output
@@ -230,7 +218,7 @@ def _of_one_width(call: _Call, output: Tensor) -> tuple[_Call, Tensor]:
     return replace(call, output=rows[0]), rows[1]
 
 
-def _weighted_as(call: _Call, routing: Routing) -> Routing:
+def _weighted_as(call: _Kept, routing: Routing) -> Routing:
     """The routing with the weights that side a had."""
     weights = call.output.to(routing.weights.device, routing.weights.dtype)
     used = routing.weights.shape[1]
@@ -244,7 +232,7 @@ def _layer_rows(side: LLMSide, layer: int, start: int, end: int) -> list[Tensor]
     return side.cached(start, end)[first : first + counts[layer]]
 
 
-def _of_what_is_added(call: _Call, output: Tensor) -> float:
+def _of_what_is_added(call: _Kept, output: Tensor) -> float:
     """Compares what is added to the residual, not the sum: the residual may be a thousand times larger.
 
     The rounding of such a sum is no small part of what is added, since some models have one value of 20,000 among ones;

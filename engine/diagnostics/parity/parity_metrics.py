@@ -8,6 +8,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from quengine.diagnostics.harness import excesses, nmse_rows, percentile, spread
+
 TILE_ELEMENTS = 2**21
 """Logits compared at once, in fp64: 16 MiB a temporary, whatever the vocabulary."""
 
@@ -81,22 +83,16 @@ class PhaseMetrics:
             ("NMSE p99", self.nmse_p99, budget.nmse_p99),
             ("NMSE max", self.nmse_max, budget.nmse_max),
         )
-        # Not "value > limit": NaN must not pass.
-        found += [
-            f"{name} {value:.2g} is over {limit:.2g}" for name, value, limit in limits if not value <= limit
-        ]
+        found += excesses(limits)
         if self.widest_flip > budget.clear_margin:
             found.append(
                 f"top-1 differs where a's two largest logits are {self.widest_flip:.2g} apart (in units of the logits' "
                 f"root mean square); a margin over {budget.clear_margin:.2g} is clear"
             )
+        if math.isnan(self.cached_max):  # none were compared
+            return found
         cached = (("p99", self.cached_p99, budget.nmse_p99), ("max", self.cached_max, budget.nmse_max))
-        found += [
-            f"cached keys and values: NMSE {name} {value:.2g} is over {limit:.2g}"
-            for name, value, limit in cached
-            if value > limit
-        ]
-        return found
+        return found + [f"cached keys and values: NMSE {phrase}" for phrase in excesses(cached)]
 
 
 @dataclass
@@ -138,34 +134,23 @@ class Comparison:
         rows = torch.cat(self.rows) if self.rows else torch.empty(0, DIFFERENCES, dtype=torch.float64)
         finite = rows[~rows.isnan().any(dim=1)]
         nmse, kl, top1, top5, margin, difference = finite.T
+        (median, p99, most), of_cached = spread(nmse), spread(cached)
         return PhaseMetrics(
             positions=len(rows),
             not_finite=len(rows) - len(finite),
-            nmse_median=percentile(nmse, 50),
-            nmse_p99=percentile(nmse, 99),
-            nmse_max=percentile(nmse, 100),
+            nmse_median=median,
+            nmse_p99=p99,
+            nmse_max=most,
             kl_mean=float(kl.mean()),
             kl_p99=percentile(kl, 99),
             top1=float(top1.mean()),
             top5=float(top5.mean()),
             widest_flip=percentile((1 - top1) * margin, 100),
             max_difference=percentile(difference, 100),
-            cached_median=percentile(cached, 50),
-            cached_p99=percentile(cached, 99),
-            cached_max=percentile(cached, 100),
+            cached_median=of_cached[0],
+            cached_p99=of_cached[1],
+            cached_max=of_cached[2],
         )
-
-
-def nmse_rows(a: Tensor, b: Tensor, size: Tensor) -> Tensor:
-    """||a - b||^2 / ||size||^2 of each row, fp64 [T]: 0 where a equals b, infinite where it is no number.
-
-    Codes of a q8_0 cache (int8) count by how much more than one they are apart: both sides round, and a value near
-    the middle between two codes may go to either.
-    """
-    free = 1.0 if a.dtype == torch.int8 else 0.0
-    a, b, size = (rows.to("cpu", torch.float64).flatten(1) for rows in (a, b, size))
-    error = ((a - b).abs() - free).clamp(min=0).square().sum(dim=1)
-    return torch.where(error == 0, 0.0, error / size.square().sum(dim=1)).nan_to_num(nan=float("inf"))
 
 
 def position_differences(a: Tensor, b: Tensor) -> Tensor:
@@ -192,14 +177,6 @@ def position_differences(a: Tensor, b: Tensor) -> Tensor:
     # A NaN or an infinity on either side is one in these sums.
     broken = ~(error.isfinite() & energy.isfinite())
     return result.masked_fill(broken[:, None], float("nan"))
-
-
-def percentile(values: Tensor, percent: float) -> float:
-    """The smallest value that at least `percent` of `values` do not exceed; NaN when there are none."""
-    if not len(values):
-        return float("nan")
-    rank = -(-len(values) * percent // 100)
-    return float(values.sort().values[max(0, int(rank) - 1)])
 
 
 def paired_blocks(a: Iterable[Tensor], b: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

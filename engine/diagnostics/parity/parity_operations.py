@@ -3,10 +3,11 @@
 The decoder's own code runs, so that what is watched is what serves.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -80,16 +81,32 @@ _IN_INPUT: _Names = {"linear_add": "input+residual"}
 _IN_INPUTS: _Names = {"norm_linear": "layer inputs"}
 
 
-class Watch(Protocol):
-    """Called with each operation in place of its execution; returns the result that the decoder continues with."""
+@dataclass(frozen=True)
+class Call:
+    """An operation that a decoder is about to run. layer: its number; None for one outside the layers. args: all that
+    the backend's method is given, the batch first."""
 
-    def __call__(
-        self, operation: Operation, inputs: tuple[Hidden, ...], run: Callable[..., Hidden]
-    ) -> Hidden:
-        """`run(*inputs)` executes it; other inputs of the same meaning may be given to it instead, and to "route" the
-        experts by name.
-        """
-        ...
+    operation: Operation
+    layer: int | None
+    args: tuple[Any, ...]
+    _places: tuple[int, ...]
+    _run: Callable[..., Hidden]
+
+    @property
+    def inputs(self) -> tuple[Hidden, ...]:
+        """The hidden states among `args`."""
+        return tuple(self.args[place] for place in self._places)
+
+    def run(self, *inputs: Hidden, **further: Any) -> Hidden:
+        """Executes it on these inputs, which may be others of the same meaning; "route" takes `experts` as well."""
+        given = list(self.args)
+        for place, value in zip(self._places, inputs, strict=True):
+            given[place] = value
+        return self._run(*given, **further)
+
+
+Watch = Callable[[Call], Hidden]
+"""Called with each operation in place of its execution; returns the result that the decoder continues with."""
 
 
 def rows_of(hidden: Hidden) -> Tensor:
@@ -154,41 +171,44 @@ def _grouped(rows: Tensor, own: "GroupedRows") -> "GroupedRows":
 
 
 @contextmanager
-def watched(decoder: Decoder, watch: Watch) -> Iterator[None]:
-    """While it lasts, every operation of `decoder` goes through `watch`."""
-    holders: list[tuple[Any, str, _Names]] = [(decoder, "backend", {})]
-    if decoder.inputs is not None:
-        holders.append((decoder.inputs, "backend", _IN_INPUTS))
-    for block in decoder.blk:
-        holders.append((block, "backend", {}))
-        if block.mixer is not None:
-            holders.append((block.mixer, "backend", {}))
-        if block.ffn is not None:
-            holders.append((block.ffn, "backend", _IN_FFN))
-        if isinstance(block.ffn, MixtureOfExperts):
-            holders.append((block.ffn, "expert_backend", _IN_FFN))
-        if block.input is not None:
-            holders.append((block.input, "backend", _IN_INPUT))
-    own = [getattr(holder, name) for holder, name, _ in holders]
-    for (holder, name, names), backend in zip(holders, own, strict=True):
-        setattr(holder, name, _WatchedBackend(backend, watch, names))
+def replaced(holders: Iterable[tuple[Any, str]], around: Iterable[Any]) -> Iterator[None]:
+    """While it lasts, the backends that parts of a decoder hold, as objects and attributes, are those `around` them."""
+    held = [(holder, name, getattr(holder, name)) for holder, name in holders]
     try:
+        for (holder, name, _), backend in zip(held, around, strict=True):
+            setattr(holder, name, backend)
         yield
     finally:
-        for (holder, name, _), backend in zip(holders, own, strict=True):
+        for holder, name, backend in held:
             setattr(holder, name, backend)
+
+
+def watched(decoder: Decoder, watch: Watch) -> AbstractContextManager[None]:
+    """While it lasts, every operation of `decoder` goes through `watch`."""
+    holders: list[tuple[Any, str, int | None, _Names]] = [(decoder, "backend", None, {})]
+    if decoder.inputs is not None:
+        holders.append((decoder.inputs, "backend", None, _IN_INPUTS))
+    for layer, block in enumerate(decoder.blk, decoder.config.held_layers.start):
+        parts: list[tuple[Any, _Names]] = [(block, {}), (block.mixer, {}), (block.ffn, _IN_FFN)]
+        parts.append((block.input, _IN_INPUT))
+        holders += [(part, "backend", layer, names) for part, names in parts if part is not None]
+        if isinstance(block.ffn, MixtureOfExperts):
+            holders.append((block.ffn, "expert_backend", layer, _IN_FFN))
+    around = [
+        _WatchedBackend(getattr(part, name), watch, layer, names) for part, name, layer, names in holders
+    ]
+    return replaced([(part, name) for part, name, *_ in holders], around)
 
 
 class _WatchedBackend:
     """A backend whose operations go through `watch`; everything else of it is the backend's own.
 
-    names: what its methods are here, where not what they are in an attention.
+    layer: of its calls. names: what its methods are here, where not what they are in an attention.
     """
 
-    def __init__(self, backend: Backend[Any], watch: Watch, names: "_Names") -> None:
-        self._backend = backend
-        self._watch = watch
-        self._names = names
+    def __init__(self, backend: Backend[Any], watch: Watch, layer: int | None, names: _Names) -> None:
+        self._backend, self._watch = backend, watch
+        self._layer, self._names = layer, names
 
     def __getattr__(self, name: str) -> Any:
         own = getattr(self._backend, name)
@@ -198,13 +218,6 @@ class _WatchedBackend:
         operation = self._names.get(name, operation)
 
         def watched_operation(*args: Any, **more: Any) -> Hidden:
-            def run(*inputs: Hidden, **further: Any) -> Hidden:
-                given = list(args)
-                for place, value in zip(places, inputs, strict=True):
-                    given[place] = value
-                result: Hidden = own(*given, **more, **further)
-                return result
-
-            return self._watch(operation, tuple(args[place] for place in places), run)
+            return self._watch(Call(operation, self._layer, args, places, partial(own, **more)))
 
         return watched_operation

@@ -8,13 +8,13 @@ an error in b widens nothing.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from quengine.diagnostics.parity.parity_metrics import Budget, PhaseMetrics
-from quengine.diagnostics.parity.parity_operations import Operation, in_the_form_of, rows_of, watched
+from quengine.diagnostics.parity.parity_operations import Call, Operation, in_the_form_of, rows_of, watched
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.kernels.backend import Hidden
 from quengine.kernels.forward_batch import Phase
@@ -109,10 +109,9 @@ class RoundedSide(LLMSide):
         self._rows = []
         return super().continuation(prompt, tokens)
 
-    def _rounded(
-        self, operation: Operation, inputs: tuple[Hidden, ...], run: Callable[..., Hidden]
-    ) -> Hidden:
-        if operation in _EXACT or not inputs:
-            return run(*inputs)
-        rows = round_to(rows_of(inputs[0]), self._bits)
-        return run(in_the_form_of(rows, inputs[0], self.decoder.backend), *inputs[1:])
+    def _rounded(self, call: Call) -> Hidden:
+        if call.operation in _EXACT or not call.inputs:
+            return call.run(*call.inputs)
+        own, *others = call.inputs
+        rows = round_to(rows_of(own), self._bits)
+        return call.run(in_the_form_of(rows, own, self.decoder.backend), *others)

@@ -6,22 +6,19 @@ the same rows is counted beside it, with the margin by which side a's routers ma
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import tee
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from quengine.diagnostics.parity.parity_operations import rows_of
+from quengine.diagnostics.harness import in_parts
+from quengine.diagnostics.parity.parity_operations import Call, rows_of, watched
 from quengine.diagnostics.parity.parity_sides import LLMSide
-from quengine.kernels.backend import Backend, Hidden
-from quengine.kernels.forward_batch import ForwardBatch, Phase
-from quengine.kernels.moe.router import Router, Routing
-from quengine.kernels.rms_norm import RMSNorm, rms_norm
-from quengine.models.decoder import Decoder
-from quengine.models.experts import MixtureOfExperts
+from quengine.kernels.backend import Hidden
+from quengine.kernels.forward_batch import Phase
+from quengine.kernels.moe.router import Router
+from quengine.kernels.rms_norm import rms_norm
 
 
 @dataclass(frozen=True)
@@ -115,9 +112,9 @@ class Pair:
         `after(start, end)` is called when both have computed these positions.
         """
         self._start, self._rows, self._chosen = start, len(ids), {}
-        logits_a = [self._forward_a(part, at) for part, at in parts(ids, start, self.a.step(phase))]
+        logits_a = [self._forward_a(part, at) for part, at in in_parts(ids, start, self.a.step(phase))]
         logits_b = []
-        for part, at in parts(ids, start, self.b.step(phase)):
+        for part, at in in_parts(ids, start, self.b.step(phase)):
             logits_b.append(self._forward_b(part, at))
             after(at, at + len(part))
         return torch.cat(logits_a), torch.cat(logits_b)
@@ -134,16 +131,16 @@ class Pair:
     def _together(self, prompt: list[int], tokens: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
         phases: tuple[Phase, ...] = ("prefill", "decode")
         chunk, step = (self.most_together(phase) for phase in phases)
-        for start in range(0, len(prompt), chunk):
-            last = self.span(prompt[start : start + chunk], start, "prefill")
+        for part in in_parts(prompt, 0, chunk):
+            last = self.span(*part, "prefill")
         yield last[0][-1:], last[1][-1:]
-        for first in range(0, len(tokens) - 1, step):
-            yield self.span(tokens[:-1][first : first + step], len(prompt) + first, "decode")
+        for part in in_parts(tokens[:-1], len(prompt), step):
+            yield self.span(*part, "decode")
 
     def _forward_a(self, ids: list[int], start: int) -> Tensor:
         if not self.a.has_experts:
             return self.a.forward(ids, start)
-        with routed(self.a.decoder, self._record):
+        with watched(self.a.decoder, self._record):
             return self.a.eager(ids, start)
 
     def _forward_b(self, ids: list[int], start: int) -> Tensor:
@@ -152,43 +149,40 @@ class Pair:
         before, rows = self.counts.differing, slice(start - self._start, start - self._start + len(ids))
         self.b.choose_experts({layer: chosen.experts[rows] for layer, chosen in self._chosen.items()})
         states = self.b.states_before(start)
-        with routed(self.b.decoder, self._force):
+        with watched(self.b.decoder, self._force):
             logits = self.b.eager(ids, start)
         if self.counts.differing > before:
             return logits
         self.b.go_back(start, states)
         return self.b.forward(ids, start)
 
-    def _record(self, layer: int, call: "RouteCall") -> Routing:
-        routing = call.own()
-        logits = call.logits()
-        if layer not in self._chosen:
-            used, count = routing.selected.shape[1], logits.shape[1]
-            experts = torch.zeros(self._rows, used, dtype=torch.int64)
-            scores = torch.zeros(self._rows, count, dtype=torch.float64)
-            self._chosen[layer] = _Choices(call.router, experts, scores)
-        rows = call.positions - self._start
-        self._chosen[layer].experts[rows] = routing.selected.long().cpu()
-        self._chosen[layer].logits[rows] = logits
-        return routing
+    def _record(self, call: Call) -> Hidden:
+        found = call.run(*call.inputs)
+        if call.operation == "route" and (layer := call.layer) is not None:
+            batch, router, logits = call.args[0], call.args[3], router_logits(call)
+            rows = batch.positions.long().cpu() - self._start
+            if layer not in self._chosen:
+                experts = torch.zeros(self._rows, found.selected.shape[1], dtype=torch.int64)
+                scores = torch.zeros(self._rows, logits.shape[1], dtype=torch.float64)
+                self._chosen[layer] = _Choices(router, experts, scores)
+            self._chosen[layer].experts[rows] = found.selected.long().cpu()
+            self._chosen[layer].logits[rows] = logits
+        return found
 
-    def _force(self, layer: int, call: "RouteCall") -> Routing:
-        chosen, rows = self._chosen[layer], call.positions - self._start
-        wanted, logits = chosen.experts[rows], chosen.logits[rows]
-        free = call.own().selected.long().cpu()
+    def _force(self, call: Call) -> Hidden:
+        found = call.run(*call.inputs)
+        if call.operation != "route" or (layer := call.layer) is None:
+            return found
+        batch, chosen = call.args[0], self._chosen[layer]
+        positions = batch.positions.long().cpu()
+        rows = positions - self._start
+        wanted, free = chosen.experts[rows], found.selected.long().cpu()
         differing = (free != wanted).any(dim=1)
+        margins = torch.zeros(len(rows)), torch.zeros(len(rows))
         if differing.any():
-            margins = choice_margins(logits, chosen.router, wanted, free)
-        else:
-            margins = (torch.zeros(len(rows)), torch.zeros(len(rows)))
-        self.counts.add(layer, call.positions, margins, differing)
-        return call.own(wanted.to(call.batch.device, torch.int32))
-
-
-def parts(ids: list[int], start: int, step: int) -> Iterator[tuple[list[int], int]]:
-    """Pieces of at most `step` tokens, each with its position."""
-    for first in range(0, len(ids), step):
-        yield ids[first : first + step], start + first
+            margins = choice_margins(chosen.logits[rows], chosen.router, wanted, free)
+        self.counts.add(layer, positions, margins, differing)
+        return call.run(*call.inputs, experts=wanted.to(batch.device, torch.int32))
 
 
 def choice_margins(logits: Tensor, router: Router, wanted: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,61 +209,10 @@ def choice_margins(logits: Tensor, router: Router, wanted: Tensor, taken: Tensor
     return margin, torch.where(margin == 0, 0.0, relative)
 
 
-@dataclass(frozen=True)
-class RouteCall:
-    """One call of `Backend.route`, with what it is given."""
-
-    backend: Backend[Any]
-    batch: ForwardBatch
-    x: Hidden
-    norm: RMSNorm
-    router: Router
-
-    def own(self, experts: Tensor | None = None) -> Routing:
-        """The backend's routing, by its own choice or with these experts."""
-        return self.backend.route(self.batch, self.x, self.norm, self.router, experts)
-
-    @property
-    def positions(self) -> Tensor:
-        """int64 [T], on the host."""
-        return self.batch.positions.long().cpu()
-
-    def logits(self) -> Tensor:
-        """The router's, by the definition in fp64, of the rows that the backend has: [T, E], on the host."""
-        rows = rows_of(self.x).double().cpu()
-        normed = rms_norm(rows, self.norm.weight.double().cpu(), self.norm.eps)
-        logits: Tensor = normed @ self.router.weight.double().cpu().T
-        return logits if self.router.bias is None else logits + self.router.bias.double().cpu()
-
-
-Route = Callable[[int, RouteCall], Routing]
-"""Called with the layer and the call; returns the routing that the decoder continues with."""
-
-
-@contextmanager
-def routed(decoder: Decoder, route: Route) -> Iterator[None]:
-    """While it lasts, the routing of every layer of `decoder` comes from `route`."""
-    blocks = enumerate(decoder.blk, decoder.config.held_layers.start)
-    layers = [(i, block.ffn) for i, block in blocks if isinstance(block.ffn, MixtureOfExperts)]
-    own = [ffn.backend for _, ffn in layers]
-    for layer, ffn in layers:
-        around: Any = _RoutedBackend(ffn.backend, layer, route)
-        ffn.backend = around
-    try:
-        yield
-    finally:
-        for (_, ffn), backend in zip(layers, own, strict=True):
-            ffn.backend = backend
-
-
-class _RoutedBackend:
-    """A backend whose `route` is another's; everything else of it is its own."""
-
-    def __init__(self, backend: Backend[Any], layer: int, route: Route) -> None:
-        self._backend, self._layer, self._route = backend, layer, route
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def route(self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, router: Router) -> Routing:
-        return self._route(self._layer, RouteCall(self._backend, batch, x, norm, router))
+def router_logits(call: Call) -> Tensor:
+    """Of a call of `Backend.route`, the router's logits by the definition in fp64, of the rows that the backend has:
+    [T, E], on the host."""
+    _, x, norm, router, *_ = call.args
+    normed = rms_norm(rows_of(x).double().cpu(), norm.weight.double().cpu(), norm.eps)
+    logits: Tensor = normed @ router.weight.double().cpu().T
+    return logits if router.bias is None else logits + router.bias.double().cpu()

@@ -2,15 +2,15 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import NamedTuple
 
 from torch import Tensor
 
 from quengine.config import EngineConfig, Split
+from quengine.diagnostics.harness import greedy, in_parts, loaded
 from quengine.errors import EngineError
 from quengine.kernels.backend import SlotLayer
 from quengine.kernels.forward_batch import Phase
@@ -19,7 +19,6 @@ from quengine.parallel.cached_rows import read_cached, write_cached
 from quengine.parallel.wire import ChooseExperts
 from quengine.platform.device import choose_device
 from quengine.request.prompt_images import PromptImages
-from quengine.request.sampling_params import SamplingParams
 from quengine.step_plan import SequenceRows, given_rows
 
 REFERENCE = "reference"
@@ -110,7 +109,7 @@ class LLMSide:
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         """At most `count` tokens that a user gets at temperature 0, and the end token if one came sooner."""
-        completion = self.llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=count)).finish()
+        completion = self.llm.stream(prompt, greedy(count, ignore_eos=False)).finish()
         if completion.finish_reason != "stop":
             return completion.tokens
         # The end token is a choice like any other, which a completion does not show.
@@ -120,12 +119,11 @@ class LLMSide:
 
     def continuation(self, prompt: list[int], tokens: list[int]) -> Iterator[Tensor]:
         """The logits, in blocks [t, vocab], that each of `tokens` follows from after `prompt`."""
-        for start in range(0, len(prompt), self.decoder.chunk_size):
-            last = self.forward(prompt[start : start + self.decoder.chunk_size], start)
+        for part in in_parts(prompt, 0, self.decoder.chunk_size):
+            last = self.forward(*part)
         yield last[-1:]
-        step = self.step("decode")
-        for first in range(0, len(tokens) - 1, step):
-            yield self.forward(tokens[:-1][first : first + step], len(prompt) + first)
+        for part in in_parts(tokens[:-1], len(prompt), self.step("decode")):
+            yield self.forward(*part)
 
 
 def _phase(ids: list[int]) -> Phase:
@@ -133,30 +131,23 @@ def _phase(ids: list[int]) -> Phase:
     return "decode" if len(ids) == 1 else "prefill"
 
 
-class SidePair(AbstractContextManager["SidePair"]):
-    """Two loaded sides, of one model or of two; closing it closes both.
+class SidePair(NamedTuple):
+    """Two loaded sides, of one model or of two."""
+
+    a: LLMSide
+    b: LLMSide
+
+
+@contextmanager
+def loaded_sides(a: SideSpec, b: SideSpec, config: EngineConfig) -> Iterator[SidePair]:
+    """Both sides, which are closed again.
 
     Raises:
         EngineError: a model is wrong.
         CannotRunError: a side cannot run on this machine.
     """
-
-    def __init__(self, a: SideSpec, b: SideSpec, config: EngineConfig) -> None:
-        self.a = _load(a, config)
-        try:
-            self.b = _load(b, config)
-        except BaseException:
-            self.a.llm.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.a.llm.close()
-        self.b.llm.close()
+    with _load(a, config) as first, _load(b, config) as second:
+        yield SidePair(LLMSide(a.name, first, a.device), LLMSide(b.name, second, b.device))
 
 
 def default_device() -> str:
@@ -218,10 +209,8 @@ def _parse(flag: str, text: str | None, model: str | None, default: str) -> Side
     return _on(f"{file}@{device}", file, device)
 
 
-def _load(side: SideSpec, config: EngineConfig) -> LLMSide:
-    config = replace(config, tensor_parallel=side.ranks, split=side.split)
+def _load(side: SideSpec, config: EngineConfig) -> LLM:
+    shared = {"tensor_parallel": side.ranks, "split": side.split}
     if side.device == REFERENCE:
-        config = replace(config, device="cpu", backend=REFERENCE)
-    else:
-        config = replace(config, device=side.device)
-    return LLMSide(side.name, LLM(side.model, **vars(config)), side.device)
+        return loaded(side.model, config, device="cpu", backend=REFERENCE, **shared)
+    return loaded(side.model, config, device=side.device, **shared)

@@ -4,13 +4,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from quengine.diagnostics.harness import in_parts, opened
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.diagnostics.parity.parity_texts import PROMPTS, TEXTS
 from quengine.errors import EngineError
 from quengine.kernels.forward_batch import Phase
-from quengine.models.checkpoint import open_checkpoint
-from quengine.models.hub.hub import resolve_model
-from quengine.models.tokenizer import Tokenizer
 
 WINDOW = 1024
 """Positions a text is cut into by default: bounds the time and the cache."""
@@ -74,12 +72,13 @@ def plan_workload(
     ):
         if not low <= value <= high:
             raise EngineError(f"{name} {value}: must be in {low}..{high}")
-    tokenizer, context = model_tokenizer(model)
+    with opened(model) as checkpoint:
+        tokenizer, context = checkpoint.tokenizer(), checkpoint.config.context_length
     encoded = [tokenizer.encode(text, bos=tokenizer.add_bos) for text in texts]
     prompt_ids = [tokenizer.encode(text, bos=tokenizer.add_bos) for text in PROMPTS[:prompts]]
     if other is not None:
-        second, least = model_tokenizer(other)
-        context = min(context, least)
+        with opened(other) as checkpoint:
+            second, context = checkpoint.tokenizer(), min(context, checkpoint.config.context_length)
         for text, ids in zip([*texts, *PROMPTS[:prompts]], [*encoded, *prompt_ids], strict=True):
             if second.encode(text, bos=second.add_bos) != ids:
                 raise EngineError(
@@ -96,15 +95,6 @@ def plan_workload(
         )
     longest = max([*map(len, windows), *(len(ids) + tokens for ids in prompt_ids)])
     return Workload(windows, prompt_ids, tokens, len(texts), min(longest + 1, context))
-
-
-def model_tokenizer(model: str | Path) -> tuple[Tokenizer, int]:
-    """The model's tokenizer, and its context in tokens."""
-    checkpoint = open_checkpoint(resolve_model(str(model)))
-    try:
-        return checkpoint.tokenizer(), checkpoint.config.context_length
-    finally:
-        checkpoint.close()
 
 
 def estimate_seconds(a: LLMSide, b: LLMSide, workload: Workload) -> float:
@@ -130,7 +120,7 @@ def _seconds_a_token(side: LLMSide, phase: Phase, ids: list[int]) -> float:
     step = min(side.step(phase), count)
     for _ in range(2):
         began = time.perf_counter()
-        for start in range(0, count, step):
+        for part in in_parts(ids[:count], 0, step):
             # Copied to the host, so that a device has finished when the clock is read.
-            side.forward(ids[start : start + step], start)[-1].cpu()
+            side.forward(*part)[-1].cpu()
     return (time.perf_counter() - began) / count

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quengine.diagnostics.harness import KernelCheck, checked
 from quengine.kernels.backend import Backend, Hidden
 from quengine.kernels.block_formats import FORMATS, BlockFormat, put_split_half
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
@@ -55,23 +56,6 @@ class Use:
     run: Run
 
 
-@dataclass(frozen=True)
-class KernelCheck:
-    """One test of one subject (a weight format, or an operation). `error` is NMSE; NaN where the kernel's result was
-    not finite, or where it could not be run: `note` then has the reason.
-    """
-
-    subject: str
-    test: str
-    error: float
-    limit: float
-    note: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.limit
-
-
 def check_use(backend: Backend[Any], name: str, use: Use) -> KernelCheck:
     """One use of one weight format on `backend`; an exception on the way is its failure."""
     return checked(
@@ -79,30 +63,10 @@ def check_use(backend: Backend[Any], name: str, use: Use) -> KernelCheck:
     )
 
 
-def checked(
-    subject: str, test: str, limit: float, results: Callable[[], tuple[Tensor, Tensor]]
-) -> KernelCheck:
-    """Compares a kernel's result with that of the definition, which `results` computes; an exception is a failure."""
-    try:
-        return KernelCheck(subject, test, nmse(*results()), limit)
-    except Exception as error:  # anything that stops a kernel
-        return failure(subject, test, error)
-
-
-def failure(subject: str, test: str, error: Exception) -> KernelCheck:
-    """The check of something that could not be run."""
-    reason = (str(error).strip().splitlines() or [""])[0]
-    return KernelCheck(subject, test, float("nan"), 0.0, f"{type(error).__name__}: {reason}")
-
-
 @cache
 def _definition(use: Use, name: str) -> Tensor:
     result: Tensor = use.run(ReferenceBackend(keep=True), FORMATS[name])
     return result
-
-
-def nmse(found: Tensor, wanted: Tensor) -> float:
-    return float((found.cpu().double() - wanted.double()).square().mean() / wanted.double().square().mean())
 
 
 def random_tensor(fmt: BlockFormat, rows: int, cols: int, random: torch.Generator) -> QuantTensor:

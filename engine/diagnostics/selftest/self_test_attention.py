@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quengine.diagnostics.harness import KernelCheck, failure, nmse
 from quengine.diagnostics.selftest.self_test import (
     EPS,
     HALF,
     PROMPT,
     ROUNDED,
     STEP_LIMITS,
-    KernelCheck,
-    failure,
     floats,
-    nmse,
     read_rows_of,
     rows_on,
 )

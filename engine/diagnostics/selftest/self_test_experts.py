@@ -13,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quengine.diagnostics.harness import KernelCheck, checked
 from quengine.diagnostics.selftest.self_test import (
     COLS,
     GATED,
     HALF,
     ROUNDED,
     ROWS,
-    KernelCheck,
     Run,
     Use,
     check_use,
-    checked,
     floats,
     norm_on,
     random_tensor,
@@ -128,10 +127,10 @@ def check_experts(backend: Backend[Any], subject: str, use: Use) -> KernelCheck:
     return replace(check_use(backend, subject.removeprefix("experts "), use), subject=subject)
 
 
-def check_router(backend: Backend[Any], name: str) -> Iterator[KernelCheck]:
+def check_router(backend: Backend[Any], subject: str, name: str) -> Iterator[KernelCheck]:
     """The checks of one of ROUTERS: of a token, and of a prompt."""
     for tokens in (1, 160):
-        yield checked(ROUTER, f"{name}, {tokens}", ROUNDED, partial(_weights_of_both, backend, name, tokens))
+        yield checked(subject, f"{name}, {tokens}", ROUNDED, partial(_weights_of_both, backend, name, tokens))
 
 
 def _weights_of_both(backend: Backend[Any], name: str, tokens: int) -> tuple[Tensor, Tensor]:

@@ -7,14 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quengine.diagnostics.selftest.self_test import (
-    EPS,
-    PROMPT,
-    STEP_LIMITS,
-    KernelCheck,
-    check_steps,
-    random_tensor,
-)
+from quengine.diagnostics.harness import KernelCheck
+from quengine.diagnostics.selftest.self_test import EPS, PROMPT, STEP_LIMITS, check_steps, random_tensor
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import Backend, KVLayer
 from quengine.kernels.block_formats import FORMATS

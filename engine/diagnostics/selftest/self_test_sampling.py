@@ -3,8 +3,9 @@
 import numpy as np
 import torch
 
-from quengine.diagnostics.selftest.self_test import KernelCheck, failure
+from quengine.diagnostics.harness import KernelCheck, failure
 from quengine.kernels import sampling as definition
+from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.sampling.sampling import (
     DecodeState,
     SamplingBuffers,
@@ -24,15 +25,15 @@ SETTINGS = {
         temperature=1.3, top_k=700, typical_p=0.9, top_p=1.0, min_p=0.0, repeat=1.1, seed=6
     ),
 }
-SUBJECT = "sampling"
 
 
-def check_sampling(device: torch.device, pdl: bool, name: str) -> KernelCheck:
+def check_sampling(backend: CudaBackend, subject: str, name: str) -> KernelCheck:
     """The check of one of SETTINGS; the error is the share of tokens that differ."""
     try:
-        return KernelCheck(SUBJECT, name, _share_of_wrong_tokens(device, pdl, SETTINGS[name]), 0.0)
+        share = _share_of_wrong_tokens(backend.device, backend.pdl, SETTINGS[name])
+        return KernelCheck(subject, name, share, 0.0)
     except Exception as error:  # anything that stops a kernel
-        return failure(SUBJECT, name, error)
+        return failure(subject, name, error)
 
 
 def _share_of_wrong_tokens(device: torch.device, pdl: bool, settings: SamplingSettings) -> float:

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from quengine.diagnostics.harness import KernelCheck
 from quengine.diagnostics.selftest.self_test import (
     EPS,
     PROMPT,
     ROUNDED,
     STEP_LIMITS,
-    KernelCheck,
     check_steps,
     read_rows_of,
 )

@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quengine.diagnostics.selftest.self_test import HALF, KernelCheck, checked
+from quengine.diagnostics.harness import KernelCheck, checked
+from quengine.diagnostics.selftest.self_test import HALF
+from quengine.kernels.backend import Backend
 from quengine.kernels.vision_rows import Norm, PatchActivation
 from quengine.models.vision.blocks import (
     Linear,
@@ -29,10 +33,10 @@ LAYERS = ("layer", "gated layer")
 """As SigLIP's, rotated in halves; and as Pixtral's and Gemma 4's, rotated in pairs, with norms of heads and results."""
 
 
-def check_vision(device: torch.device) -> Iterator[KernelCheck]:
-    """The checks of LAYERS; an exception on the way is their failure."""
+def check_vision(backend: Backend[Any], subject: str) -> Iterator[KernelCheck]:
+    """The checks of LAYERS on the backend's device; an exception on the way is their failure."""
     for test in LAYERS:
-        yield checked(VISION, test, HALF, lambda test=test: _results(device, test == "gated layer"))  # type: ignore[misc]
+        yield checked(subject, test, HALF, partial(_results, backend.device, test == "gated layer"))
 
 
 def _results(device: torch.device, gated: bool) -> tuple[Tensor, Tensor]:

@@ -5,28 +5,35 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from quengine.models.hub.hub import resolve_model
 from quengine.serve.http import off_loop
 from quengine.serve.metrics import ServerMetrics
-from quengine.serve.models.model_entry import ModelEntry
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.model_links import folder_name, linked_model, remade_model, unlinked_model
 from quengine.serve.models.model_spec import ModelSpec, check_names
 from quengine.serve.models.preset_file import read_options
 from quengine.serve.models.pulls import Pulls
 from quengine.serve.models.residency import Launch, Residency
-from quengine.serve.processes.server_thread import Worker
 from quengine.serve.processes.shared_model import ServedModel, TextSide
 from quengine.serve.response_store import ResponseStore
 from quengine.serve.resumable import StreamStore
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.service import Service
 from quengine.serve.settings import ServerSettings
-from quengine.serve.tools.toolset import Toolset
 
 _MOST_NAMES = 20
 """Names that an error lists."""
+
+
+class Beside(Protocol):
+    """What begins and ends with a server's models."""
+
+    def start(self) -> None: ...
+
+    def end(self) -> Awaitable[None]:
+        """End; called again and again, also while answers are finished."""
+        ...
 
 
 class Models:
@@ -38,6 +45,7 @@ class Models:
             is loaded at once.
         say: called with lines for the terminal.
         failed: called with what an only model failed of, after which it does not come back.
+        beside: what begins and ends with the models.
 
     Attributes:
         joined_metrics: of a server that is one of several behind an address, the metrics of all.
@@ -50,12 +58,13 @@ class Models:
         find: Callable[[], Sequence[ModelSpec]] | None,
         say: Callable[[str], None],
         failed: Callable[[BaseException], None],
+        beside: Sequence[Beside] = (),
     ) -> None:
         self.settings = settings
+        self._beside = beside
         self.metrics = ServerMetrics()
         self.responses = ResponseStore(settings.limits.stored)
         self.streams = StreamStore()
-        self.tools = Toolset(settings.tools, say)
         self.pulls = Pulls(self._link)
         self.created = int(time.time())
         self.draining = False
@@ -67,15 +76,15 @@ class Models:
         self._set([ModelSpec(settings)] if find is None else find())
 
     @property
-    def entries(self) -> list[ModelEntry]:
-        return self._residency.entries
+    def hosts(self) -> list[ModelHost]:
+        return self._residency.hosts
 
     @property
-    def only(self) -> ModelEntry | None:
+    def only(self) -> ModelHost | None:
         """The one model of a server that has no others."""
-        return self.entries[0] if self._find is None else None
+        return self.hosts[0] if self._find is None else None
 
-    def named(self, name: str) -> ModelEntry:
+    def named(self, name: str) -> ModelHost:
         """The model of a name, with or without Ollama's tag. An only model has any.
 
         Raises:
@@ -83,12 +92,12 @@ class Models:
         """
         if self.only is not None:
             return self.only
-        if not name and len(self.entries) == 1:
-            return self.entries[0]
-        entry = self.find(name)
-        if entry is not None:
-            return entry
-        there = [each.name for each in self.entries]
+        if not name and len(self.hosts) == 1:
+            return self.hosts[0]
+        host = self.find(name)
+        if host is not None:
+            return host
+        there = [each.name for each in self.hosts]
         more = f" and {len(there) - _MOST_NAMES} more" if len(there) > _MOST_NAMES else ""
         listed = f"{', '.join(there[:_MOST_NAMES])}{more}"
         if not name:
@@ -97,39 +106,39 @@ class Models:
             404, f"no model {name[:80]!r} here; there: {listed}", param="model", code="model_not_found"
         )
 
-    def find(self, name: str) -> ModelEntry | None:
+    def find(self, name: str) -> ModelHost | None:
         """The model that has this name, with or without Ollama's tag."""
         spelled = (name, name.removesuffix(":latest"), folder_name(name))
         return next((self._names[each] for each in spelled if each in self._names), None)
 
-    def asked(self, name: str) -> ModelEntry | None:
+    def asked(self, name: str) -> ModelHost | None:
         """The model that a query names, or the only one; None: the server is meant. Raises ApiError (404)."""
         return self.named(name) if name else self.only
 
     @asynccontextmanager
     async def using(
-        self, entry: ModelEntry, keep_s: float | None = None, sets_keep: bool = True
-    ) -> AsyncIterator[Service]:
-        """The service of a model, loaded, which stays so in the block.
+        self, host: ModelHost, keep_s: float | None = None, sets_keep: bool = True
+    ) -> AsyncIterator[ModelHost]:
+        """A model, loaded, which stays so in the block.
 
         `keep_s`: how long it does so afterwards, None: as the settings say; without `sets_keep` as before.
 
         Raises:
             ApiError: it cannot be loaded.
         """
-        await self._acquire(entry)
+        await self._acquire(host)
         if self.only is None and sets_keep:
-            entry.keep_s = entry.spec.settings.sleep_s if keep_s is None else keep_s
+            host.keep_s = host.spec.settings.sleep_s if keep_s is None else keep_s
         try:
-            yield entry.service
+            yield host
         finally:
-            self._release(entry)
+            self._release(host)
 
-    async def described(self, entry: ModelEntry) -> ServedModel:
+    async def described(self, host: ModelHost) -> ServedModel:
         """A model's tokenizer, template and description, read from its file where it is not loaded. Raises ApiError."""
-        if entry.loaded or entry.alone:
-            return entry.service.model
-        spec = entry.spec
+        if host.loaded or host.alone:
+            return host.model
+        spec = host.spec
 
         def read() -> ServedModel:
             text = TextSide.of_file(resolve_model(spec.model), spec.config.chat_template)
@@ -138,20 +147,20 @@ class Models:
 
         return await off_loop(read)
 
-    def load(self, entry: ModelEntry) -> None:
+    def load(self, host: ModelHost) -> None:
         """Begin to load a model. Raises ApiError where it is loaded or being loaded."""
-        if entry.admits or entry.wanted:
-            raise bad_request(f"the model {entry.name} is already running", "model")
+        if host.admits or host.wanted:
+            raise bad_request(f"the model {host.name} is already running", "model")
         self._check_taking()
-        entry.asked = True
-        self._residency.want(entry)
+        host.asked = True
+        self._residency.want(host)
 
     @property
     def unloads(self) -> bool:
         """Whether models can be unloaded; an only one can where it is also put to sleep."""
         return self.only is None or self.settings.sleep_s >= 0
 
-    async def unload(self, entry: ModelEntry) -> None:
+    async def unload(self, host: ModelHost) -> None:
         """Unload a model once its running answers have ended; stop loading one. Those who wait for it get an error.
 
         Raises:
@@ -161,14 +170,14 @@ class Models:
             raise bad_request(
                 "this server has one model: end it with engine stop, or give --sleep-idle-seconds"
             )
-        if not (entry.loaded or entry.wanted or entry.occupied):
-            raise bad_request(f"the model {entry.name} is not running", "model")
-        if not entry.loaded:
-            entry.cancelled = entry.occupied
-            entry.refuse(lambda: ApiError(503, f"loading {entry.name} was cancelled", code="unloaded"))
+        if not (host.loaded or host.wanted or host.occupied):
+            raise bad_request(f"the model {host.name} is not running", "model")
+        if not host.loaded:
+            host.cancelled = host.occupied
+            host.refuse(lambda: ApiError(503, f"loading {host.name} was cancelled", code="unloaded"))
             self._residency.notify()
             return
-        self._residency.task(self._residency.unload(entry))
+        self._residency.task(self._residency.unload(host))
 
     async def rescan(self) -> None:
         """Look for models again. One that has changed, or is there no more, is unloaded after its running answers.
@@ -180,7 +189,7 @@ class Models:
         """The models there are after a change of the folder, which is undone where they cannot be served."""
         find = self._find
         if find is None:
-            return [entry.spec for entry in self.entries]
+            return [host.spec for host in self.hosts]
 
         def found() -> Sequence[ModelSpec]:
             with change:
@@ -191,8 +200,8 @@ class Models:
         return await off_loop(found)
 
     async def _set_found(self, specs: Sequence[ModelSpec]) -> None:
-        while gone := [each for each in self.entries if each.spec not in specs and each.state != "unloaded"]:
-            await self._residency.until(lambda gone=gone: gone[0].state != "loading")  # type: ignore[misc]
+        while gone := [each for each in self.hosts if each.spec not in specs and each.status != "unloaded"]:
+            await self._residency.until(lambda gone=gone: gone[0].status != "loading")  # type: ignore[misc]
             await self._residency.unload(gone[0])
         self._set(specs)
 
@@ -230,96 +239,96 @@ class Models:
         """Delete the file of a model in the folder; those who wait for it get an error. Raises ApiError."""
         folder = self.settings.models.folder
         async with self._looking:
-            entry = self.named(name)
-            path = entry.spec.path
+            host = self.named(name)
+            path = host.spec.path
             if path is None or folder is None:
                 raise bad_request(f"{name[:80]} has no file in --models-dir", "model")
             specs = await self._found(unlinked_model(folder, path))
-            entry.cancelled = entry.occupied and not entry.loaded
-            entry.refuse(lambda: ApiError(404, f"{entry.name} was deleted", code="model_not_found"))
+            host.cancelled = host.occupied and not host.loaded
+            host.refuse(lambda: ApiError(404, f"{host.name} was deleted", code="model_not_found"))
             await self._set_found(specs)
 
-    def waiting_text(self, entry: ModelEntry) -> str:
+    def waiting_text(self, host: ModelHost) -> str:
         """What a request that waits for a model can be told."""
-        if not entry.occupied or entry.loaded:
-            return f"{entry.name} waits for its turn to be loaded"
-        took = time.monotonic() - entry.load_began
-        return f"{entry.name} is being loaded, {took:.0f} s so far{self._residency.estimate(entry)}"
+        if not host.occupied or host.loaded:
+            return f"{host.name} waits for its turn to be loaded"
+        took = time.monotonic() - host.load_began
+        return f"{host.name} is being loaded, {took:.0f} s so far{self._residency.estimate(host)}"
 
     # --- the server's side ---------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Load what is to be there from the start."""
-        self.tools.start()
-        for entry in self.entries:
-            if entry.alone:
-                self._residency.begin(entry)
-            elif entry.spec.at_start:
-                self.load(entry)
+        for each in self._beside:
+            each.start()
+        for host in self.hosts:
+            if host.alone:
+                self._residency.begin(host)
+            elif host.spec.at_start:
+                self.load(host)
 
     def tick(self) -> None:
-        """Unload what has been idle for long enough; at the end, end the tools while answers are finished."""
+        """Unload what has been idle for long enough; at the end, end what is beside while answers are finished."""
         if self.draining:
-            self.tools.end()
-        for entry in self.entries:
-            if entry.expired:
-                self._say(f"{entry.name}: unloaded after {entry.keep_s:g} s without a request")
-                self._residency.task(self._residency.unload(entry))
+            for each in self._beside:
+                each.end()
+        for host in self.hosts:
+            if host.expired:
+                self._say(f"{host.name}: unloaded after {host.keep_s:g} s without a request")
+                self._residency.task(self._residency.unload(host))
 
     def drain(self) -> None:
         """Take no more requests; those that have their model go on."""
         self.draining = True
         self.pulls.stop(self._ending())
-        for entry in self.entries:
-            entry.refuse(self._ending)
-            entry.service.worker.drain()
-
-    @property
-    def workers(self) -> list[Worker]:
-        return [entry.service.worker for entry in self.entries]
+        for host in self.hosts:
+            host.refuse(self._ending)
 
     @property
     def requests(self) -> int:
-        """Sequences that are computed or queued."""
-        return sum(worker.running + worker.waiting for worker in self.workers)
+        """Sequences that are computed or queued, and requests that have a model."""
+        return sum(max(each.uses, each.worker.running + each.worker.waiting) for each in self.hosts)
 
     def stop(self) -> None:
         """End all workers, with what they compute and load. May be called from any thread."""
-        for entry in self.entries:
-            entry.cancelled = True
-            entry.service.worker.stop()
+        self.draining = True
+        for host in self.hosts:
+            host.cancelled = True
+            host.worker.stop()
 
     async def join(self, seconds: float) -> None:
-        """Wait for the ends of the workers, at most so long, and of the tools."""
-        for entry in self.entries:
-            entry.service.text_pool.close()
-        await asyncio.gather(self.tools.end(), *(worker.join(seconds) for worker in self.workers))
+        """Wait for the ends of the workers, at most so long, and of what is beside."""
+        for host in self.hosts:
+            host.text_pool.close()
+        await asyncio.gather(
+            *(each.end() for each in self._beside), *(host.worker.join(seconds) for host in self.hosts)
+        )
 
     # --- who has which model -------------------------------------------------------------------------------
 
-    async def _acquire(self, entry: ModelEntry) -> None:
-        if entry.admits:
-            entry.uses += 1
-            return
+    async def _acquire(self, host: ModelHost) -> None:
         self._check_taking()
-        if not self.settings.models.autoload and not entry.alone and not entry.wanted:
-            raise entry.service.unavailable("unloaded")
+        if host.admits:
+            host.uses += 1
+            return
+        if not self.settings.models.autoload and not host.alone and not host.wanted:
+            raise host.unavailable()
         waiter = asyncio.get_running_loop().create_future()
-        entry.waiters.append(waiter)
-        self._residency.want(entry)
+        host.waiters.append(waiter)
+        self._residency.want(host)
         try:
             await waiter
         except asyncio.CancelledError:
-            if waiter in entry.waiters:
-                entry.waiters.remove(waiter)
+            if waiter in host.waiters:
+                host.waiters.remove(waiter)
                 self._residency.notify()
             elif not waiter.cancelled() and waiter.exception() is None:
-                self._release(entry)
+                self._release(host)
             raise
 
-    def _release(self, entry: ModelEntry) -> None:
-        entry.uses -= 1
-        entry.used_at = time.monotonic()
+    def _release(self, host: ModelHost) -> None:
+        host.uses -= 1
+        host.used_at = time.monotonic()
         self._residency.notify()
 
     def _check_taking(self) -> None:
@@ -331,11 +340,11 @@ class Models:
 
     def _set(self, specs: Sequence[ModelSpec]) -> None:
         check_names(specs)
-        old, alone = {entry.name: entry for entry in self.entries}, self._find is None
-        self._residency.entries = [
+        old, alone = {host.name: host for host in self.hosts}, self._find is None
+        self._residency.hosts = [
             old[spec.name]
             if spec.name in old and old[spec.name].spec == spec
-            else self._residency.entry_of(spec, self.responses, alone)
+            else self._residency.host_of(spec, self.responses, alone)
             for spec in specs
         ]
-        self._names = {name: each for each in self.entries for name in each.spec.settings.model_names}
+        self._names = {name: each for each in self.hosts for name in each.spec.settings.model_names}

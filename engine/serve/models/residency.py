@@ -7,15 +7,12 @@ new requests, and goes when the last has ended. All of it runs in the event loop
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from functools import partial
 
 from quengine.errors import EngineError
-from quengine.serve.metrics import Metrics
-from quengine.serve.models.model_entry import ModelEntry
+from quengine.serve.models.model_host import LoadCancelledError, ModelHost, State
 from quengine.serve.models.model_spec import ModelSpec, check_header
-from quengine.serve.processes.server_thread import Worker
 from quengine.serve.processes.shared_engine import Engine
 from quengine.serve.response_store import ResponseStore
 
@@ -27,10 +24,6 @@ Launch = Callable[[ModelSpec, MakeRoom, Callable[[], None]], Engine]
 """Loads a model, in the worker's thread; calls the last argument now and then, which raises to stop it."""
 
 
-class LoadCancelledError(Exception):
-    """The model is not wanted any more."""
-
-
 class Residency:
     """See the module docstring.
 
@@ -40,13 +33,13 @@ class Residency:
         failed: called with what an only model failed of, after which it does not come back.
 
     Attributes:
-        entries: the models there are, which others may replace.
+        hosts: the models there are, which others may replace.
     """
 
     def __init__(
         self, launch: Launch, most: int, say: Callable[[str], None], failed: Callable[[BaseException], None]
     ) -> None:
-        self.entries: list[ModelEntry] = []
+        self.hosts: list[ModelHost] = []
         self._launch = launch
         self._most = most
         self._say = say
@@ -56,150 +49,132 @@ class Residency:
         self._tasks: set[asyncio.Task[object]] = set()
         self._rate: float | None = None  # bytes loaded a second, of the last model
 
-    def want(self, entry: ModelEntry) -> None:
+    def want(self, host: ModelHost) -> None:
         """Load a model in its turn, unless nobody wants it any more then."""
-        if entry.loader is None:
-            entry.loader = asyncio.get_running_loop().create_task(self._load(entry))
+        if host.loader is None:
+            host.loader = asyncio.get_running_loop().create_task(self._load(host))
 
-    def begin(self, entry: ModelEntry) -> None:
+    def begin(self, host: ModelHost) -> None:
         """Load a model now."""
         self._loop = asyncio.get_running_loop()
-        entry.load_began = time.monotonic()
-        entry.cancelled = False
-        if not entry.alone or entry.asleep:
-            size = f" {entry.nbytes / 2**30:.2f} GiB" if entry.nbytes else ""
-            self._say(f"{entry.name}: loading{size}{self.estimate(entry)}")
-        entry.service.worker.start()
+        if not host.alone or host.state is State.ASLEEP:
+            size = f" {host.nbytes / 2**30:.2f} GiB" if host.nbytes else ""
+            self._say(f"{host.name}: loading{size}{self.estimate(host)}")
+        host.begin()
 
-    async def _load(self, entry: ModelEntry) -> None:
+    async def _load(self, host: ModelHost) -> None:
         try:
             async with self._turn:
-                await self.until(lambda: not entry.leaving)
-                if not entry.loaded and entry.wanted:
-                    await self._make_place(entry)
-                if not entry.loaded and entry.wanted:
-                    self.begin(entry)
-                    await self.until(lambda: entry.service.worker.state not in ("starting", "stopped"))
-                if entry.loaded:
-                    entry.admit()
-                    if entry.cancelled:
-                        self.task(self.unload(entry))
+                await self.until(lambda: host.state is not State.DRAINING)
+                if not host.loaded and host.wanted:
+                    await self._make_place(host)
+                if not host.loaded and host.wanted:
+                    self.begin(host)
+                    await self.until(lambda: host.state is not State.LOADING)
+                if host.loaded:
+                    host.admit()
+                    if host.cancelled:
+                        self.task(self.unload(host))
         except LoadCancelledError:
             pass
         except Exception as error:
             if not isinstance(error, EngineError):
-                logger.exception("%s cannot be loaded", entry.name)
-            entry.failure = str(error)
-            self._say(f"{entry.name}: not loaded: {error}")
-            entry.refuse(entry.load_error(error))
+                logger.exception("%s cannot be loaded", host.name)
+            self._say(f"{host.name}: not loaded: {error}")
+            host.fail_to_load(error)
         finally:
-            entry.loader = None
-        if entry.wanted:  # by who came after the attempt had failed
-            self.want(entry)
+            host.loader = None
+        if host.wanted:  # by who came after the attempt had failed
+            self.want(host)
 
-    def estimate(self, entry: ModelEntry) -> str:
+    def estimate(self, host: ModelHost) -> str:
         """By the rate of the last model that was loaded."""
-        return (
-            "" if not self._rate or not entry.nbytes else f", about {entry.nbytes / self._rate:.0f} s in all"
-        )
+        return "" if not self._rate or not host.nbytes else f", about {host.nbytes / self._rate:.0f} s in all"
 
-    async def _make_place(self, entry: ModelEntry) -> None:
+    async def _make_place(self, host: ModelHost) -> None:
         """Unload what is too many. Raises EngineError, and nothing is unloaded, for a file that is no model's."""
         checked = False
-        while 0 < self._most <= sum(each.occupied for each in self.entries) and entry.wanted:
+        while 0 < self._most <= sum(each.occupied for each in self.hosts) and host.wanted:
             if not checked:
-                await asyncio.to_thread(check_header, entry.spec)
+                await asyncio.to_thread(check_header, host.spec)
                 checked = True
-            if not await self._evict(entry):
+            if not await self._evict(host):
                 return
 
-    def _make_room(self, entry: ModelEntry, needed: int, free: int, device: str) -> bool:
-        """`MakeRoom`, called in the thread of the worker that loads `entry`."""
-        if entry.service.worker.state != "starting":  # an engine that replaces a failed one has its place
+    def _make_room(self, host: ModelHost, needed: int, free: int, device: str) -> bool:
+        """`MakeRoom`, called in the thread of the worker that loads `host`."""
+        if host.state is not State.LOADING:  # an engine that replaces a failed one has its place
             return False
-        return asyncio.run_coroutine_threadsafe(self._room(entry, needed, free, device), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(self._room(host, needed, free, device), self._loop).result()
 
-    async def _room(self, entry: ModelEntry, needed: int, free: int, device: str) -> bool:
+    async def _room(self, host: ModelHost, needed: int, free: int, device: str) -> bool:
         if device == "cpu":  # the system counts mapped weights as memory that is free
-            free -= sum(each.nbytes for each in self.entries if each is not entry and each.device == "cpu")
-        return free < needed and await self._evict(entry, device)
+            free -= sum(each.nbytes for each in self.hosts if each is not host and each.device == "cpu")
+        return free < needed and await self._evict(host, device)
 
-    async def _evict(self, entry: ModelEntry, device: str | None = None) -> bool:
-        """Unload the model to do without for `entry`; False where there is none.
+    async def _evict(self, host: ModelHost, device: str | None = None) -> bool:
+        """Unload the model to do without for `host`; False where there is none.
 
-        Raises LoadCancelledError where `entry` is not wanted any more.
+        Raises LoadCancelledError where `host` is not wanted any more.
         """
         others = [
             each
-            for each in self.entries
-            if each is not entry and each.loaded and (device is None or each.device == device)
+            for each in self.hosts
+            if each is not host and each.loaded and (device is None or each.device == device)
         ]
         if not others:
             return False
-        victim = min(others, key=lambda each: (not each.leaving, each.uses > 0, each.used_at))
-        self._say(f"{victim.name}: unloaded to make room for {entry.name}")
-        if not await self.unload(victim, lambda: entry.wanted and not entry.cancelled):
+        victim = min(others, key=lambda each: (each.state is not State.DRAINING, each.uses > 0, each.used_at))
+        self._say(f"{victim.name}: unloaded to make room for {host.name}")
+        if not await self.unload(victim, lambda: host.wanted and not host.cancelled):
             raise LoadCancelledError
         return True
 
-    async def unload(self, entry: ModelEntry, still: Callable[[], bool] = lambda: True) -> bool:
+    async def unload(self, host: ModelHost, still: Callable[[], bool] = lambda: True) -> bool:
         """Whether it is unloaded, after its last request; not where `still` ceases to hold before."""
-        if not entry.loaded:
+        if not host.loaded:
             return True
-        if not entry.leaving:
-            entry.leaving = True
-            await self.until(lambda: not entry.uses or not entry.loaded or not still())
-            if entry.uses and entry.loaded:
-                entry.leaving = False
+        if host.state is not State.DRAINING:
+            host.leave()
+            await self.until(lambda: not host.uses or not host.loaded or not still())
+            if not host.loaded:
+                return True
+            if host.uses:
+                host.stay()
                 self.notify()
                 return False
-            if not entry.loaded:
-                entry.leaving = False
-                return True
-            if entry.alone:
-                entry.service.asleep = entry.service.model
-            entry.service.worker.stop()
-        await self.until(lambda: not entry.leaving)
-        return not entry.loaded
+            host.unload()
+        await self.until(lambda: host.state is not State.DRAINING)
+        return not host.loaded
 
-    # --- what workers report -------------------------------------------------------------------------------
+    # --- what hosts report ---------------------------------------------------------------------------------
 
-    def entry_of(self, spec: ModelSpec, responses: ResponseStore, alone: bool) -> ModelEntry:
-        def make_worker(metrics: Metrics) -> Worker:
-            return Worker(
-                lambda: self._launch(spec, partial(self._make_room, entry), check),
-                parallel=spec.settings.parallel * spec.settings.replicas,
-                max_queue=spec.settings.limits.queue,
-                observe=metrics.observe,
-                stopped=lambda problem: self._stopped(entry, problem),
-                changed=lambda: self._changed(entry),
-            )
+    def host_of(self, spec: ModelSpec, responses: ResponseStore, alone: bool) -> ModelHost:
+        return ModelHost(spec, responses, alone, self._make_engine, self._changed, self._ended)
+
+    def _make_engine(self, host: ModelHost) -> Engine:
+        """Called in the thread of the host's worker."""
 
         def check() -> None:
-            if entry.cancelled:
+            if host.cancelled:
                 raise LoadCancelledError
 
-        entry = ModelEntry(spec, make_worker, responses, alone)
-        return entry
+        return self._launch(host.spec, partial(self._make_room, host), check)
 
-    def _changed(self, entry: ModelEntry) -> None:
-        """The state of a worker has changed."""
-        state, engine = entry.service.worker.state, entry.service.worker.engine
-        if state == "ready" and engine is not None:
-            entry.failure, entry.used_at = None, time.monotonic()
-            entry.nbytes = int(engine.model.facts.get("size", entry.nbytes))
-            if entry.load_began:
-                took = max(entry.used_at - entry.load_began, 1e-3)
-                self._rate, entry.load_began = entry.nbytes / took, 0.0
-                logger.info("%s: loaded in %.1f s, %.0f MB/s", entry.name, took, self._rate / 1e6)
-            entry.service.asleep = None
-            self._say_ready(entry, engine)
-        elif state == "restarting":
-            self._say(f"{self._prefix(entry)}the engine failed and is starting again")
+    def _changed(self, host: ModelHost) -> None:
+        engine = host.worker.engine
+        if engine is None:
+            self._say(f"{self._prefix(host)}the engine failed and is starting again")
+        else:
+            if host.load_began:
+                took = max(host.used_at - host.load_began, 1e-3)
+                self._rate = host.nbytes / took
+                logger.info("%s: loaded in %.1f s, %.0f MB/s", host.name, took, self._rate / 1e6)
+            self._say_ready(host, engine)
         self.notify()
 
-    def _say_ready(self, entry: ModelEntry, engine: Engine) -> None:
-        settings, prefix = entry.spec.settings, self._prefix(entry)
+    def _say_ready(self, host: ModelHost, engine: Engine) -> None:
+        settings, prefix = host.spec.settings, self._prefix(host)
         for note in engine.model.notes:
             self._say(f"{prefix}{note}")
         if settings.parallel > engine.capacity:
@@ -208,26 +183,18 @@ class Residency:
                 f"{prefix}--parallel {settings.parallel}: this engine computes {count} at a time, others queue"
             )
         names = ", ".join(settings.model_names)
-        slots = entry.service.worker.slots
+        slots = host.worker.slots
         self._say(f"ready: model {names}, {slots} slot{'s' * (slots > 1)} of {engine.model.ctx_size} tokens")
 
-    def _prefix(self, entry: ModelEntry) -> str:
-        return "" if entry.alone else f"{entry.name}: "
+    def _prefix(self, host: ModelHost) -> str:
+        return "" if host.alone else f"{host.name}: "
 
-    def _stopped(self, entry: ModelEntry, problem: BaseException | None) -> None:
-        """The thread of a worker has ended."""
-        if isinstance(problem, LoadCancelledError):
-            problem = None
-        if entry.alone and not entry.asleep:
-            if problem is not None:
-                self._failed(problem)
-            return
+    def _ended(self, host: ModelHost, problem: BaseException | None) -> None:
         if problem is not None:
-            entry.failure = str(problem)
-            self._say(f"{entry.name}: the engine failed: {problem}")
-            entry.refuse(entry.load_error(problem))
-        entry.service.renew()
-        entry.leaving = False
+            if host.alone and host.state is State.FAILED:
+                self._failed(problem)
+            else:
+                self._say(f"{host.name}: the engine failed: {problem}")
         self.notify()
 
     def task(self, work: "asyncio._CoroutineLike[object]") -> None:

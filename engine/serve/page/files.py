@@ -48,7 +48,10 @@ async def page(models: Models, request: Request) -> Response:
 
 
 async def page_file(models: Models, request: Request) -> Response:
-    """A script, style or font of the page. Raises ApiError for a name that is not among them."""
+    """A file of the chat page.
+
+    A script, style or font. Raises ApiError for a name that is not among them.
+    """
     return _answer(models, request, request.path_params["name"])
 
 

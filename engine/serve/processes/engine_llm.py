@@ -15,6 +15,7 @@ from quengine.request.prompt_images import ImagePrompt
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence as LLMSequence
 from quengine.sampler import TokenLogprobs
+from quengine.serve.processes.engine_handover import BlockReceiver, BlockSender, SharedBlocks
 from quengine.serve.processes.engine_slots import EngineSlots
 from quengine.serve.processes.shared_engine import (
     EngineStats,
@@ -32,7 +33,6 @@ from quengine.serve.processes.shared_engine import (
     failed,
 )
 from quengine.serve.processes.shared_model import ServedModel, TextSide
-from quengine.serve.replicas.engine_handover import BlockReceiver, BlockSender, SharedBlocks
 from quengine.structured.constraint import ConstraintError
 
 logger = logging.getLogger("quengine.serve")

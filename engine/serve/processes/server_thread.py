@@ -47,11 +47,7 @@ class QueueFullError(Exception):
 
 
 class NotServingError(Exception):
-    """The worker takes no requests now; `state` says why."""
-
-    def __init__(self, state: str) -> None:
-        super().__init__(state)
-        self.state = state
+    """The worker takes no requests now: it has no engine, or is to end."""
 
 
 class Worker:
@@ -62,8 +58,8 @@ class Worker:
         parallel: most sequences given to the engine at once (never more than its capacity).
         max_queue: most sequences that may wait in the queue; those of a large batch wait in their handle instead.
         observe: called with the events of every step, in the event loop.
-        stopped: called in the event loop when the thread and the engine have ended; the error if it could not go on.
-        changed: called in the event loop after each change of `state`.
+        ready, failed: called in the event loop when there is an engine, and when it has failed and is replaced.
+        ended: called in the event loop when the thread and the engine have ended; the error if it could not go on.
     """
 
     def __init__(
@@ -73,21 +69,20 @@ class Worker:
         parallel: int,
         max_queue: int,
         observe: Callable[[Sequence[Event]], None],
-        stopped: Callable[[BaseException | None], None],
-        changed: Callable[[], None],
+        ready: Callable[[], None],
+        failed: Callable[[], None],
+        ended: Callable[[BaseException | None], None],
     ) -> None:
         self.parallel = parallel
         self.max_queue = max_queue
         self.engine: Engine | None = None
         self.stats = EngineStats()
-        self.state = "unloaded"
         self.busy_seconds = 0.0
         self.steps = 0
         self.step_sequences = 0  # computed in all steps together
         self._make_engine = make_engine
         self._observe = observe
-        self._stopped = stopped
-        self._changed = changed
+        self._ready, self._failed, self._ended = ready, failed, ended
         self._wake = threading.Condition()
         self._waiting: deque[tuple[Handle, Work]] = deque()
         self._slots = SlotTable()
@@ -101,10 +96,23 @@ class Worker:
     # --- the event loop's side -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to load the engine; `state` is "ready" once it is there."""
+        """Begin to load the engine."""
         self._loop = asyncio.get_running_loop()
-        self._enter("starting")
         self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests are taken: there is an engine, which is to go on."""
+        return self.engine is not None and not self._stopping
 
     @property
     def waiting(self) -> int:
@@ -126,7 +134,7 @@ class Worker:
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine may not answer although the state is "ready"; None where all is well."""
+        """Why the engine may not answer although requests are taken; None where all is well."""
         engine, began = self.engine, self._step_began
         if engine is not None and (silent := engine.silent_seconds) > SILENT_SECONDS:
             return f"the engine has not answered for {silent:.0f} s"
@@ -143,12 +151,12 @@ class Worker:
         size neither fills the queue nor holds up the requests of others.
 
         Raises:
-            NotServingError: not loaded, starting, draining, or the engine is being replaced.
+            NotServingError: not loaded, loading, ending, or the engine is being replaced.
             QueueFullError: the queue has no room for any of them.
         """
         with self._wake:
-            if self.state != "ready":
-                raise NotServingError(self.state)
+            if not self.serving:
+                raise NotServingError
             # A free slot counts as room in the queue: it takes its request at the next step.
             room = self.max_queue + max(0, self.slots - len(self._running)) - len(self._waiting)
             if room < 1:
@@ -169,11 +177,6 @@ class Worker:
                 self._waiting = deque(entry for entry in self._waiting if entry[0] is not handle)
             self._cancels += ids & self._running.keys()
             self._wake.notify()
-
-    def drain(self) -> None:
-        """Take no more requests; those taken go on. May be called from a signal handler's thread."""
-        if self.state in ("starting", "ready", "restarting"):
-            self._enter("draining")
 
     @property
     def idle(self) -> bool:
@@ -210,17 +213,15 @@ class Worker:
         except BaseException as error:
             problem = error
         self._fail_all("the server is shutting down" if problem is None else f"the engine failed: {problem}")
-        self._enter("stopped")
         if self.engine is not None:
             self.engine.close()
-        self._call(lambda: self._stopped(problem))
+        self._call(lambda: self._ended(problem))
 
     def _serve_until_stopped(self) -> None:
         failures = 0
         while (engine := self._make_engine_again(failures) if failures else self._make_engine()) is not None:
             self.engine = engine
-            if self.state != "draining":
-                self._enter("ready")
+            self._call(self._ready)
             try:
                 while self._turn(engine):
                     failures = 0
@@ -230,10 +231,9 @@ class Worker:
                     return
                 failures += 1
                 logger.exception("the engine has failed")
-                if self.state != "draining":
-                    self._enter("restarting")
-                self._fail_running(failure_message(error))
                 self.engine = None
+                self._call(self._failed)
+                self._fail_running(failure_message(error))
                 engine.close()
                 if failures >= MAX_RESTARTS:
                     raise CannotRunError(
@@ -360,10 +360,6 @@ class Worker:
             self._running.update({request.id: handle for handle, request in self._waiting})
             self._waiting.clear()
         self._fail_running(message)
-
-    def _enter(self, state: str) -> None:
-        self.state = state
-        self._call(self._changed)
 
     def _call(self, function: Callable[[], None]) -> None:
         try:

@@ -76,7 +76,7 @@ class SlotAction(msgspec.Struct, tag=True):
 
 
 class Prefill(msgspec.Struct, tag=True):
-    """Compute a prompt for another engine, and hand over its blocks from `first` on (replicas/engine_handover.py)."""
+    """Compute a prompt for another engine, and hand over its blocks from `first` on (engine_handover.py)."""
 
     prompt: Sequence[int]
     first: int = 0

@@ -21,8 +21,8 @@ from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.models.preset_file import engine_config
-from quengine.serve.ray.options import RayOptions
 from quengine.serve.ray.replica import RayReplica
+from quengine.serve.ray_options import RayOptions
 from quengine.serve.settings import Limits, ServerSettings
 
 if TYPE_CHECKING:

@@ -12,11 +12,13 @@ from starlette.types import ASGIApp
 
 from quengine.serve import access_log
 from quengine.serve.app import make_app
+from quengine.serve.models.model_host import State
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.models.registry import Models
 from quengine.serve.processes.server_engine import ProcessEngine
 from quengine.serve.ray.replica_metrics import join_metrics
 from quengine.serve.routes.status_routes import metrics_text
+from quengine.serve.tools.tool_routes import ToolRoom
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +42,8 @@ class RayReplica:
         self.problem: BaseException | None = None
         self._spec = spec
         self._tasks: list[asyncio.Task[None]] = []
-        self._models = Models(spec.settings, self._launch, None, self._say, self._failed)
+        self._tools = ToolRoom(spec.settings.tools, self._say)
+        self._models = Models(spec.settings, self._launch, None, self._say, self._failed, [self._tools])
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:  # Ray's name for it
         """The application, when the model is loaded: requests come to the replica from then on.
@@ -50,20 +53,19 @@ class RayReplica:
         """
         access_log.set_level(self._spec.settings.access_log)
         self._models.start()
-        service = self._models.entries[0].service
-        while service.worker.state != "ready":
+        while self._models.hosts[0].state is not State.READY:
             if self.problem is not None:
                 raise self.problem
             await asyncio.sleep(0.05)
         self._models.joined_metrics = self._joined_metrics
         self._tasks.append(asyncio.get_running_loop().create_task(self._tick()))
-        return make_app(self._models)
+        return make_app(self._models, self._tools.routes)
 
     def check_health(self) -> None:
         """Raises what keeps the replica from answering; Ray then starts another in its place."""
         if self.problem is not None:
             raise self.problem
-        if (trouble := self._models.entries[0].service.worker.trouble) is not None:
+        if (trouble := self._models.hosts[0].worker.trouble) is not None:
             raise RuntimeError(trouble)
 
     def notes(self) -> list[str]:

@@ -9,8 +9,8 @@ from quengine.errors import EngineError
 from quengine.platform.machine import thread_count
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.processes.server_engine import Place, ProcessEngine
+from quengine.serve.processes.shared_region import BlockRegion
 from quengine.serve.replicas.replica_engine import ReplicaEngine
-from quengine.serve.replicas.shared_region import BlockRegion
 from quengine.serve.settings import ServerSettings
 
 PART_BYTES = 64 << 20

@@ -19,8 +19,8 @@ from quengine.serve.processes.shared_engine import (
     Prefilled,
     TakeBlocks,
 )
+from quengine.serve.processes.shared_region import PARTS, BlockRegion
 from quengine.serve.replicas.replica import Handed, Replica, Routed
-from quengine.serve.replicas.shared_region import PARTS, BlockRegion
 
 LEAST_TOKENS = 256
 """Of a prompt that no replica has in its cache: fewer are computed beside the running requests in a moment."""

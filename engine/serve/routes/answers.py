@@ -8,10 +8,10 @@ from typing import Any
 
 from quengine import __version__
 from quengine.request.output import Timings
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece, PromptProgress
 from quengine.serve.routes.streaming import DONE, data
 from quengine.serve.schemas.fields import Generation
-from quengine.serve.service import Service
 
 FINGERPRINT = f"b{__version__}-quengine"
 """`system_fingerprint` and `build_info`: of another form than b1234-commit, but it begins as llama-server's do."""
@@ -21,13 +21,13 @@ def new_id(kind: str) -> str:
     return f"{kind}{secrets.token_hex(12)}"
 
 
-def answer_head(service: Service, id_prefix: str, kind: str) -> dict[str, Any]:
+def answer_head(host: ModelHost, id_prefix: str, kind: str) -> dict[str, Any]:
     """What an answer begins with, or each chunk of one; `kind` is OpenAI's `object`."""
     return {
         "id": new_id(id_prefix),
         "object": kind,
         "created": int(time.time()),
-        "model": service.model_name,
+        "model": host.name,
         "system_fingerprint": FINGERPRINT,
     }
 
@@ -59,11 +59,6 @@ def token_counts(requests: Sequence[GenerationRequest], ends: Sequence[Finished]
 def prompt_tokens(request: GenerationRequest, end: Finished | None = None) -> int:
     """Tokens of a prompt, rows of images among them once it has ended."""
     return end.timings.prompt_tokens if request.images and end is not None else len(request.prompt)
-
-
-def token_count(tokens: int) -> dict[str, Any]:
-    """How long a prompt is, as OpenAI's /v1/responses/input_tokens says it."""
-    return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
 def stream_end(

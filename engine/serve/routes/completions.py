@@ -8,10 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.routes.answer_events import Answer, End, Part, text_answers
 from quengine.serve.routes.answers import LiveTimings, answer_head, answer_tail, stream_end
-from quengine.serve.routes.constraints import TextCheck, read_constraint
+from quengine.serve.routes.constraints import read_constraint
 from quengine.serve.routes.infill import suffix_prompt
 from quengine.serve.routes.logprob_forms import (
     completion_logprobs,
@@ -24,74 +26,68 @@ from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.openai import CompletionRequest
-from quengine.serve.service import Service
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for this route."""
 
 
-async def completions(service: Service, request: Request) -> Response:
-    body = await read_request(request, CompletionRequest, service.limits)
-    requests = await unless_gone(request.receive, prepare_completions(service, body))
-    model = service.model
+async def completions(host: ModelHost, request: Request) -> Response:
+    """Complete prompts."""
+    body = await read_request(request, CompletionRequest, host.limits)
+    answers = await unless_gone(request.receive, prepare_completions(host, body))
+    model, requests = host.model, [answer.request for answer in answers]
     echoed = [model.decode(each.prompt) if body.echo else "" for each in requests]
     if body.stream:
         live = LiveTimings(body, requests)
-        chunks = _Chunks(
-            service, requests, echoed, body.stream_options.include_usage, service.verbose(body), live
-        )
-        return await stream_answer(service, request, requests, chunks)
-    outputs = await whole_answer(service, request, requests)
-    answer = _body(service, requests, echoed, outputs)
-    return json_response(
-        answer | (verbose_result(service, requests, outputs) if service.verbose(body) else {})
-    )
+        chunks = _Chunks(host, requests, echoed, body.stream_options.include_usage, host.verbose(body), live)
+        return await stream_answer(host, request, answers, chunks)
+    outputs = await whole_answer(host, request, answers)
+    answer = _body(host, requests, echoed, outputs)
+    return json_response(answer | (verbose_result(host, answers, outputs) if host.verbose(body) else {}))
 
 
-async def prepare_completions(service: Service, body: CompletionRequest) -> list[GenerationRequest]:
-    """The requests of all prompts. Raises ApiError."""
-    service.check_model_name(body.model)
-    check_choices(body, service.limits)
-    default = service.settings.defaults.max_tokens
+async def prepare_completions(host: ModelHost, body: CompletionRequest) -> list[Answer]:
+    """The completions of all prompts. Raises ApiError."""
+    host.check_model_name(body.model)
+    check_choices(body, host.limits)
+    default = host.settings.defaults.max_tokens
     params = await sampling_params(
-        service,
+        host,
         body,
         logprobs=body.logprobs,
         constraint=await read_constraint(body),
         max_tokens=DEFAULT_MAX_TOKENS if default is None else default,
     )
-    given: Any = suffix_prompt(service.model, body) if body.suffix else body.prompt
+    given: Any = suffix_prompt(host.model, body) if body.suffix else body.prompt
     special = body.parse_special and not body.suffix
     images = list[tuple[bytes, ...]]()
-    prompts = await read_prompts(service, given, "prompt", special, images=images)
+    prompts = await read_prompts(host, given, "prompt", special, images=images)
     scored = body.echo and body.logprobs is not None and not params.post_sampling_probs
     shown = not body.skip_special_tokens
     n = completions_of(body)
-    return requests_of(prompts, n, params, shown, scored, body.reports, body.id_slot, images=images)
+    requests = requests_of(prompts, n, params, shown, scored, body.reports, body.id_slot, images=images)
+    return text_answers(host, requests)
 
 
 def _body(
-    service: Service,
+    host: ModelHost,
     requests: Sequence[GenerationRequest],
     echoed: Sequence[str],
-    outputs: Sequence[tuple[Piece, Finished]],
+    outputs: Sequence[tuple[Part, End]],
 ) -> dict[str, Any]:
-    check = TextCheck(service, requests)
-    for index, (piece, _) in enumerate(outputs):
-        check.add(index, piece.text)
     return {
-        **answer_head(service, "cmpl-", "text_completion"),
+        **answer_head(host, "cmpl-", "text_completion"),
         "choices": [
             {
                 "index": index,
-                "text": echoed[index] + piece.text,
-                "logprobs": _logprobs(requests[index], piece, service.model),
+                "text": echoed[index] + part.piece.text,
+                "logprobs": _logprobs(requests[index], part.piece, host.model),
                 "finish_reason": end.reason,
-                **check.field(index, end),
+                **end.checked,
             }
-            for index, (piece, end) in enumerate(outputs)
+            for index, (part, end) in enumerate(outputs)
         ],
-        **answer_tail(requests, [end for _, end in outputs]),
+        **answer_tail(requests, [end.finished for _, end in outputs]),
     }
 
 
@@ -110,7 +106,7 @@ def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> d
 class _Chunks(ChunkForm):
     """A stream of text_completion objects."""
 
-    service: Service
+    host: ModelHost
     requests: Sequence[GenerationRequest]
     echoed: Sequence[str]
     """What each completion begins with: its prompt, or nothing."""
@@ -120,10 +116,9 @@ class _Chunks(ChunkForm):
     _offsets: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._head = answer_head(self.service, "cmpl-", "text_completion")
+        self._head = answer_head(self.host, "cmpl-", "text_completion")
         self._with_logprobs = self.requests[0].params.logprobs is not None
-        self._model = self.service.model
-        self._check = TextCheck(self.service, self.requests)
+        self._model = self.host.model
 
     def begin(self) -> bytes:
         if self.requests[0].score_prompt:
@@ -131,9 +126,8 @@ class _Chunks(ChunkForm):
         echoed = [(index, text) for index, text in enumerate(self.echoed) if text]
         return b"".join(self._chunk(index, text, None, None) for index, text in echoed)
 
-    def piece(self, choice: int, piece: Piece) -> bytes:
-        self._check.add(choice, piece.text)
-        return self._progress(choice, piece) + self._text(choice, piece)
+    def part(self, part: Part) -> bytes:
+        return self._progress(part.choice, part.piece) + self._text(part.choice, part.piece)
 
     def _progress(self, choice: int, piece: Piece) -> bytes:
         return b"".join(
@@ -158,11 +152,12 @@ class _Chunks(ChunkForm):
         logprobs, self._offsets[choice] = completion_logprobs(piece.logprobs, self._model, start)
         return echoed + self._chunk(choice, piece.text, logprobs, None, more)
 
-    def finished(self, choice: int, end: Finished) -> bytes:
-        more = {} if self.include_usage else answer_tail([self.requests[choice]], [end])
+    def finished(self, end: End) -> bytes:
+        request = self.requests[end.choice]
+        more = {} if self.include_usage else answer_tail([request], [end.finished])
         if self.verbose:
-            more |= verbose_chunk(self.service, choice, self.requests[choice], end)
-        return self._chunk(choice, "", None, end.reason, more, self._check.field(choice, end))
+            more |= verbose_chunk(self.host, end.choice, request, end.finished)
+        return self._chunk(end.choice, "", None, end.reason, more, end.checked)
 
     def end(self, ends: Sequence[Finished]) -> bytes:
         return stream_end(self._head, self.requests, ends, self.include_usage)

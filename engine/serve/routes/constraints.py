@@ -4,27 +4,22 @@ A request that wants what the model cannot do is refused; nothing is answered wi
 """
 
 import asyncio
-import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from quengine.errors import EngineError
 from quengine.serve.http import off_loop
-from quengine.serve.processes.shared_engine import Finished, GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.old_functions import with_tools
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Generation, Tools
 from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.requests import TemplateRequest
-from quengine.serve.service import Service
-from quengine.structured.answer_format import NO_CALLS, AnswerFormat, answer_violation
+from quengine.structured.answer_format import NO_CALLS, AnswerFormat
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import ToolUse
-
-logger = logging.getLogger(__name__)
 
 CONSTRAINTS: Mapping[str, Callable[[Any], ConstraintSpec | None]] = {
     "response_format": ConstraintSpec.from_response_format,
@@ -80,37 +75,6 @@ async def read_tools(body: Tools | TemplateRequest, model: ServedModel) -> ToolU
             lambda: form.shown(use)
         )  # the form is found when it is first needed, which takes a while
     return use
-
-
-def violation_field(service: Service, violation: str | None) -> dict[str, Any]:
-    """The field of an answer whose finished text is not valid under its schema, which the log and the metrics are told
-    too."""
-    if violation is None:
-        return {}
-    service.metrics.violated()
-    logger.warning("a finished answer is not valid under its schema: %s", violation)
-    return {"schema_violation": violation}
-
-
-class TextCheck:
-    """Checks completions that are all text against the schemas that they were held to, when they end."""
-
-    def __init__(self, service: Service, requests: Sequence[GenerationRequest]) -> None:
-        self._service = service
-        self._constraints = [request.params.constraint for request in requests]
-        self._texts: dict[int, list[str]] = {}
-
-    def add(self, choice: int, text: str) -> None:
-        """More of a completion's text, kept where it has a constraint."""
-        if text and self._constraints[choice] is not None:
-            self._texts.setdefault(choice, []).append(text)
-
-    def field(self, choice: int, end: Finished) -> dict[str, Any]:
-        """`violation_field` of a completion that ended by itself."""
-        if end.reason != "stop":
-            return {}
-        text = "".join(self._texts.get(choice, ()))
-        return violation_field(self._service, answer_violation(self._constraints[choice], None, text))
 
 
 async def answer_constraint(

@@ -14,9 +14,9 @@ from quengine.errors import EngineError
 from quengine.request.content_parts import IMAGE, base64_bytes, data_url, read_image, why_text_alone
 from quengine.serve.http import off_loop
 from quengine.serve.image_fetch import fetch_images
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.messages import ContentPart, TextPart
-from quengine.serve.service import Service
 
 IMAGES = "_images"
 MEDIA_MARKER = "<__media__>"
@@ -47,7 +47,7 @@ def without_urls(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[st
 
 
 async def read_urls(
-    service: Service, urls: Sequence[str], param: str, fetched: dict[str, bytes] | None = None
+    host: ModelHost, urls: Sequence[str], param: str, fetched: dict[str, bytes] | None = None
 ) -> tuple[bytes, ...]:
     """The contents of images. Raises ApiError where the model reads none, or an address is not read here.
 
@@ -55,25 +55,25 @@ async def read_urls(
     """
     if not urls:
         return ()
-    if not service.model.marker:
-        raise bad_request(f"{param}: {why_text_alone(service.model.notes)}", param, "unsupported")
+    if not host.model.marker:
+        raise bad_request(f"{param}: {why_text_alone(host.model.notes)}", param, "unsupported")
     fetched = {} if fetched is None else fetched
-    far = [url for url in urls if _is_far(url) and url not in fetched] if service.settings.image_urls else []
+    far = [url for url in urls if _is_far(url) and url not in fetched] if host.settings.image_urls else []
     try:
         fetched |= await fetch_images(far)
         return await asyncio.to_thread(
-            lambda: tuple(fetched[url] if url in fetched else _read(service, url) for url in urls)
+            lambda: tuple(fetched[url] if url in fetched else _read(host, url) for url in urls)
         )
     except (EngineError, ValueError) as error:
         raise bad_request(f"{param}: {error}", param, "invalid_value") from None
 
 
-def read_data(service: Service, given: Any, key: str) -> tuple[bytes, ...]:
+def read_data(host: ModelHost, given: Any, key: str) -> tuple[bytes, ...]:
     """llama-server's `multimodal_data`: base64 texts. Raises ApiError."""
     if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
         raise bad_request(f"{key}.multimodal_data: must be an array of base64 texts", key, "invalid_value")
-    if not service.model.marker:
-        raise bad_request(f"{key}.multimodal_data: {why_text_alone(service.model.notes)}", key, "unsupported")
+    if not host.model.marker:
+        raise bad_request(f"{key}.multimodal_data: {why_text_alone(host.model.notes)}", key, "unsupported")
     try:
         return tuple(base64_bytes(each) for each in given)
     except EngineError as error:
@@ -84,21 +84,21 @@ def _is_far(url: str) -> bool:
     return url[:8].lower().startswith(("http://", "https://"))
 
 
-def _read(service: Service, url: str) -> bytes:
+def _read(host: ModelHost, url: str) -> bytes:
     """The contents of a data: or file: URL. Raises EngineError for another."""
     if url.startswith("data:"):
         return data_url(url)
     if url.startswith("file:"):
-        return read_image(_media_file(service, url))
+        return read_image(_media_file(host, url))
     raise EngineError(
         f"image_url {url[:40]!r}: images are taken from data: URLs, with --media-path from file: URLs below it, and "
         "with --image-urls from http: and https: URLs"
     )
 
 
-def _media_file(service: Service, url: str) -> Path:
+def _media_file(host: ModelHost, url: str) -> Path:
     """The file of a file: URL. Raises EngineError for one that is not below --media-path."""
-    folder = service.settings.media_path
+    folder = host.settings.media_path
     if folder is None:
         raise EngineError("file: URLs are read with --media-path DIR alone")
     path = Path(unquote(urlsplit(url).path))
@@ -110,9 +110,9 @@ def _media_file(service: Service, url: str) -> Path:
     return found
 
 
-async def counted(service: Service, ids: Sequence[int], images: Sequence[bytes], param: str) -> int:
+async def counted(host: ModelHost, ids: Sequence[int], images: Sequence[bytes], param: str) -> int:
     """Tokens of a prompt, rows of its images among them. Raises ApiError of the field `param` for what is no image."""
-    model = service.model
+    model = host.model
     if not images:
         return len(ids)
     return len(ids) + await off_loop(lambda: sum(map(model.image_tokens, images)), param, "invalid_value")

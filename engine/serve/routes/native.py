@@ -9,62 +9,62 @@ from starlette.responses import Response
 
 from quengine.request.sampling_params import MAX_COUNT, RANGES, SamplingParams
 from quengine.serve.http import json_response, read_request, unless_gone
-from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
+from quengine.serve.models.model_host import ModelHost
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
+from quengine.serve.routes.answer_events import Answer, End, Part, text_answers
 from quengine.serve.routes.answers import LiveTimings, prompt_tokens, timings_body
-from quengine.serve.routes.constraints import TextCheck, read_constraint
+from quengine.serve.routes.constraints import read_constraint
 from quengine.serve.routes.logprob_forms import native_probabilities
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.requests import Native, NativeRequest
-from quengine.serve.service import Service
 
 _ABSENT = object()
 
 
-async def completion(service: Service, request: Request) -> Response:
-    body = await read_request(request, NativeRequest, service.limits)
-    return await native_answer(service, request, body, body.prompt, body.parse_special)
+async def completion(host: ModelHost, request: Request) -> Response:
+    """Complete a prompt, with llama-server's names."""
+    body = await read_request(request, NativeRequest, host.limits)
+    return await native_answer(host, request, body, body.prompt, body.parse_special)
 
 
 async def native_answer(
-    service: Service, request: Request, body: Native, prompt: Any, parse_special: bool
+    host: ModelHost, request: Request, body: Native, prompt: Any, parse_special: bool
 ) -> Response:
     """The answer, or the stream, in llama-server's own form. Raises ApiError, and ClientGoneError."""
-    requests = await unless_gone(request.receive, _prepared(service, body, prompt, parse_special))
-    form = _Form(service, requests, body.response_fields, LiveTimings(body, requests))
+    requests = await unless_gone(request.receive, _prepared(host, body, prompt, parse_special))
+    answers = text_answers(host, requests)
+    form = _Form(host, requests, body.response_fields, LiveTimings(body, requests))
     if body.stream:
-        return await stream_answer(service, request, requests, form)
-    answers = []
-    for index, (piece, end) in enumerate(await whole_answer(service, request, requests)):
-        tokens = piece.tokens if body.return_tokens else ()
-        answer = native_result(service, index, requests[index], end, piece.text, tokens)
-        answer |= form.checked(index, piece.text, end)
-        answers.append(_chosen(answer | form.probabilities(index, piece.logprobs), body.response_fields))
-    return json_response(answers if len(answers) > 1 else answers[0])
+        return await stream_answer(host, request, answers, form)
+    written = [
+        form.whole(part, end, body.return_tokens) for part, end in await whole_answer(host, request, answers)
+    ]
+    return json_response(written if len(written) > 1 else written[0])
 
 
 async def _prepared(
-    service: Service, body: Native, prompt: Any, parse_special: bool
+    host: ModelHost, body: Native, prompt: Any, parse_special: bool
 ) -> list[GenerationRequest]:
-    service.check_model_name(body.model)
-    check_choices(body, service.limits)
+    host.check_model_name(body.model)
+    check_choices(body, host.limits)
     params = await sampling_params(
-        service, body, logprobs=body.n_probs or None, constraint=await read_constraint(body)
+        host, body, logprobs=body.n_probs or None, constraint=await read_constraint(body)
     )
     images = list[tuple[bytes, ...]]()
-    prompts = await read_prompts(service, prompt, "prompt", parse_special, images=images)
+    prompts = await read_prompts(host, prompt, "prompt", parse_special, images=images)
     n = completions_of(body)
     return requests_of(prompts, n, params, progress=body.reports, slot=body.id_slot, images=images)
 
 
 def native_result(
-    service: Service, index: int, request: GenerationRequest, end: Finished, text: str, tokens: Sequence[int]
+    host: ModelHost, index: int, request: GenerationRequest, end: Finished, text: str, tokens: Sequence[int]
 ) -> dict[str, Any]:
     """llama-server's own answer for one completion. The newest token is not in the cache. `truncated`: the context was
     full, and ended the text or was shifted; no prompt is ever cut."""
-    model = service.model
+    model = host.model
     prompt, generated = prompt_tokens(request, end), end.timings.generated_tokens
     held = prompt + generated - end.timings.discarded_tokens
     word = end.stop_text
@@ -75,7 +75,7 @@ def native_result(
         "tokens": tokens,
         "id_slot": request.slot,
         "stop": True,
-        "model": service.model_name,
+        "model": host.name,
         "tokens_predicted": generated,
         "tokens_evaluated": prompt,
         "tokens_cached": held - min(1, generated),
@@ -90,19 +90,19 @@ def native_result(
 
 
 def verbose_result(
-    service: Service, requests: Sequence[GenerationRequest], outputs: Sequence[tuple[Piece, Finished]]
+    host: ModelHost, answers: Sequence[Answer], outputs: Sequence[tuple[Part, End]]
 ) -> dict[str, Any]:
     """What `verbose` adds to an answer in OpenAI's form: llama-server's own one; an array of several completions."""
     results = [
-        native_result(service, index, requests[index], end, piece.text, piece.tokens)
-        for index, (piece, end) in enumerate(outputs)
+        native_result(host, part.choice, answer.request, end.finished, part.piece.text, part.piece.tokens)
+        for answer, (part, end) in zip(answers, outputs, strict=True)
     ]
     return {"__verbose": results if len(results) > 1 else results[0]}
 
 
-def verbose_chunk(service: Service, index: int, request: GenerationRequest, end: Finished) -> dict[str, Any]:
+def verbose_chunk(host: ModelHost, index: int, request: GenerationRequest, end: Finished) -> dict[str, Any]:
     """The same for the last chunk of a stream's completion, whose text has been sent."""
-    return {"__verbose": native_result(service, index, request, end, "", ())}
+    return {"__verbose": native_result(host, index, request, end, "", ())}
 
 
 def _chosen(answer: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _chosen(answer: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
 class _Form(ChunkForm):
     """The chunks of a stream, of which the last has the fields of a whole answer."""
 
-    service: Service
+    host: ModelHost
     requests: Sequence[GenerationRequest]
     fields: Sequence[str]
     """Of the last chunk, where not all are wanted."""
@@ -131,10 +131,15 @@ class _Form(ChunkForm):
     _predicted: dict[int, int] = field(default_factory=dict)
     _lines: set[int] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self._check = TextCheck(self.service, self.requests)
+    def whole(self, part: Part, end: End, tokens: bool) -> dict[str, Any]:
+        """An answer that is not streamed, with the tokens where they are wanted."""
+        choice, piece = part.choice, part.piece
+        request, given = self.requests[choice], piece.tokens if tokens else ()
+        answer = native_result(self.host, choice, request, end.finished, piece.text, given)
+        return _chosen(answer | end.checked | self._probabilities(choice, piece.logprobs), self.fields)
 
-    def piece(self, choice: int, piece: Piece) -> bytes:
+    def part(self, part: Part) -> bytes:
+        choice, piece = part.choice, part.piece
         progress = b"".join(
             data(self._chunk(choice, "", ()) | each) for each in self.live.progress(choice, piece)
         )
@@ -143,19 +148,13 @@ class _Form(ChunkForm):
         self._predicted[choice] = self._predicted.get(choice, 0) + len(piece.tokens)
         if "\n" in piece.text:
             self._lines.add(choice)
-        self._check.add(choice, piece.text)
         chunk = self._chunk(choice, piece.text, piece.tokens) | self.live.after(choice, piece)
-        return progress + data(chunk | self.probabilities(choice, piece.logprobs))
+        return progress + data(chunk | self._probabilities(choice, piece.logprobs))
 
-    def finished(self, choice: int, end: Finished) -> bytes:
-        last = native_result(self.service, choice, self.requests[choice], end, "", ())
-        last |= self.checked(choice, "", end)
+    def finished(self, end: End) -> bytes:
+        choice = end.choice
+        last = native_result(self.host, choice, self.requests[choice], end.finished, "", ()) | end.checked
         return data(_chosen(last | {"has_new_line": choice in self._lines}, self.fields))
-
-    def checked(self, choice: int, text: str, end: Finished) -> dict[str, Any]:
-        """The field of a completion whose last part is `text`, where it is not valid under its schema."""
-        self._check.add(choice, text)
-        return self._check.field(choice, end)
 
     def _chunk(self, choice: int, text: str, tokens: Sequence[int]) -> dict[str, Any]:
         return {
@@ -168,8 +167,8 @@ class _Form(ChunkForm):
             "tokens_evaluated": prompt_tokens(self.requests[choice]),
         }
 
-    def probabilities(self, choice: int, entries: Sequence[Any]) -> dict[str, Any]:
-        params, model = self.requests[choice].params, self.service.model
+    def _probabilities(self, choice: int, entries: Sequence[Any]) -> dict[str, Any]:
+        params, model = self.requests[choice].params, self.host.model
         if params.logprobs is None:
             return {}
         return {"completion_probabilities": native_probabilities(entries, model, params.post_sampling_probs)}

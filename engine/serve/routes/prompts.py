@@ -12,6 +12,7 @@ from quengine.errors import EngineError
 from quengine.request.chat_format import Ending
 from quengine.request.pooling import with_end
 from quengine.serve import access_log
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import TextJob, least_tokens, utf8_size
 from quengine.serve.routes.images import (
@@ -31,7 +32,6 @@ from quengine.serve.schemas.messages import Content, Message, TextContent, TextP
 from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.reading import are_token_ids, read_part, shown, token_ids, whole_number
 from quengine.serve.schemas.requests import TemplateRequest
-from quengine.serve.service import Service
 from quengine.structured.answer_format import effort_variables, nearest_effort, switch_variables
 from quengine.structured.reasoning_tags import reasoning_in
 
@@ -41,7 +41,7 @@ NOTHING: Mapping[str, Any] = {}
 
 
 async def read_prompts(
-    service: Service,
+    host: ModelHost,
     given: str | list[Any] | dict[str, Any],
     key: str,
     parse_special: bool,
@@ -56,15 +56,15 @@ async def read_prompts(
         have markers in it; None: there may be none.
     """
     values = _separate(given, key)
-    service.check_inputs(len(values), key)
-    most = service.most_prompt_tokens
+    host.check_inputs(len(values), key)
+    most = host.most_prompt_tokens
     if images is not None:
-        images += [_images(value, service, key) for value in values]
-        values = [_marked(value, service.model.marker) for value in values]
-    prompts = [_parts(value, service, key, checked=notes is None) for value in values]
+        images += [_images(value, host, key) for value in values]
+        values = [_marked(value, host.model.marker) for value in values]
+    prompts = [_parts(value, host, key, checked=notes is None) for value in values]
     job = TextJob("encode", prompts, special=parse_special, most_tokens=most if notes is None else None)
-    end = service.model.end_of_text if ended else None
-    found = await _ids(service, job, key)
+    end = host.model.end_of_text if ended else None
+    found = await _ids(host, job, key)
     ends = [end if parts and isinstance(parts[-1], str) else None for parts in prompts]
     for number, (ids, last) in enumerate(zip(found, ends, strict=True)):
         if notes is not None and len(ids) > most:
@@ -73,12 +73,12 @@ async def read_prompts(
     return [with_end(ids, last) for ids, last in zip(found, ends, strict=True)]
 
 
-async def read_pairs(service: Service, query: str, documents: Sequence[str], key: str) -> list[list[int]]:
+async def read_pairs(host: ModelHost, query: str, documents: Sequence[str], key: str) -> list[list[int]]:
     """The prompts of a decoder that ranks, of the query with each of the documents in the field `key` of a request,
     checked against the limits. Raises ApiError."""
-    service.check_inputs(1 + len(documents), key)
-    texts = [_parts(text, service, key) for text in (query, *documents)]
-    return await _ids(service, TextJob("encode_pairs", texts, most_tokens=service.most_prompt_tokens), key)
+    host.check_inputs(1 + len(documents), key)
+    texts = [_parts(text, host, key) for text in (query, *documents)]
+    return await _ids(host, TextJob("encode_pairs", texts, most_tokens=host.most_prompt_tokens), key)
 
 
 class PromptIds(NamedTuple):
@@ -89,7 +89,7 @@ class PromptIds(NamedTuple):
 
 
 async def chat_ids(
-    service: Service,
+    host: ModelHost,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Any] | None,
     variables: Mapping[str, Any],
@@ -103,17 +103,17 @@ async def chat_ids(
     ending: how the prompt ends; None: an answer at the end of the messages is continued. fetched: as `read_urls`.
     """
     messages, urls = without_urls(messages)
-    images = await read_urls(service, urls, param, fetched)
+    images = await read_urls(host, urls, param, fetched)
     job = TextJob(
         "encode_chat",
-        messages=service.settings.chat.opened(messages),
-        marker=service.model.marker if images else "",
+        messages=host.settings.chat.opened(messages),
+        marker=host.model.marker if images else "",
         tools=tools,
         variables=variables,
         ending=ending or ending_of(messages),
-        most_tokens=service.most_prompt_tokens if limited else None,
+        most_tokens=host.most_prompt_tokens if limited else None,
     )
-    (prompt,) = await _ids(service, job, param)
+    (prompt,) = await _ids(host, job, param)
     return PromptIds(prompt, images)
 
 
@@ -146,13 +146,13 @@ def given_answer(messages: Sequence[Mapping[str, Any]], ending: Ending) -> str:
 
 
 def reasoning_wanted(
-    service: Service, body: Tools, effort: str | None, param: str
+    host: ModelHost, body: Tools, effort: str | None, param: str
 ) -> tuple[Mapping[str, Any], int]:
     """The template's variables, and the most tokens of reasoning: 0 where none is wanted, -1 for any number.
 
     effort: the field `param`. Raises ApiError where the template takes no such value.
     """
-    options = service.settings.chat
+    options = host.settings.chat
     switched = body.reasoning.enabled if body.enable_thinking is None else body.enable_thinking
     given = (
         *(body.reasoning_budget, body.thinking_budget_tokens, body.reasoning_budget_tokens),
@@ -160,11 +160,11 @@ def reasoning_wanted(
     )
     default = options.reasoning_budget if switched is None and effort is None else -1
     budget = next((each for each in given if each is not None), default)
-    if switched is False or (effort == "none" and service.model.answer_format.efforts is None):
+    if switched is False or (effort == "none" and host.model.answer_format.efforts is None):
         budget = 0
     thinking = False if budget == 0 else switched
     variables = template_variables(
-        service.model, body.chat_template_kwargs, effort, param, thinking, options.variables
+        host.model, body.chat_template_kwargs, effort, param, thinking, options.variables
     )
     return variables, budget
 
@@ -196,10 +196,10 @@ def template_variables(
         raise bad_request(f"{param} = {error}", param, "unsupported") from None
 
 
-async def _ids(service: Service, job: TextJob, param: str) -> list[list[int]]:
-    result = await service.text_pool.perform(service.model, job)
+async def _ids(host: ModelHost, job: TextJob, param: str) -> list[list[int]]:
+    result = await host.text_pool.perform(host.model, job)
     if result.tokens is not None:
-        raise service.prompt_error(result.tokens, param, result.size)
+        raise host.prompt_error(result.tokens, param, result.size)
     if not all(result.ids):
         raise bad_request("the prompt has no tokens", param)
     return result.ids
@@ -215,25 +215,25 @@ def _separate(value: str | list[Any] | dict[str, Any], key: str) -> list[Any]:
     return [value] if one else value
 
 
-def _parts(value: Any, service: Service, key: str, checked: bool = True) -> list[str | int]:
+def _parts(value: Any, host: ModelHost, key: str, checked: bool = True) -> list[str | int]:
     """A prompt's strings and ids. Raises ApiError for one that is too long by its bytes alone, if that is `checked`."""
     given = (
         value if isinstance(value, list) else [_object_text(value, key) if isinstance(value, dict) else value]
     )
-    model = service.model
+    model = host.model
     texts = [part for part in given if isinstance(part, str)]
     least = len(given) - len(texts) + sum(least_tokens(model, text) for text in texts)
-    if checked and least > service.most_prompt_tokens:
-        raise service.prompt_error(least, key, sum(map(utf8_size, texts)) if texts else None)
+    if checked and least > host.most_prompt_tokens:
+        raise host.prompt_error(least, key, sum(map(utf8_size, texts)) if texts else None)
     if are_token_ids(given, model.vocab_size):
         return given
     return [part if isinstance(part, str) else token_id(part, model.vocab_size, key) for part in given]
 
 
-def _images(value: Any, service: Service, key: str) -> tuple[bytes, ...]:
+def _images(value: Any, host: ModelHost, key: str) -> tuple[bytes, ...]:
     """The images beside a prompt that is an object. Raises ApiError."""
     given = value.get("multimodal_data") if isinstance(value, dict) else None
-    return () if given in (None, []) else read_data(service, given, key)
+    return () if given in (None, []) else read_data(host, given, key)
 
 
 def _marked(value: Any, marker: str) -> Any:

@@ -10,6 +10,7 @@ from quengine.errors import EngineError
 from quengine.request.sampling_params import MAX_BIAS, MAX_COUNT, MAX_SEED, Range, SamplingParams
 from quengine.serve import access_log
 from quengine.serve.http import off_loop
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import utf8_size
@@ -18,7 +19,6 @@ from quengine.serve.schemas.fields import Accepted, Generation, Sampling
 from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
 from quengine.serve.schemas.reading import shown, token_ids, wrong_value
 from quengine.serve.schemas.requests import Native
-from quengine.serve.service import Service
 from quengine.serve.settings import Limits
 from quengine.structured.constraint_spec import ConstraintSpec
 
@@ -32,7 +32,7 @@ _NAMES = Sampling.__struct_fields__[len(Accepted.__struct_fields__) :]
 
 
 async def sampling_params(
-    service: Service,
+    host: ModelHost,
     body: Generation,
     *,
     logprobs: int | None,
@@ -43,9 +43,9 @@ async def sampling_params(
 
     Raises ApiError for what is over a limit, not in the vocabulary, or a constraint that cannot be compiled.
     """
-    limits, model = service.limits, service.model
+    limits, model = host.limits, host.model
     given = {name: getattr(body, name) for name in _NAMES}
-    shifts = service.settings.defaults.context_shift if body.context_shift is None else body.context_shift
+    shifts = host.settings.defaults.context_shift if body.context_shift is None else body.context_shift
     if body.repetition_penalty is not None:
         given["repeat_penalty"] = body.repetition_penalty
     given |= {
@@ -62,7 +62,7 @@ async def sampling_params(
     if body.seed == -1:
         settings["seed"] = None  # drawn, also where the server has a seed
     try:
-        params = replace(service.settings.defaults, **settings)
+        params = replace(host.settings.defaults, **settings)
     except EngineError as error:
         raise bad_request(str(error), code="invalid_value") from None
     if constraint is not None:

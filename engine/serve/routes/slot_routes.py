@@ -6,34 +6,37 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
 from quengine.serve.processes.shared_engine import SlotAction, SlotActionKind, SlotStats
 from quengine.serve.schemas.errors import ApiError, bad_request, switched_off
 from quengine.serve.schemas.reading import shown
 from quengine.serve.schemas.requests import SlotFileRequest
-from quengine.serve.service import Service
 
 _MAX_NAME_BYTES = 255
 _ACTIONS = get_args(SlotActionKind)
 
 
 async def slots(models: Models, request: Request) -> Response:
-    """One entry a slot, as llama-server's; at most a tenth of a second old. Of several models each names its own.
-    With `?fail_on_no_slot=1` a 503 where none is free."""
+    """What is being computed.
+
+    One entry a slot, as llama-server's; at most a tenth of a second old. Of several models each names its own.
+    With `?fail_on_no_slot=1` a 503 where none is free.
+    """
     if not models.settings.slots:
         raise switched_off("--no-slots")
     if (asked := models.asked(request.query_params.get("model", ""))) is not None:
-        entries = _slots(asked.service)
+        entries = _slots(asked)
     else:
-        loaded = [each for each in models.entries if each.loaded]
-        entries = [slot | {"model": each.name} for each in loaded for slot in _slots(each.service)]
+        loaded = [each for each in models.hosts if each.loaded]
+        entries = [slot | {"model": each.name} for each in loaded for slot in _slots(each)]
     if request.query_params.get("fail_on_no_slot") and all(each["is_processing"] for each in entries):
         raise ApiError(503, "no slot is free", code="no_free_slot", retry_after=1)
     return json_response(entries)
 
 
-def _slots(service: Service) -> list[dict[str, Any]]:
-    worker, context = service.worker, service.model.ctx_size
+def _slots(host: ModelHost) -> list[dict[str, Any]]:
+    worker, context = host.worker, host.model.ctx_size
     holders, stats = worker.slot_holders, {slot.request_id: slot for slot in worker.stats.slots}
     entries: list[dict[str, Any]] = []
     for slot in range(worker.slots):
@@ -58,9 +61,12 @@ def _slots(service: Service) -> list[dict[str, Any]]:
     return entries
 
 
-async def slot_action(service: Service, request: Request) -> Response:
-    """POST /slots/{id_slot}?action=save, restore or erase; it waits until what runs in the slot has ended."""
-    folder = service.settings.slot_save_path
+async def slot_action(host: ModelHost, request: Request) -> Response:
+    """Save what a slot holds to a file, restore it from there, or erase it (without a body).
+
+    It waits until what runs in the slot has ended.
+    """
+    folder = host.settings.slot_save_path
     if folder is None:
         raise ApiError(501, "this server does not save slots; start it with --slot-save-path DIR")
     given = request.path_params["id_slot"]
@@ -71,10 +77,10 @@ async def slot_action(service: Service, request: Request) -> Response:
     kind: Any = request.query_params.get("action")
     if kind not in _ACTIONS:
         raise bad_request(f"action = {shown(kind)}: must be {', '.join(_ACTIONS)}", "action", "invalid_value")
-    name = "" if kind == "erase" else await _file_name(service, request)
-    slot = int(given) % service.worker.slots
+    name = "" if kind == "erase" else await _file_name(host, request)
+    slot = int(given) % host.worker.slots
     action = SlotAction(kind, slot, "" if kind == "erase" else str(folder / name))
-    done = await unless_gone(request.receive, service.slot_action(action))
+    done = await unless_gone(request.receive, host.slot_action(action))
     if kind == "erase":
         return json_response({"id_slot": slot, "n_erased": done.tokens})
     tokens, size = ("n_saved", "n_written") if kind == "save" else ("n_restored", "n_read")
@@ -84,9 +90,9 @@ async def slot_action(service: Service, request: Request) -> Response:
     )
 
 
-async def _file_name(service: Service, request: Request) -> str:
-    body = await read_request(request, SlotFileRequest, service.limits)
-    service.check_model_name(body.model)
+async def _file_name(host: ModelHost, request: Request) -> str:
+    body = await read_request(request, SlotFileRequest, host.limits)
+    host.check_model_name(body.model)
     if len(body.filename.encode()) > _MAX_NAME_BYTES:
         raise bad_request(f"filename: it has more than {_MAX_NAME_BYTES} bytes", "filename", "over_limit")
     return body.filename

@@ -1,69 +1,83 @@
 """The state of the server and of its models: health, metrics, properties, adapters. None of it loads a model."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from msgspec import UNSET, UnsetType
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.models.hub.hub_name import quant_of
 from quengine.serve.http import json_response, read_array
-from quengine.serve.models.model_entry import ModelEntry
+from quengine.serve.models.model_host import ModelHost, State
 from quengine.serve.models.registry import Models
+from quengine.serve.processes.shared_engine import ReplicaStats
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import FINGERPRINT
 from quengine.serve.routes.images import MEDIA_MARKER
 from quengine.serve.routes.native import generation_settings
 from quengine.serve.schemas.errors import ApiError, switched_off
 from quengine.serve.schemas.fields import LoraAdapter
+from quengine.serve.schemas.llama import Health, Replicas, Success
 from quengine.serve.schemas.reading import read_part
 from quengine.serve.settings import ServerSettings
 
 
 async def health(models: Models, request: Request) -> Response:
-    """200 while requests are taken; 503 while an only model is loaded or its engine replaced, a model does not answer,
-    or the server is ending."""
+    """Whether requests are taken.
+
+    200 while requests are taken; 503 while an only model is loaded or its engine replaced, a model does not answer,
+    or the server is ending.
+    """
     del request
-    for entry in models.entries:
-        state = entry.service.worker.state
-        if (entry.alone and not entry.asleep and state != "ready") or state == "draining":
-            raise entry.service.unavailable(state)
-        if (trouble := entry.service.worker.trouble) is not None:
-            raise ApiError(503, trouble, code="unresponsive", retry_after=5)
     if models.draining:
         raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
-    sleeping = models.only is not None and models.only.asleep
-    status: dict[str, Any] = {"status": "ok", **({"is_sleeping": True} if sleeping else {})}
+    for host in models.hosts:
+        if host.alone and host.kept is None and host.state in (State.LOADING, State.FAILED):
+            raise host.unavailable()
+        if (trouble := host.worker.trouble) is not None:
+            raise ApiError(503, trouble, code="unresponsive", retry_after=5)
+    status = Health()
     if models.only is not None:
-        stats = models.only.service.worker.stats
-        for name, replicas in (("replicas", stats.replicas), ("prefill_replicas", stats.prefill)):
-            if replicas:
-                status[name] = {"up": sum(each.up for each in replicas), "of": len(replicas)}
+        stats = models.only.worker.stats
+        status.is_sleeping = UNSET if models.only.kept is None else True
+        status.replicas, status.prefill_replicas = _replicas(stats.replicas), _replicas(stats.prefill)
     return json_response(status)
 
 
+def _replicas(stats: Sequence[ReplicaStats]) -> Replicas | UnsetType:
+    return Replicas(up=sum(each.up for each in stats), of=len(stats)) if stats else UNSET
+
+
 async def metrics(models: Models, request: Request) -> Response:
-    """Of the server and its only model, or of one that is named, also under llama-server's names."""
+    """Counters, for Prometheus.
+
+    Of the server and its only model, or of one that is named, also under llama-server's names.
+    """
     if not models.settings.metrics:
         raise switched_off("--no-metrics")
     headers = {"content-type": CONTENT_TYPE_LATEST, "Process-Start-Time-Unix": str(models.created)}
-    entry = models.asked(request.query_params.get("model", ""))
+    host = models.asked(request.query_params.get("model", ""))
     joined = models.joined_metrics
-    return Response(metrics_text(models, entry) if joined is None else await joined(), headers=headers)
+    return Response(metrics_text(models, host) if joined is None else await joined(), headers=headers)
 
 
-def metrics_text(models: Models, entry: ModelEntry | None) -> bytes:
+def metrics_text(models: Models, host: ModelHost | None) -> bytes:
     """Prometheus' text of a model, with the server's own where it is the only one; None: of the server and all."""
-    if entry is None:
-        return models.metrics.text({each.name: each.service.metrics for each in models.entries})
-    own = models.metrics.text({}) if entry.alone else b""
-    return own + entry.service.metrics.text(entry.service.worker)
+    if host is None:
+        return models.metrics.text({each.name: each.metrics for each in models.hosts})
+    own = models.metrics.text({}) if host.alone else b""
+    return own + host.metrics.text(host.worker)
 
 
 async def props(models: Models, request: Request) -> Response:
-    """As llama-server's; the defaults are those of a request that says nothing."""
-    entry = models.asked(request.query_params.get("model", ""))
-    if entry is None:
+    """The model, the defaults and the limits.
+
+    As llama-server's; the defaults are those of a request that says nothing.
+    """
+    host = models.asked(request.query_params.get("model", ""))
+    if host is None:
         router = {
             "role": "router",
             "max_instances": models.settings.models.most,
@@ -71,23 +85,23 @@ async def props(models: Models, request: Request) -> Response:
             "is_sleeping": False,
         }
         return json_response(_settings(models.settings, None) | router)
-    served, service = entry.service.model, entry.service
+    served = host.model
 
     def text_of(token: int | None) -> str:
         return "" if token is None else served.token_bytes(token).decode(errors="replace")
 
     return json_response(
-        _settings(entry.spec.settings, served)
+        _settings(host.spec.settings, served)
         | {
-            "total_slots": service.worker.slots,
-            "model_alias": service.model_name,
+            "total_slots": host.worker.slots,
+            "model_alias": host.name,
             "model_path": served.facts.get("path", ""),
             "chat_template": served.template or "",
             "model_ftype": quant_of(str(served.facts.get("path", ""))),
             "bos_token": text_of(served.bos_id),
             "eos_token": text_of(served.eos_id),
             "eos_tokens": [text_of(token) for token in sorted(served.eos_ids)],
-            "is_sleeping": entry.state == "sleeping",
+            "is_sleeping": host.status == "sleeping",
         }
     )
 
@@ -112,7 +126,7 @@ def _settings(settings: ServerSettings, model: ServedModel | None) -> dict[str, 
         "endpoint_props": False,
         "endpoint_metrics": settings.metrics,
         "ui": settings.ui,
-        "cors_proxy_enabled": settings.tools.proxy,
+        "cors_proxy_enabled": False,
         "build_info": FINGERPRINT,
         "limits": limits,
         "tools": bool(settings.tools.names or settings.tools.mcp),
@@ -120,18 +134,24 @@ def _settings(settings: ServerSettings, model: ServedModel | None) -> dict[str, 
 
 
 async def change_props(models: Models, request: Request) -> Response:
-    """POST /props, as llama-server without --props."""
+    """Refused.
+
+    POST /props, as llama-server without --props.
+    """
     del models, request
     raise ApiError(501, "this server does not support changing global properties")
 
 
 async def lora_adapters(models: Models, request: Request) -> Response:
-    """GET /lora-adapters: there are none."""
+    """The adapters: none."""
     del models, request
     return json_response([])
 
 
 async def change_lora_adapters(models: Models, request: Request) -> Response:
-    """POST /lora-adapters: the scales of adapters. There are none, so that all must be 0."""
+    """Switch adapters off.
+
+    There are none, so that all scales must be 0.
+    """
     read_part(list[LoraAdapter], await read_array(request, models.settings.limits), "adapters")
-    return json_response({"success": True})
+    return json_response(Success())

@@ -8,15 +8,19 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.serve.http import EventStream, json_response, read_request
+from quengine.serve.http import EVENTS, EventStream, json_response, read_request
 from quengine.serve.models.registry import Models
 from quengine.serve.resumable import KeptStream
+from quengine.serve.schemas import llama
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.requests import StreamsRequest
 
 
 async def read_stream(models: Models, request: Request) -> Response:
-    """A conversation's stream from the byte `from` on. Raises ApiError where it is not kept, or not yet there."""
+    """A conversation's stream again, from a byte on.
+
+    Raises ApiError where it is not kept, or not yet there.
+    """
     stream = models.streams.get(_conversation(request))
     if stream is None:
         raise ApiError(404, "no stream of this conversation is kept", param="conv_id")
@@ -31,7 +35,7 @@ async def read_stream(models: Models, request: Request) -> Response:
             "from",
             "invalid_value",
         )
-    return EventStream(b"", _parts(stream, int(given)), "text/event-stream")
+    return EventStream(b"", _parts(stream, int(given)), EVENTS)
 
 
 async def _parts(stream: KeptStream, at: int) -> AsyncGenerator[bytes, None]:
@@ -40,23 +44,26 @@ async def _parts(stream: KeptStream, at: int) -> AsyncGenerator[bytes, None]:
 
 
 async def stop_stream(models: Models, request: Request) -> Response:
-    """End a conversation's stream, if there is one, and drop it."""
+    """End a conversation's stream."""
     models.streams.remove(_conversation(request))
     return Response(status_code=204)
 
 
 async def find_streams(models: Models, request: Request) -> Response:
-    """Which of the conversations have a stream, and how far it is."""
+    """Which conversations have streams.
+
+    And how far each is.
+    """
     body = await read_request(request, StreamsRequest, models.settings.limits)
     return json_response(
         [
-            {
-                "conversation_id": stream.conversation,
-                "is_done": stream.done,
-                "total_bytes": stream.total,
-                "started_at": int(stream.began),
-                "completed_at": int(stream.ended_at),
-            }
+            llama.KeptStream(
+                conversation_id=stream.conversation,
+                is_done=stream.done,
+                total_bytes=stream.total,
+                started_at=int(stream.began),
+                completed_at=int(stream.ended_at),
+            )
             for stream in models.streams.found(body.conversation_ids)
         ]
     )

@@ -1,4 +1,4 @@
-"""From a request's events to those of its answer; the form of a chunk is each route's own."""
+"""From a request's events to those of its answer; the form of a chunk is each API's own."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -12,31 +12,32 @@ from starlette.responses import Response
 
 from quengine.serve import access_log
 from quengine.serve.connections import Connection
-from quengine.serve.http import EventStream, to_json, unless_gone
+from quengine.serve.http import EVENTS, EventStream, to_json, unless_gone
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.server_handle import Handle
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
+from quengine.serve.routes.answer_events import Answer, End, Part
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.service import Service
 
 T = TypeVar("T")
 
 
 class ChunkForm(ABC):
-    """How one route writes a stream; every method gives whole events, or nothing."""
+    """How an API writes a stream; every method gives whole events, or nothing."""
 
-    media_type = "text/event-stream"
+    media_type = EVENTS
 
     def begin(self) -> bytes:
         return b""
 
     @abstractmethod
-    def piece(self, choice: int, piece: Piece) -> bytes: ...
+    def part(self, part: Part) -> bytes: ...
 
     @abstractmethod
-    def finished(self, choice: int, end: Finished) -> bytes: ...
+    def finished(self, end: End) -> bytes: ...
 
     def end(self, ends: Sequence[Finished]) -> bytes:
-        """After all completions; `ends` in the order of the requests."""
+        """After all completions; `ends` in their order."""
         del ends
         return b""
 
@@ -63,17 +64,20 @@ connection on which nothing comes."""
 
 
 async def whole_answer(
-    service: Service, request: Request, requests: Sequence[GenerationRequest]
-) -> list[tuple[Piece, Finished]]:
-    """Each request's tokens and text as one piece, and its end.
+    host: ModelHost, request: Request, answers: Sequence[Answer]
+) -> list[tuple[Part, End]]:
+    """Each completion as one part, and its end.
 
     Raises ApiError, and ClientGoneError when the client has gone.
     """
-    return await answered(service, request, requests, service.outputs)
+    outputs = await answered(host, request, [answer.request for answer in answers], host.outputs)
+    return [
+        (answer.part(piece), answer.end(end)) for answer, (piece, end) in zip(answers, outputs, strict=True)
+    ]
 
 
 async def answered(
-    service: Service,
+    host: ModelHost,
     request: Request,
     requests: Sequence[GenerationRequest],
     gathered: Callable[[Handle], Awaitable[T]],
@@ -82,31 +86,31 @@ async def answered(
 
     Raises ApiError, and ClientGoneError when the client has gone.
     """
-    handle = service.submit(requests)
+    handle = host.submit(requests)
     try:
         return await unless_gone(request.receive, gathered(handle))
     except BaseException:
-        service.worker.cancel(handle)
+        host.worker.cancel(handle)
         raise
 
 
 async def stream_answer(
-    service: Service, request: Request, requests: Sequence[GenerationRequest], form: ChunkForm
+    host: ModelHost, request: Request, answers: Sequence[Answer], form: ChunkForm
 ) -> Response:
-    """Stream the requests. The answer begins with the first token, so that what fails before has a status of its own;
-    where that takes long, with comments.
+    """Stream the completions. The answer begins with the first token, so that what fails before has a status of its
+    own; where that takes long, with comments.
 
     Raises ApiError, and ClientGoneError when the client has gone.
     """
-    handle = service.submit(requests)
-    chunks = _chunks(service.events(handle), form, len(requests))
+    handle = host.submit([answer.request for answer in answers])
+    chunks = _chunks(host.events(handle), answers, form)
     first = asyncio.ensure_future(anext(chunks))
     seconds = COMMENT_SECONDS if form.media_type == ChunkForm.media_type else None
     try:
         there, _ = await unless_gone(request.receive, asyncio.wait((first,), timeout=seconds))
         begin = first.result() if there else COMMENT
     except BaseException:
-        service.worker.cancel(handle)
+        host.worker.cancel(handle)
         await _left(first, chunks)
         raise
     record = access_log.current()
@@ -116,8 +120,8 @@ async def stream_answer(
             if not connection.writable:
                 return False
             record.event(piece)
-            if part := form.piece(choice, piece):
-                connection.write_part(part)
+            if written := form.part(answers[choice].part(piece)):
+                connection.write_part(written)
             return True
 
         handle.writer = write
@@ -168,8 +172,8 @@ async def _left(first: asyncio.Future[bytes], chunks: AsyncGenerator[bytes, None
 
 async def _chunks(
     events: AsyncGenerator[tuple[int, Piece | Finished], None],
+    answers: Sequence[Answer],
     form: ChunkForm,
-    count: int,
 ) -> AsyncGenerator[bytes, None]:
     ends: dict[int, Finished] = {}
     pending = form.begin()
@@ -178,10 +182,10 @@ async def _chunks(
         try:
             async for choice, event in events:
                 if isinstance(event, Piece):
-                    pending += form.piece(choice, event)
+                    pending += form.part(answers[choice].part(event))
                 else:
                     ends[choice] = event
-                    pending += form.finished(choice, event)
+                    pending += form.finished(answers[choice].end(event))
                 if pending:
                     begun = True
                     yield pending
@@ -191,6 +195,6 @@ async def _chunks(
                 raise
             yield form.failed(error)
             return
-    last = pending + form.end([ends[choice] for choice in range(count)])
+    last = pending + form.end([ends[choice] for choice in range(len(answers))])
     if last:
         yield last

@@ -5,19 +5,21 @@ from starlette.responses import Response
 
 from quengine.request.content_parts import IMAGE
 from quengine.serve.http import json_response, off_loop, read_request, unless_gone
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_text import TextJob
 from quengine.serve.routes.constraints import read_tools
 from quengine.serve.routes.images import read_urls, without_urls
 from quengine.serve.routes.prompts import read_messages, template_variables, token_id
+from quengine.serve.schemas.llama import DetokenizedText, RenderedPrompt
 from quengine.serve.schemas.reading import token_ids
 from quengine.serve.schemas.requests import DetokenizeRequest, TemplateRequest, TokenizeRequest
-from quengine.serve.service import Service
 
 
-async def tokenize(service: Service, request: Request) -> Response:
-    body = await read_request(request, TokenizeRequest, service.limits)
-    service.check_model_name(body.model)
-    size = service.model.vocab_size
+async def tokenize(host: ModelHost, request: Request) -> Response:
+    """Text to tokens."""
+    body = await read_request(request, TokenizeRequest, host.limits)
+    host.check_model_name(body.model)
+    size = host.model.vocab_size
     parts = [body.content] if isinstance(body.content, str) else body.content
     job = TextJob(
         "tokenize",
@@ -26,29 +28,31 @@ async def tokenize(service: Service, request: Request) -> Response:
         special=body.parse_special,
         pieces=body.with_pieces,
     )
-    result = await unless_gone(request.receive, service.text_pool.perform(service.model, job))
+    result = await unless_gone(request.receive, host.text_pool.perform(host.model, job))
     return Response(result.text, media_type="application/json")
 
 
-async def detokenize(service: Service, request: Request) -> Response:
-    body = await read_request(request, DetokenizeRequest, service.limits)
-    service.check_model_name(body.model)
-    model = service.model
+async def detokenize(host: ModelHost, request: Request) -> Response:
+    """Tokens to text."""
+    body = await read_request(request, DetokenizeRequest, host.limits)
+    host.check_model_name(body.model)
+    model = host.model
     text = await off_loop(lambda: model.decode(token_ids(body.tokens, "tokens", model.vocab_size)))
-    return json_response({"content": text})
+    return json_response(DetokenizedText(content=text))
 
 
-async def apply_template(service: Service, request: Request) -> Response:
-    body = await read_request(request, TemplateRequest, service.limits)
-    service.check_model_name(body.model)
-    model = service.model
+async def apply_template(host: ModelHost, request: Request) -> Response:
+    """A conversation's prompt."""
+    body = await read_request(request, TemplateRequest, host.limits)
+    host.check_model_name(body.model)
+    model = host.model
     use = await read_tools(body, model)
     messages, ending = read_messages(body)
     shown, urls = without_urls(messages)
-    await read_urls(service, urls, "messages")
+    await read_urls(host, urls, "messages")
     job = TextJob(
         "render_chat",
-        messages=service.settings.chat.opened(shown),
+        messages=host.settings.chat.opened(shown),
         tools=model.answer_format.tools(use),
         variables=template_variables(
             model,
@@ -56,9 +60,9 @@ async def apply_template(service: Service, request: Request) -> Response:
             body.reasoning_effort,
             "reasoning_effort",
             body.enable_thinking,
-            service.settings.chat.variables,
+            host.settings.chat.variables,
         ),
         ending=ending,
     )
-    result = await unless_gone(request.receive, service.text_pool.perform(service.model, job))
-    return json_response({"prompt": result.text.decode().replace(IMAGE, model.marker or IMAGE)})
+    result = await unless_gone(request.receive, host.text_pool.perform(host.model, job))
+    return json_response(RenderedPrompt(prompt=result.text.decode().replace(IMAGE, model.marker or IMAGE)))

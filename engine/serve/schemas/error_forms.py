@@ -65,8 +65,19 @@ class OllamaError(DialectError):
         return {"error": self.message}
 
 
+def _form(path: str) -> type[DialectError] | None:
+    if path == _ANTHROPIC or path.startswith(f"{_ANTHROPIC}/"):
+        return AnthropicError
+    return OllamaError if path.startswith(_OLLAMA) else None
+
+
 def in_dialect(error: ApiError, path: str) -> ApiError:
     """The error as clients of this path read it."""
-    if path == _ANTHROPIC or path.startswith(f"{_ANTHROPIC}/"):
-        return AnthropicError(error)
-    return OllamaError(error) if path.startswith(_OLLAMA) else error
+    form = _form(path)
+    return error if form is None else form(error)
+
+
+def error_schema_of(path: str) -> str:
+    """The schema of the errors of a path."""
+    form = _form(path)
+    return "Error" if form is None else form.__name__

@@ -1,5 +1,5 @@
 """The bodies of Ollama's API as structs (https://github.com/ollama/ollama/blob/main/docs/api.md), read as those in
-`requests` are, and its answers as JSON schemas.
+`requests` are, and its answers.
 
 Sampling parameters have Ollama's names in the engine too: `options` are `Sampling`, with Ollama's own beside it.
 """
@@ -7,7 +7,7 @@ Sampling parameters have Ollama's names in the engine too: `options` are `Sampli
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from quengine.request.sampling_params import RANGES
 from quengine.serve.schemas.fields import (
@@ -20,18 +20,7 @@ from quengine.serve.schemas.fields import (
     in_range,
     only,
 )
-from quengine.serve.schemas.openapi_parts import (
-    CHECKED,
-    COUNT,
-    NUMBER,
-    OBJECT,
-    STRING,
-    Schema,
-    array,
-    const,
-    enum,
-    record,
-)
+from quengine.serve.schemas.written import Count, TokenScores, Vector, Written
 from quengine.structured.tool_calls import MAX_TOOLS
 
 Images = Annotated[
@@ -219,75 +208,132 @@ class OllamaCopyRequest(Body, frozen=True):
     destination: str = ""
 
 
-OLLAMA_BODIES: tuple[type[Body], ...] = (
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    OllamaEmbedRequest,
-    OllamaEmbeddingsRequest,
-    OllamaShowRequest,
-    OllamaPullRequest,
-    OllamaDeleteRequest,
-    OllamaCreateRequest,
-    OllamaCopyRequest,
-)
+class OllamaDetails(Written, kw_only=True):
+    parent_model: str = ""
+    format: Literal["gguf", "safetensors"]
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
 
 
-def ollama_answers() -> dict[str, Schema]:
-    """The schemas of answers and of their parts, by component name."""
-    details = record(
-        parent_model=STRING,
-        format=enum("gguf", "safetensors"),
-        family=STRING,
-        families=array(STRING),
-        parameter_size=STRING,
-        quantization_level=STRING,
-    )
-    entry = {"name": STRING, "model": STRING, "size": COUNT, "digest": STRING, "details": details}
-    in_memory = {"expires_at": STRING, "size_vram": COUNT, "context_length": COUNT}
-    show = dict.fromkeys(("modelfile", "parameters", "template", "modified_at"), STRING)
-    vector = array(NUMBER)
-    success = record(status=const("success"))
-    function = record(index=COUNT, name=STRING, arguments=OBJECT)
-    message = record(
-        {"thinking": STRING, "tool_calls": array(record(id=STRING, function=function))},
-        role=const("assistant"),
-        content=STRING,
-    )
-    chat, chat_line = _ollama_answer({}, {"message": message})
-    generate, generate_line = _ollama_answer({"thinking": STRING}, {"response": STRING})
-    return {
-        "OllamaError": record(error=STRING),
-        "OllamaChat": chat,
-        "OllamaChatLine": chat_line,
-        "OllamaGenerate": generate,
-        "OllamaGenerateLine": generate_line,
-        "OllamaEmbed": record(
-            model=STRING,
-            embeddings=array(vector),
-            **dict.fromkeys(("total_duration", "load_duration", "prompt_eval_count"), COUNT),
-        ),
-        "OllamaEmbeddings": record(embedding=vector),
-        "OllamaTags": record(models=array(record(**entry, modified_at=STRING))),
-        "OllamaProcesses": record(models=array(record(**entry, **in_memory))),
-        "OllamaVersion": record(version=STRING),
-        "OllamaShow": record(**show, details=details, model_info=OBJECT, capabilities=array(STRING)),
-        "OllamaPull": success,
-        "OllamaPullLine": record({"digest": STRING, "total": COUNT, "completed": COUNT}, status=STRING),
-        "OllamaCreate": success,
-        "OllamaCreateLine": success,
-        "OllamaDelete": success,
-        "OllamaCopy": success,
-    }
+class OllamaListed(Written):
+    """A model in a list."""
+
+    name: str
+    model: str
+    size: Count
+    digest: str
+    details: OllamaDetails
 
 
-def _ollama_answer(optional: dict[str, Schema], given: dict[str, Schema]) -> tuple[Schema, Schema]:
-    """The whole answer (or the last line), or that to an empty request; and a line of a stream."""
-    token = {"id": COUNT, "token": STRING, "logprob": NUMBER, "bytes": array(COUNT)}
-    logprobs = {"logprobs": array(record(**token, top_logprobs=array(record(**token))))}
-    head = {"model": STRING, "created_at": STRING, **given}
-    durations = [f"{what}_duration" for what in ("total", "load", "prompt_eval", "eval")]
-    counts = dict.fromkeys((*durations, "prompt_eval_count", "eval_count"), COUNT)
-    optional = {**optional, **logprobs}
-    end = record(optional | CHECKED, **head, done=const(True), done_reason=enum("stop", "length"), **counts)
-    empty = record(**head, done=const(True), done_reason=enum("load", "unload"))
-    return {"anyOf": [end, empty]}, {"anyOf": [record(optional, **head, done=const(False)), end]}
+class OllamaTag(OllamaListed):
+    modified_at: str
+
+
+class OllamaTags(Written):
+    models: list[OllamaTag]
+
+
+class OllamaProcess(OllamaListed):
+    expires_at: str
+    size_vram: Count
+    context_length: Count
+
+
+class OllamaProcesses(Written):
+    models: list[OllamaProcess]
+
+
+class OllamaVersion(Written):
+    version: str
+
+
+class OllamaShow(Written):
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaEmbed(Written, kw_only=True):
+    model: str
+    embeddings: list[Vector]
+    total_duration: Count
+    load_duration: Count = 0
+    prompt_eval_count: Count
+
+
+class OllamaEmbeddings(Written):
+    embedding: Vector
+
+
+class OllamaSuccess(Written):
+    status: Literal["success"] = "success"
+
+
+class OllamaPullLine(Written):
+    """A step of a pull, with how much of a file is there; the last one's status is "success"."""
+
+    status: str
+    digest: str | UnsetType = UNSET
+    total: Count | UnsetType = UNSET
+    completed: Count | UnsetType = UNSET
+
+
+class OllamaAnswerFunction(Written):
+    index: Count
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaAnswerCall(Written):
+    id: str
+    function: OllamaAnswerFunction
+
+
+class OllamaAnswer(Written, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaAnswerCall] | UnsetType = UNSET
+
+
+class OllamaChat(Written, kw_only=True):
+    """An answer, or a line of one: counts, durations (nanoseconds) and the reason are those of the end."""
+
+    model: str
+    created_at: str
+    message: OllamaAnswer
+    logprobs: TokenScores | UnsetType = UNSET
+    done: bool
+    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
+    total_duration: Count | UnsetType = UNSET
+    load_duration: Count | UnsetType = UNSET
+    prompt_eval_count: Count | UnsetType = UNSET
+    prompt_eval_duration: Count | UnsetType = UNSET
+    eval_count: Count | UnsetType = UNSET
+    eval_duration: Count | UnsetType = UNSET
+    schema_violation: str | UnsetType = UNSET
+
+
+class OllamaGenerate(Written, kw_only=True):
+    """As `OllamaChat`, of a prompt."""
+
+    model: str
+    created_at: str
+    response: str
+    thinking: str | UnsetType = UNSET
+    logprobs: TokenScores | UnsetType = UNSET
+    done: bool
+    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
+    total_duration: Count | UnsetType = UNSET
+    load_duration: Count | UnsetType = UNSET
+    prompt_eval_count: Count | UnsetType = UNSET
+    prompt_eval_duration: Count | UnsetType = UNSET
+    eval_count: Count | UnsetType = UNSET
+    eval_duration: Count | UnsetType = UNSET
+    schema_violation: str | UnsetType = UNSET

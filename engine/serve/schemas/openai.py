@@ -44,6 +44,7 @@ from quengine.serve.schemas.openapi_parts import (
     record,
     ref,
 )
+from quengine.serve.schemas.written import Count, Written
 from quengine.structured.tool_calls import MAX_TOOLS
 
 
@@ -190,12 +191,40 @@ class EmbeddingRequest(Body, frozen=True, kw_only=True):
     user: Any = None
 
 
-OPENAI_BODIES: tuple[type[Body], ...] = (
-    ChatRequest,
-    CompletionRequest,
-    ResponseRequest,
-    EmbeddingRequest,
-)
+_ENCODED = {"anyOf": [{"type": "array", "items": {"type": "number"}}, {"type": "string"}]}
+
+
+class Embedding(Written, kw_only=True):
+    """`embedding`: numbers, or their bytes in base64."""
+
+    object: Literal["embedding"] = "embedding"
+    index: Count
+    embedding: Annotated[Any, Meta(extra_json_schema=_ENCODED)]
+
+
+class PromptUsage(Written):
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class EmbeddingList(Written, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: PromptUsage
+
+
+class PromptTokens(Written, kw_only=True):
+    """How long a prompt is."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: Count
+
+
+class DeletedResponse(Written, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
 
 
 _TAIL = {"usage": ref("Usage"), "seed": COUNT, "timings": ref("Timings")}
@@ -219,18 +248,6 @@ def openai_answers() -> dict[str, Schema]:
         **_chat(),
         **_completions(),
         **_responses(),
-        "EmbeddingList": record(
-            object=const("list"),
-            data=array(
-                record(
-                    object=const("embedding"),
-                    index=COUNT,
-                    embedding={"anyOf": [array({"type": "number"}), STRING]},
-                )
-            ),
-            model=STRING,
-            usage=record(prompt_tokens=COUNT, total_tokens=COUNT),
-        ),
     }
 
 
@@ -327,7 +344,6 @@ def _responses() -> dict[str, Schema]:
             data=array(OBJECT),
             has_more=BOOLEAN,
         ),
-        "DeletedResponse": record(id=STRING, object=const("response"), deleted=const(True)),
     }
 
 

@@ -1,11 +1,10 @@
-"""The answers of the OpenAPI document, as JSON schemas (draft 2020-12): all fields that an answer has, and no other.
+"""Answers of the OpenAPI document that are no structs, as JSON schemas (draft 2020-12): all their fields, and no other.
 
 Those of llama-server's API and of the server's own are here, the others beside the bodies of their API.
 """
 
 from quengine.request.sampling_params import RANGES
-from quengine.serve.schemas.anthropic import anthropic_answers
-from quengine.serve.schemas.ollama import ollama_answers
+from quengine.serve.schemas.anthropic import anthropic_error
 from quengine.serve.schemas.openai import openai_answers
 from quengine.serve.schemas.openapi_parts import (
     ANY,
@@ -43,14 +42,10 @@ def answer_schemas() -> dict[str, Schema]:
         **_native(),
         **_status(),
         **openai_answers(),
-        **anthropic_answers(),
-        **ollama_answers(),
-        "NativeEmbeddings": array(record(index=COUNT, embedding=array(array({"type": "number"})))),
+        "AnthropicError": anthropic_error(),
+        "OllamaError": record(error=STRING),
         "RankedDocuments": {"anyOf": [_ranked(), array(record({"text": STRING}, index=COUNT, score=NUMBER))]},
         "Tokens": record(tokens=array({"anyOf": [TOKEN, record(id=TOKEN, piece=_piece())]})),
-        "DetokenizedText": record(content=STRING),
-        "RenderedPrompt": record(prompt=STRING),
-        "PromptTokens": record(object=const("response.input_tokens"), input_tokens=COUNT),
     }
 
 
@@ -166,34 +161,9 @@ def _slots() -> dict[str, Schema]:
 
 def _status() -> dict[str, Schema]:
     limits = ("body", "prompt_tokens", "n", "stop", "logit_bias", "queue")
-    model = record(
-        id=STRING,
-        object=const("model"),
-        created=COUNT,
-        owned_by=const("quengine"),
-        aliases=array(STRING),
-        tags=array(STRING),
-        architecture=record(input_modalities=array(STRING), output_modalities=array(STRING)),
-        meta=OBJECT,
-        status=record(
-            {
-                "failed": const(True),
-                **dict.fromkeys(("error", "device"), STRING),
-                **dict.fromkeys(("memory", "running", "waiting"), COUNT),
-                **dict.fromkeys(("last_used", "keep_seconds"), NUMBER),
-            },
-            value=enum("unloaded", "loading", "loaded", "sleeping"),
-            unloadable=BOOLEAN,
-        ),
-    )
     return {
-        "Health": record({"is_sleeping": const(True)}, status=const("ok")),
-        "Model": model,
-        "ModelList": record(object=const("list"), data=array(ref("Model"))),
         **_slots(),
         "LoraAdapters": {"type": "array", "maxItems": 0},
-        "Success": record(success=const(True)),
-        "Predictions": record(predictions={"type": "array"}),
         **_tools_and_streams(),
         "Props": record(
             default_generation_settings=record(n_ctx=COUNT, params=ref("GenerationSettings")),
@@ -219,15 +189,6 @@ def _status() -> dict[str, Schema]:
 
 def _tools_and_streams() -> dict[str, Schema]:
     return {
-        "Streams": array(
-            record(
-                conversation_id=STRING,
-                is_done=BOOLEAN,
-                total_bytes=COUNT,
-                started_at=COUNT,
-                completed_at=COUNT,
-            )
-        ),
         "Tools": array(
             record(
                 display_name=STRING,

@@ -10,13 +10,9 @@ from typing import Any
 import msgspec
 
 from quengine.request.sampling_params import MAX_BIAS
-from quengine.serve.schemas.anthropic import ANTHROPIC_BODIES
-from quengine.serve.schemas.fields import REF
+from quengine.serve.schemas.fields import REF, Body
 from quengine.serve.schemas.messages import Message
-from quengine.serve.schemas.ollama import OLLAMA_BODIES
-from quengine.serve.schemas.openai import OPENAI_BODIES
 from quengine.serve.schemas.openapi_parts import ANY, NULL, OBJECT, STRING, TOKEN, Schema, ref
-from quengine.serve.schemas.requests import BODIES
 from quengine.serve.schemas.response_items import KINDS, InputItem
 from quengine.serve.settings import Limits
 from quengine.structured.reasoning_tags import REASONING_KEYS
@@ -35,12 +31,14 @@ _NAME: Schema = {"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,64}$"}
 
 
 def request_schemas(
-    limits: Limits, model_names: tuple[str, ...], vocab_size: int | None = None
+    bodies: Collection[type[Body]],
+    limits: Limits,
+    model_names: tuple[str, ...],
+    vocab_size: int | None = None,
 ) -> dict[str, Schema]:
-    """Every schema of a body and of its parts, by component name. `model_names` are the only ones that may be given,
-    where there are any; `vocab_size` is None while there is no model."""
+    """Every schema of these bodies and of their parts, by component name. `model_names` are the only ones that may be
+    given, where there are any; `vocab_size` is None while there is no model."""
     unions: list[Any] = [Message, InputItem]
-    bodies = (*BODIES, *OPENAI_BODIES, *ANTHROPIC_BODIES, *OLLAMA_BODIES)
     made, components = msgspec.json.schema_components((*unions, *bodies), ref_template=REF)
     token = {"type": "integer", "minimum": 0}
     schemas: dict[str, Schema] = {

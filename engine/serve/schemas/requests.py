@@ -139,13 +139,6 @@ class TemplateRequest(Body, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
 
 
-class PredictRequest(Body, frozen=True, kw_only=True):
-    """Vertex AI's; an instance is the body of the route that its `@requestFormat` names."""
-
-    instances: Annotated[list[dict[str, Any]], Meta(max_length=128)]
-    parameters: Any = None
-
-
 class ModelRequest(Body, frozen=True):
     """Of a route that loads or unloads a model."""
 
@@ -180,19 +173,3 @@ class SlotFileRequest(Body, frozen=True, kw_only=True):
             },
         ),
     ]
-
-
-BODIES: tuple[type[Body], ...] = (
-    SlotFileRequest,
-    NativeRequest,
-    NativeEmbeddingRequest,
-    RerankRequest,
-    InfillRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    TemplateRequest,
-    PredictRequest,
-    ModelRequest,
-    ToolRequest,
-    StreamsRequest,
-)

@@ -1,1 +1,1 @@
-"""What clients of a server may call: built-in tools, tools of MCP servers, a proxy. All of it is off by default."""
+"""What clients of a server may call: built-in tools, and tools of MCP servers. All of it is off by default."""

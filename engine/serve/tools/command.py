@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 
 from quengine import kernels
 from quengine.errors import CannotRunError
-from quengine.serve.tools.options import COMMANDS
+from quengine.serve.tool_options import COMMANDS
 from quengine.serve.tools.tool import (
     Answer,
     ServerTool,

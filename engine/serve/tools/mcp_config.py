@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from quengine.errors import EngineError
 from quengine.platform.input_files import read_text
-from quengine.serve.tools.options import ToolsOptions
+from quengine.serve.tool_options import ToolsOptions
 
 _MAX_BYTES = 1 << 20
 

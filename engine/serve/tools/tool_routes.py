@@ -7,18 +7,21 @@ relative paths start from, within --tools-dir.
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from urllib.parse import unquote
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.serve.http import EventStream, json_response, read_request, unless_gone
+from quengine.serve.http import EVENTS, EventStream, json_response, read_request, unless_gone
 from quengine.serve.models.registry import Models
+from quengine.serve.routes.route import READS_ALONE, OfServer
 from quengine.serve.routes.streaming import data
 from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.openapi_parts import OBJECT
 from quengine.serve.schemas.requests import ToolRequest
+from quengine.serve.tool_options import ToolsOptions
 from quengine.serve.tools.tool import ServerTool, ToolError, ToolInput
 from quengine.serve.tools.toolset import Toolset
 
@@ -26,35 +29,57 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TARGET = re.compile(r"[A-Za-z0-9._@][A-Za-z0-9._@-]*")
 
 
-async def list_tools(models: Models, request: Request) -> Response:
-    """What a model may be given, with llama-server's names. Raises ApiError (403) where there are none."""
-    check_page(request)
-    return json_response([tool.listing for tool in (await models.tools.tools()).values()])
+class ToolRoom:
+    """The tools beside a server's models, and their routes.
 
+    Raises:
+        EngineError: as `Toolset`.
+    """
 
-async def call_tool(models: Models, request: Request) -> Response:
-    """Call a tool. Raises ApiError for one that is not here, and for a runtime other than this machine."""
-    check_page(request)
-    tools = await models.tools.tools()
-    body = await read_request(request, ToolRequest, models.settings.limits)
-    _check_runtime(request.headers.get("x-tool-runtime", ""))
-    tool = tools.get(body.tool)
-    if tool is None:
-        raise ApiError(
-            404, f"no tool {body.tool[:80]!r} here; there: {', '.join(tools)[:1000]}", param="tool"
+    def __init__(self, options: ToolsOptions, say: Callable[[str], None]) -> None:
+        self.toolset = Toolset(options, say)
+        errors = (*READS_ALONE, 404, 500, 501)
+        self.routes = (
+            OfServer("GET /tools", self.list_tools, "Tools"),
+            OfServer("POST /tools", self.call_tool, OBJECT, ToolRequest, errors, "ToolEvent"),
         )
-    if body.stream and not tool.streams:
-        raise ApiError(404, f"the tool {tool.name} has no stream", param="stream")
-    try:
-        folder = models.tools.folder(unquote(request.headers.get("x-tool-cwd", "")))
-    except ToolError as error:
-        raise bad_request(str(error), "x-tool-cwd", "invalid_value") from None
-    arguments = {key: value for key, value in body.params.items() if key != "cwd" or tool.kind == "mcp"}
-    if body.stream:
-        chunks = _streamed(models.tools, tool, partial(ToolInput, arguments, folder))
-        return EventStream(await anext(chunks), chunks, "text/event-stream")
-    work = models.tools.call(tool, ToolInput(arguments, folder))
-    return json_response(await unless_gone(request.receive, work))
+        self.start, self.end = self.toolset.start, self.toolset.end
+
+    async def list_tools(self, models: Models, request: Request) -> Response:
+        """The tools that may be called here.
+
+        What a model may be given, with llama-server's names. Raises ApiError (403) where there are none.
+        """
+        del models
+        check_page(request)
+        return json_response([tool.listing for tool in (await self.toolset.tools()).values()])
+
+    async def call_tool(self, models: Models, request: Request) -> Response:
+        """Call a tool.
+
+        Raises ApiError for one that is not here, and for a runtime other than this machine.
+        """
+        check_page(request)
+        tools = await self.toolset.tools()
+        body = await read_request(request, ToolRequest, models.settings.limits)
+        _check_runtime(request.headers.get("x-tool-runtime", ""))
+        tool = tools.get(body.tool)
+        if tool is None:
+            raise ApiError(
+                404, f"no tool {body.tool[:80]!r} here; there: {', '.join(tools)[:1000]}", param="tool"
+            )
+        if body.stream and not tool.streams:
+            raise ApiError(404, f"the tool {tool.name} has no stream", param="stream")
+        try:
+            folder = self.toolset.folder(unquote(request.headers.get("x-tool-cwd", "")))
+        except ToolError as error:
+            raise bad_request(str(error), "x-tool-cwd", "invalid_value") from None
+        arguments = {key: value for key, value in body.params.items() if key != "cwd" or tool.kind == "mcp"}
+        if body.stream:
+            chunks = _streamed(self.toolset, tool, partial(ToolInput, arguments, folder))
+            return EventStream(await anext(chunks), chunks, EVENTS)
+        work = self.toolset.call(tool, ToolInput(arguments, folder))
+        return json_response(await unless_gone(request.receive, work))
 
 
 async def _streamed(

@@ -9,11 +9,11 @@ from pathlib import Path
 from msgspec import Struct
 
 from quengine.serve.schemas.errors import ApiError
+from quengine.serve.tool_options import BUILT_IN, COMMANDS, ToolsOptions
 from quengine.serve.tools.command import check_confinement, command_tool
 from quengine.serve.tools.file_tools import file_tools
 from quengine.serve.tools.mcp_config import mcp_servers
 from quengine.serve.tools.mcp_session import McpSession, check_installed
-from quengine.serve.tools.options import BUILT_IN, COMMANDS, ToolsOptions
 from quengine.serve.tools.search import search_tools
 from quengine.serve.tools.tool import Answer, ServerTool, ToolError, ToolInput, schema_of
 from quengine.serve.tools.workspace import Workspace
@@ -66,9 +66,6 @@ class Toolset:
             names = ", ".join(session.server.name for session in self._sessions)
             self._say(f"warning: clients may call the tools of MCP servers: {names}")
             self._finding = asyncio.create_task(self._find())
-        if self.options.proxy:
-            which = "any host, private addresses too" if self.options.proxy_private else "public addresses"
-            self._say(f"warning: clients may send requests through /cors-proxy to {which}")
 
     async def _find(self) -> None:
         """List the tools of each MCP server that has not been listed yet."""

@@ -1,1 +1,1 @@
-"""Matmuls of prefill, many activation rows: fp32 tiles, AMX bf16, VNNI int16."""
+"""Matmuls of prefill, many activation rows: fp32 tiles, bytes and bf16 on AMX, int16."""

@@ -1,15 +1,16 @@
-"""Prefill matmul: many activation rows times weights as stored, in fp32, on AMX, or on int16 VNNI.
+"""Prefill matmul: many activation rows times weights as stored, in fp32, on AMX, or on int16.
 
 Strips of weight rows are dequantized panel by panel into the caches and multiplied with all activation rows. Each
 element of the result is summed over the inner dimension in order, in one accumulator: it depends on its two rows
 alone, not on the other rows or the number of threads. K-quants are multiplied as integers, on AMX (amx_bytes.py) or
-with VNNI (vnni.py); of other types AMX multiplies two bf16 terms of an fp32 (amx.py).
+as int16 (vnni.py); of other types AMX multiplies two bf16 terms of an fp32 (amx.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -43,7 +44,7 @@ _Product = tuple[int, int, int, int]  # matmul kernel, panel kernel, strips per 
 _TASKS = 4  # per thread that a weight should have, before tasks take more strips
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TileKind:
     """One way to multiply weights with many rows, and the packing of the rows for it.
 
@@ -66,16 +67,39 @@ class TileKind:
 
 def tile_kind(w: QuantTensor) -> TileKind:
     """The fastest kind for a weight on this processor."""
-    if has_amx() and uses_amx_bytes(w):
-        sizes = (amx_bytes.COLUMNS, amx_bytes.ROWS, amx_bytes.ROW_BYTES, amx_bytes.MOST_ROWS)
-        return TileKind(*sizes, True, amx_bytes_pack_kernel, True, _amx_bytes_product)
     if has_amx():
-        return TileKind(BLOCK, BLOCK, 4 * DEPTH, MOST_ROWS, False, amx_pack_kernel, True, _amx_product)
-    if uses_vnni(w):
-        sizes = (vnni.TILE.columns, vnni.TILE.rows, vnni.ROW_BYTES, vnni.MOST_ROWS)
-        return TileKind(*sizes, True, vnni_pack_kernel, False, _vnni_product)
+        return _amx_bytes_kind() if uses_amx_bytes(w) else _amx_kind()
+    return _word_kind() if uses_vnni(w) else _float_kind()
+
+
+@cache
+def _amx_bytes_kind() -> TileKind:
+    sizes = (amx_bytes.COLUMNS, amx_bytes.ROWS, amx_bytes.ROW_BYTES, amx_bytes.MOST_ROWS)
+    return TileKind(*sizes, True, amx_bytes_pack_kernel, True, _amx_bytes_product)
+
+
+@cache
+def _amx_kind() -> TileKind:
+    return TileKind(BLOCK, BLOCK, 4 * DEPTH, MOST_ROWS, False, amx_pack_kernel, True, _amx_product)
+
+
+@cache
+def _word_kind() -> TileKind:
+    tile = vnni.word_tile()
+    sizes = (tile.columns, tile.rows, vnni.ROW_BYTES, vnni.MOST_ROWS)
+    return TileKind(*sizes, True, vnni_pack_kernel, False, _vnni_product)
+
+
+@cache
+def _float_kind() -> TileKind:
     tile = host_tile()
     return TileKind(tile.columns, tile.rows, 4 * DEPTH, None, False, pack_kernel, False, _product)
+
+
+@cache
+def _zeros(width: int) -> Tensor:
+    """An addend [1, width], never written."""
+    return torch.zeros(1, width)
 
 
 def tile_matmul_launches(
@@ -85,7 +109,7 @@ def tile_matmul_launches(
 
     x fp32 [T, K], y fp32 [T, sum of N_i], contiguous; the addend may be y.
     """
-    addend = torch.zeros(1, y.shape[1]) if addend is None else addend.contiguous()
+    addend = _zeros(y.shape[1]) if addend is None else addend.contiguous()
     by_kind: dict[TileKind, list[_Placed]] = {}
     for column, w in zip(accumulate((w.rows for w in parts), initial=0), parts, strict=False):
         by_kind.setdefault(tile_kind(w), []).append((column, w))
@@ -147,8 +171,8 @@ def _amx_bytes_product(w: QuantTensor, blocks: int, matrices: int) -> _Product:
 
 
 def _vnni_product(w: QuantTensor, blocks: int, matrices: int) -> _Product:
-    """The int16 VNNI product."""
-    tile = vnni.TILE
+    """The int16 product."""
+    tile = vnni.word_tile()
     strips = -(-w.rows // tile.columns)
     most = min(vnni.MOST_STRIPS, vnni.MOST_SUMS // (blocks * tile.rows * tile.columns))
     of_task = _strips_of_task(strips, _fair(strips, most), get_threads(), matrices)

@@ -1,4 +1,5 @@
-"""Prefill matmul on int16 VNNI: K-quants, on processors that accumulate products of int16 pairs in int32.
+"""Prefill matmul on int16: K-quants, on processors that add the products of int16 pairs in int32, in one instruction
+(VNNI) or in two (AVX2, still at twice the rate of fp32).
 
 A weight is d * sc * q - dmin * m. The integers sc * q of a super-block are exact in 16 bits; d, dmin and m are
 applied to the sums:
@@ -11,14 +12,15 @@ The inner sums are exact int32 over at most `FLUSH` columns, which cannot overfl
 is rounded, to 13 to 15 bits: a relative squared error of about 5e-9. An element of the result depends on its two rows
 alone.
 
-Packed activations are [K / DEPTH, blocks]; a block of TILE.rows rows and DEPTH columns has pairs of a as int32 [DEPTH
-/ 2, rows], in `ORDER`, then TAIL bytes for each row:
+Packed activations are [K / DEPTH, blocks]; a block of `word_tile().rows` rows and DEPTH columns has pairs of a as int32
+[DEPTH / 2, rows], in `ORDER`, then TAIL bytes for each row:
     fp32 -t * sum of a over each 32 columns | the same over each 16 columns | fp32 t | padding
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,12 +28,11 @@ from torch import Tensor
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cpu.gemm.tiles import DEPTH, Tile
 from quengine.kernels.cpu.runtime.arguments import Arguments
-from quengine.kernels.cpu.runtime.target import host_tile
+from quengine.kernels.cpu.runtime.target import host_target, host_tile
 from quengine.kernels.quant_tensor import QuantTensor
 
-TILE = Tile(lanes=16, vectors=3, rows=8)
-"""In fp32 or int32 lanes: 24 accumulators in registers. A taller tile would leave more rows unused in the last block.
-"""
+PANEL_ROWS = 16
+"""Weight rows that are unpacked at once; a panel has a multiple of them."""
 
 ACTIVATION_MOST = 16383
 HALF_NORM = 46300
@@ -65,9 +66,24 @@ class VnniPanelArguments(Arguments):
     mins: int
 
 
+@cache
+def word_tile() -> Tile:
+    """In fp32 or int32 lanes: 24 accumulators of 32 registers, or 12 of 16. A taller tile would leave more rows unused
+    in the last block."""
+    wide = host_tile().byte_dot_lanes == 16
+    return Tile(lanes=16, vectors=3, rows=8) if wide else Tile(lanes=8, vectors=2, rows=6)
+
+
+@cache
+def has_words() -> bool:
+    """Whether this processor multiplies int16 faster than fp32. AVX-512 without VNNI does not."""
+    tile = host_tile()
+    return tile.byte_dot_lanes == 16 or (tile.lanes == 8 and "+avx2" in host_target().features.split(","))
+
+
 def uses_vnni(w: QuantTensor) -> bool:
-    """Whether this processor can multiply the weight on int16 VNNI."""
-    return host_tile().byte_dot_lanes == TILE.lanes and w.format.name in FLUSH
+    """Whether this processor multiplies the weight as int16."""
+    return w.format.name in FLUSH and has_words()
 
 
 def vnni_product(x: Tensor, w: QuantTensor) -> Tensor:

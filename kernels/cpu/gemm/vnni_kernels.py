@@ -1,4 +1,4 @@
-"""The int16 VNNI kernels of prefill matmul: strips of weight rows times many activation rows.
+"""The int16 kernels of prefill matmul: strips of weight rows times many activation rows.
 
 Layouts are in vnni.py and vnni_ir.py.
 """
@@ -9,10 +9,19 @@ from numba import njit
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.gemm.tiles import DEPTH, MatmulArguments, PackArguments
-from quengine.kernels.cpu.gemm.vnni import FEW_ROWS, MOST_SUMS, ROW_BYTES, TAIL, TILE, VnniPanelArguments
+from quengine.kernels.cpu.gemm.vnni import (
+    FEW_ROWS,
+    MOST_SUMS,
+    PANEL_ROWS,
+    ROW_BYTES,
+    TAIL,
+    VnniPanelArguments,
+    word_tile,
+)
 from quengine.kernels.cpu.ir.panel_ir import GROUPS
 from quengine.kernels.cpu.ir.tile_ir import clear_floats, copy_floats, prefetch, stack_floats
 from quengine.kernels.cpu.ir.vnni_ir import (
+    TRANSPOSED,
     find_largest,
     find_scale,
     interleave_pairs,
@@ -25,7 +34,7 @@ from quengine.kernels.cpu.runtime.arguments import size_of
 from quengine.kernels.cpu.runtime.atomics import call_kernel, read_lines
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 
-_COLUMNS, _ROWS, _LANES = TILE.columns, TILE.rows, TILE.lanes
+_COLUMNS, _ROWS = word_tile().columns, word_tile().rows
 
 
 def vnni_pack_kernel() -> bytes:
@@ -34,7 +43,7 @@ def vnni_pack_kernel() -> bytes:
     The number of columns is a multiple of DEPTH.
     """
     pair_bytes, block_bytes = 2 * DEPTH * _ROWS, ROW_BYTES * _ROWS
-    pair_floats = pair_bytes // 4
+    pair_floats = 2 * DEPTH * TRANSPOSED // 4
 
     def vnni_pack(args: PackArguments, task: int) -> None:
         x, stride, rows = args.x, args.x_stride, args.rows
@@ -58,13 +67,13 @@ def vnni_pack_kernel() -> bytes:
 
 
 def vnni_panel_kernel(format_name: str) -> bytes:
-    """Unpacks weights into an int16 panel; task g writes its g-th vector of columns."""
-    group_floats = _LANES * GROUPS
+    """Unpacks weights into an int16 panel; task g writes its g-th PANEL_ROWS columns."""
+    d_bytes, min_bytes = 4 * PANEL_ROWS, 4 * PANEL_ROWS * GROUPS
 
     def vnni_panel(args: VnniPanelArguments, task: int) -> None:
         w, row_bytes, last = args.weights, args.row_bytes, args.rows - 1
-        panel, d = args.panel + 4 * _LANES * task, args.d + 4 * _LANES * task
-        mins, first = args.mins + 4 * group_floats * task, task * _LANES
+        panel, d = args.panel + d_bytes * task, args.d + d_bytes * task
+        mins, first = args.mins + min_bytes * task, task * PANEL_ROWS
         fill_int16_panel(format_name, w, row_bytes, first, last, panel, d, mins)
 
     return compile_kernel(vnni_panel, VnniPanelArguments)
@@ -108,7 +117,11 @@ def vnni_matmul_kernel(format_name: str) -> bytes:
     With few activation rows a strip is multiplied over all columns: its weights are one run of bytes, and the next
     strip is prefetched meanwhile. With many, the activations of DEPTH columns stay in the L2 cache for all strips.
     """
-    vectors, x_bytes, panel_bytes = TILE.vectors, ROW_BYTES * _ROWS, _COLUMNS * FORMATS[format_name].nbytes
+    unpacked, x_bytes, panel_bytes = (
+        _COLUMNS // PANEL_ROWS,
+        ROW_BYTES * _ROWS,
+        _COLUMNS * FORMATS[format_name].nbytes,
+    )
     panel_floats, tile_floats, min_floats = _COLUMNS * DEPTH // 2, _COLUMNS * _ROWS, _COLUMNS * GROUPS
     request_at, request_floats = arguments_at(VnniPanelArguments), size_of(VnniPanelArguments) // 4
 
@@ -138,7 +151,7 @@ def vnni_matmul_kernel(format_name: str) -> bytes:
                     asked = panel_bytes // (DEPTH * blocks) + 1
                 for k in range(start, cols if few else start + DEPTH, DEPTH):
                     request.weights = weights + first * row_bytes + k // DEPTH * args.block_bytes
-                    for group in range(vectors):
+                    for group in range(unpacked):
                         call_kernel(args.panel_kernel, request, group)
                     x = args.packed + k // DEPTH * blocks * x_bytes
                     for b in range(blocks):

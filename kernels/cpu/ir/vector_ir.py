@@ -140,11 +140,12 @@ class Emitter:
         return self._call(f"llvm.x86.avx512.vpdpbusd.{32 * count}", total, x, y)
 
     def add_pair_products(self, total: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
-        """total[i] + x[2i]*y[2i] + x[2i+1]*y[2i+1] of int16, in 16 int32 lanes (vpdpwssd).
-
-        Requires `byte_dot_lanes` of 16.
-        """
-        return self._call("llvm.x86.avx512.vpdpwssd.512", total, x, y)
+        """total[i] + x[2i]*y[2i] + x[2i+1]*y[2i+1] of int16, in int32 lanes: vpdpwssd, or pmaddwd and an addition."""
+        count = total.type.count
+        if count <= self.byte_dot_lanes:
+            return self._call(f"llvm.x86.avx512.vpdpwssd.{32 * count}", total, x, y)
+        words = vec(I16, 2 * count)
+        return self.b.add(total, self.pair_products(self.b.bitcast(x, words), self.b.bitcast(y, words)))
 
     # ---- floats ------------------------------------------------------------------------------------------
     def to_float(self, v: ir.Value) -> ir.Value:

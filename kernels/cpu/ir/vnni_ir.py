@@ -1,7 +1,7 @@
-"""Vector code of prefill matmul on int16 VNNI (vnni.py).
+"""Vector code of prefill matmul on int16 (vnni.py).
 
-A panel is DEPTH columns of `TILE.columns` weight rows: int32 lanes [DEPTH / 2, columns], each the two int16 of a pair
-of columns; d [vectors, lanes] and the minimums [vectors, GROUPS, lanes] are separate fp32 arrays.
+A panel is DEPTH columns of `word_tile().columns` weight rows: int32 lanes [DEPTH / 2, columns], each the two int16 of a
+pair of columns; d [columns] and the minimums [columns / PANEL_ROWS, GROUPS, PANEL_ROWS] are separate fp32 arrays.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from quengine.kernels.cpu.gemm.vnni import (
     FLUSH,
     HALF_NORM,
     ORDER,
+    PANEL_ROWS,
     SCALE,
     TAIL,
-    TILE,
+    word_tile,
 )
 from quengine.kernels.cpu.ir.panel_ir import GROUPS
 from quengine.kernels.cpu.ir.row_ir import greater, round_within
@@ -27,6 +28,8 @@ from quengine.kernels.cpu.ir.tile_ir import transposed
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I32, Emitter, vec
 
+TRANSPOSED = 8
+"""Rows that are transposed at once, those of a tile or more."""
 _LANES = 32
 _LEAST = 2.0**-100  # smaller activations lose bits, so that 1 / t stays finite and t is not denormal
 _WIDE = vec(F32, _LANES)
@@ -95,14 +98,15 @@ def sums_of_eights(e: Emitter, parts: list[ir.Value]) -> ir.Value:
 
 @vector_code
 def interleave_pairs(e: Emitter, rows: ir.Value, out: ir.Value) -> None:
-    """Transposes pairs of int16 [TILE.rows, DEPTH / 2] at address rows to [DEPTH / 2, TILE.rows] at address out."""
-    side = TILE.rows
+    """Transposes pairs of int16 [TRANSPOSED, DEPTH / 2] at address rows to [DEPTH / 2, rows of a tile] at address out;
+    what else they have is left out."""
+    side, kept = TRANSPOSED, word_tile().rows
 
     def square(k: ir.Value) -> None:
-        source, target = e.at(rows, e.b.mul(k, e.i64(4))), e.at(out, e.b.mul(k, e.i64(4 * side)))
+        source, target = e.at(rows, e.b.mul(k, e.i64(4))), e.at(out, e.b.mul(k, e.i64(4 * kept)))
         lines = [e.load(vec(I32, side), source, 2 * DEPTH * i) for i in range(side)]
         for i, line in enumerate(transposed(e, lines)):
-            e.store(line, target, 4 * side * i)
+            e.store(e.pick(line, range(kept)), target, 4 * kept * i)
 
     e.each(e.i64(0), e.i64(DEPTH // 2), side, square)
 
@@ -120,16 +124,17 @@ def multiply_int16(
     ahead: ir.Value,
     asked: ir.Value,
 ) -> None:
-    """totals[i, j] += the product of the panel's row j and row i of x over DEPTH columns: fp32 [TILE.rows, columns].
+    """totals[i, j] += the product of the panel's row j and row i of x over DEPTH columns, of the first `rows` rows:
+    fp32 [rows of a tile, columns].
 
-    rows: the first 1 to TILE.rows rows of x. x: a block of packed activations. Meanwhile the cache lines from address
-    `ahead` on are prefetched, `asked` bytes per column.
+    x: a block of packed activations. Meanwhile the cache lines from address `ahead` on are prefetched, `asked` bytes
+    per column.
     """
 
     def multiply(count: int) -> None:
         _multiply_rows(e, FORMATS[format_name], count, (panel, d, mins), x, totals, (ahead, asked))
 
-    e.by_count(rows, TILE.rows, multiply)
+    e.by_count(rows, word_tile().rows, multiply)
 
 
 def _multiply_rows(
@@ -142,7 +147,7 @@ def _multiply_rows(
     prefetched: tuple[ir.Value, ir.Value],
 ) -> None:
     """`multiply_int16` of a constant number of rows."""
-    (panel, d, mins), (ahead, asked), tile = weights, prefetched, TILE
+    (panel, d, mins), (ahead, asked), tile = weights, prefetched, word_tile()
     ints, floats, size = vec(I32, tile.lanes), vec(F32, tile.lanes), 4 * tile.lanes
     cells = rows * tile.vectors
     tails = e.at(x, 2 * DEPTH * tile.rows)
@@ -179,7 +184,8 @@ def _multiply_rows(
             t = e.splat(e.load(F32, tails, TAIL * i + SCALE), tile.lanes)
             added[i] = e.fma(e.b.fmul(sums[i * tile.vectors + j], scale), t, added[i])
         for g in range(DEPTH // fmt.group if fmt.has_min else 0):
-            line = e.load(floats, mins, size * (j * GROUPS + g))
+            part, at = divmod(j * tile.lanes, PANEL_ROWS)
+            line = e.load(floats, mins, 4 * (PANEL_ROWS * (part * GROUPS + g) + at))
             by = (BY_32 if fmt.group == 32 else BY_16) + 4 * g
             for i in range(rows):
                 added[i] = e.fma(line, e.splat(e.load(F32, tails, TAIL * i + by), tile.lanes), added[i])

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
-from quengine.kernels.cpu.gemm.vnni import TILE
+from quengine.kernels.cpu.gemm.vnni import PANEL_ROWS, word_tile
 from quengine.kernels.cpu.ir.block_ir import TABLE_OFFSET, lookup
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import I8, I16, I32, Emitter, vec
 
-_LANES = TILE.lanes
+_LANES = PANEL_ROWS
 _INTS, _WORDS, _BYTES = vec(I32, _LANES), vec(I16, 2 * _LANES), vec(I8, 4 * _LANES)
 _Codes = Iterator[tuple[int, ir.Value]]
 """A column, a multiple of 4, and the codes of it and the next three."""
@@ -221,12 +221,12 @@ def fill_int16_panel(
     d: ir.Value,
     mins: ir.Value,
 ) -> None:
-    """Unpacks one super-block of rows first .. first + `TILE.lanes` - 1 into `TILE.lanes` columns of a panel.
+    """Unpacks one super-block of rows first .. first + PANEL_ROWS - 1 into PANEL_ROWS columns of a panel.
 
     w: the address of the super-block in row 0. Rows after `last` repeat it. d: fp32 [lanes]; mins, if the format has
     any: fp32 [groups, lanes].
     """
-    fmt, b = FORMATS[format_name], e.b
+    fmt, b, columns = FORMATS[format_name], e.b, word_tile().columns
     scales, codes = super_block(e, fmt, row_addresses(e, w, row_bytes, first, last))
     e.store(scales.d, d)
     for g, mn in enumerate(scales.mn):
@@ -235,13 +235,13 @@ def fill_int16_panel(
     factors = [e.pick(b.bitcast(sc, _WORDS), doubled) for sc in scales.sc]
     for column, words in codes:
         for odd, ints in enumerate(words):
-            e.store(b.mul(ints, factors[column // fmt.group]), out, 4 * TILE.columns * (column // 2 + odd))
+            e.store(b.mul(ints, factors[column // fmt.group]), out, 4 * columns * (column // 2 + odd))
 
 
 def row_addresses(
     e: Emitter, w: ir.Value, row_bytes: ir.Value, first: ir.Value, last: ir.Value
 ) -> list[ir.Value]:
-    """The addresses in rows first .. first + `TILE.lanes` - 1 of what is at address w in row 0; rows after `last`
+    """The addresses in rows first .. first + PANEL_ROWS - 1 of what is at address w in row 0; rows after `last`
     repeat it."""
     b, numbers = e.b, [e.at(first, i) for i in range(_LANES)]
     numbers = [b.select(b.icmp_signed("<", number, last), number, last) for number in numbers]
@@ -249,7 +249,7 @@ def row_addresses(
 
 
 def super_block(e: Emitter, fmt: BlockFormat, starts: list[ir.Value]) -> tuple[Scales, _Words]:
-    """The scales of a super-block of `TILE.lanes` rows, and for each four columns q of the even ones and of the odd
+    """The scales of a super-block of PANEL_ROWS rows, and for each four columns q of the even ones and of the odd
     ones, int16 pairs in the lanes of their rows."""
     offset = fmt.offset if fmt.table is None else TABLE_OFFSET
     rows = _Rows(e, starts)

@@ -95,6 +95,7 @@ def gate_up_kernel(has_gate: bool) -> bytes:
         request.gate_up = between + first * stride
         request.rows = places
         request.cols = width
+        request.task_rows = places
         request.task_cols = step
         request.out = args.out + 4 * first * width
         request.records = 0

@@ -110,5 +110,5 @@ def gated_delta_launches(
     return (
         Launch(delta_convolution_kernel(), arguments, heads, keep=keep),
         Launch(delta_memory_kernel(wide), arguments, tasks, keep=keep),
-        Launch(delta_output_kernel(), arguments, len(x) * spec.value_heads, keep=keep),
+        Launch(delta_output_kernel(), arguments, len(x), keep=keep),
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 
 from quengine.kernels.cpu.ir.gate_ir import exponential, gate_row, sigmoid, softplus
 from quengine.kernels.cpu.ir.row_ir import float_at, int64_at, store_f32
-from quengine.kernels.cpu.ir.tile_ir import clear_floats, stack_floats
+from quengine.kernels.cpu.ir.tile_ir import clear_floats, prefetch, stack_floats
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
 from quengine.kernels.cpu.ops.causal_conv_rows import convolve_row
@@ -20,6 +20,17 @@ _CHAINS = 4
 """Sums over a matrix's rows: row i adds to sum i mod _CHAINS of its column."""
 
 
+_AHEAD = 2
+"""Rows ahead that are prefetched: each begins on another page, which no processor prefetches by itself."""
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _prefetch(address: int, count: int) -> None:
+    """The cache lines of `count` bytes."""
+    for line in range(0, count, 64):
+        prefetch(address + line)
+
+
 def delta_convolution_kernel() -> bytes:
     """Task h: head h of queries, keys and values, in this order, of all rows, one after the other."""
 
@@ -30,6 +41,8 @@ def delta_convolution_kernel() -> bytes:
         for row in range(args.rows):
             position, x = int64_at(args.positions, row), args.x + row * args.row_bytes
             slot = int64_at(args.tables + row * args.table_stride, 0)
+            if row + _AHEAD < args.rows:
+                _prefetch(x + at + _AHEAD * args.row_bytes, width)
             history, head = args.history + slot * args.history_rows * channels + at, x + at
             convolve_row(
                 head, args.width, position, history, args.history_rows, channels, args.conv + at, args.taps, 0
@@ -68,6 +81,12 @@ def delta_memory_kernel(wide: bool) -> bytes:
         for row in range(args.rows):
             x, position = args.x + row * args.row_bytes, int64_at(args.positions, row)
             slot = int64_at(args.tables + row * args.table_stride, 0)
+            if row + _AHEAD < args.rows:
+                ahead = x + _AHEAD * args.row_bytes
+                _prefetch(ahead + key_at, width)
+                _prefetch(ahead + query_at, width)
+                _prefetch(ahead + value_at, 4 * columns)
+                prefetch(ahead + b_at)
             memory = args.memory + (slot * args.value_heads + head) * args.width * width + first
             if not goes_on:
                 if position:
@@ -96,17 +115,19 @@ def delta_memory_kernel(wide: bool) -> bytes:
 
 
 def delta_output_kernel() -> bytes:
-    """Task i is value head i % value_heads of row i // value_heads."""
+    """A task is a row."""
 
-    def gate_head(args: GatedDeltaArguments, task: int) -> None:
+    def gate_heads(args: GatedDeltaArguments, row: int) -> None:
         width, heads = 4 * args.width, args.value_heads
-        row, head = task // heads, task % heads
-        z = args.x + row * args.row_bytes + (2 * args.key_heads + heads + head) * width
-        out = args.out + task * width
-        norm_row(out, args.norm, args.width, args.eps, out)
-        gate_row("silu", z, out, args.width)
+        z = args.x + row * args.row_bytes + (2 * args.key_heads + heads) * width
+        out = args.out + row * heads * width
+        for _ in range(heads):
+            norm_row(out, args.norm, args.width, args.eps, out)
+            gate_row("silu", z, out, args.width)
+            z += width
+            out += width
 
-    return compile_kernel(gate_head, GatedDeltaArguments)
+    return compile_kernel(gate_heads, GatedDeltaArguments)
 
 
 @vector_code(eps=types.float32, factor=types.float32)

@@ -23,6 +23,7 @@ class GLUArguments(Arguments):
 
     gate_up: int
     rows: int
+    task_rows: int
     cols: int
     task_cols: int
     out: int
@@ -31,10 +32,15 @@ class GLUArguments(Arguments):
 
 
 def glu_launch(
-    gate_up: Tensor, out: Tensor, records: Tensor | None, step: int, activation: Activation = "silu"
+    gate_up: Tensor,
+    out: Tensor,
+    records: Tensor | None,
+    step: int,
+    activation: Activation = "silu",
+    task_rows: int | None = None,
 ) -> Launch:
     """activation(gate) * up: gate_up fp32 [T, 2F], or [T, F] without a gate, out fp32 [T, F], contiguous; without a
-    gate they may be the same. A task is `step` columns of all rows.
+    gate they may be the same. A task is `step` columns of `task_rows` rows, by default of all.
 
     With `records`, uint8 [T, quantized_row_bytes(F)], contiguous, the rows are quantized into it as well; `step` and F
     must be multiples of 32.
@@ -44,13 +50,15 @@ def glu_launch(
     arguments = GLUArguments(
         gate_up=gate_up.data_ptr(),
         rows=rows,
+        task_rows=task_rows or max(1, rows),
         cols=width,
         task_cols=step,
         out=out.data_ptr(),
         records=0 if records is None else records.data_ptr(),
         record_stride=0 if records is None else records.stride(0),
     )
-    return Launch(glu_kernel(activation), arguments, -(-width // step), keep=(gate_up, out, records))
+    tasks = -(-width // step) * -(-rows // arguments.task_rows)
+    return Launch(glu_kernel(activation), arguments, tasks, keep=(gate_up, out, records))
 
 
 @dataclass
@@ -104,7 +112,11 @@ def glu(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """activation(gate) * up of each row of gate_up fp32 [T, 2F], or [T, F] without a gate: fp32 [T, F]."""
     gate_up = gate_up.contiguous()
     out = torch.empty(gate_up.shape[0], glu_width(gate_up.shape[1], activation))
-    # The longest runs of a row that leave enough tasks: each short run would begin on a new page.
-    step = -(-out.shape[1] // (_COLUMNS * _TASKS * get_threads())) * _COLUMNS
-    run([glu_launch(gate_up, out, None, step, activation)])
+    # Whole rows where there are enough: each run of a row begins on another page.
+    tasks, (rows, width) = _TASKS * get_threads(), out.shape
+    if rows >= tasks:
+        run([glu_launch(gate_up, out, None, width, activation, rows // tasks)])
+    else:
+        step = -(-width // (_COLUMNS * tasks)) * _COLUMNS
+        run([glu_launch(gate_up, out, None, step, activation)])
     return out

@@ -21,14 +21,15 @@ _GELU_CUBE = 0.044715
 
 
 def glu_kernel(activation: Activation) -> bytes:
-    """Task i is the i-th run of `task_cols` columns of every row."""
+    """A task is a run of `task_cols` columns of `task_rows` rows; tasks go through the runs first."""
     assert activation not in ("gelu", "gelu_erf"), "only encoders have it, whose feed-forwards torch computes"
     parts = 1 if activation in GATELESS else 2
 
     def glu_span(args: GLUArguments, task: int) -> None:
-        width = args.cols
-        first, last = task * args.task_cols, min(width, (task + 1) * args.task_cols)
-        for row in range(args.rows):
+        width, runs = args.cols, (args.cols + args.task_cols - 1) // args.task_cols
+        first, begin = task % runs * args.task_cols, task // runs * args.task_rows
+        last = min(width, first + args.task_cols)
+        for row in range(begin, min(begin + args.task_rows, args.rows)):
             gate, out = args.gate_up + 4 * parts * width * row, args.out + 4 * width * row
             gated_span(activation, gate, gate + 4 * width * (parts - 1), first, last, out)
             if args.records:

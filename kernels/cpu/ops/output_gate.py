@@ -29,7 +29,7 @@ def output_gate_launch(y: Tensor, qkv: Tensor, spec: AttentionSpec) -> Launch:
     arguments = OutputGateArguments(
         y.data_ptr(), qkv.data_ptr(), 4 * qkv.stride(0), spec.heads, spec.head_dim
     )
-    return Launch(output_gate_kernel(), arguments, len(y) * spec.heads, keep=(y, qkv))
+    return Launch(output_gate_kernel(), arguments, len(y), keep=(y, qkv))
 
 
 def output_gate(y: Tensor, qkv: Tensor, spec: AttentionSpec) -> Tensor:

@@ -8,12 +8,12 @@ from quengine.kernels.cpu.runtime.compiled import compile_kernel
 
 
 def output_gate_kernel() -> bytes:
-    """Task i is head i % heads of row i // heads."""
+    """A task is a row."""
 
-    def gate_head(args: OutputGateArguments, task: int) -> None:
+    def gate_heads(args: OutputGateArguments, row: int) -> None:
         width = 4 * args.width
-        row, head = task // args.heads, task % args.heads
-        gates = args.qkv + row * args.row_bytes + (2 * head + 1) * width
-        gate_row("sigmoid", gates, args.y + task * width, args.width)
+        gates, y = args.qkv + row * args.row_bytes + width, args.y + row * args.heads * width
+        for head in range(args.heads):
+            gate_row("sigmoid", gates + 2 * head * width, y + head * width, args.width)
 
-    return compile_kernel(gate_head, OutputGateArguments)
+    return compile_kernel(gate_heads, OutputGateArguments)

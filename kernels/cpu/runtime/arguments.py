@@ -31,16 +31,16 @@ class Arguments:
     def to_bytes(self) -> bytes:
         """The memory layout that a kernel reads."""
         kind: type = type(self)
-        packer, names = _packer(kind)
-        return packer.pack(*(value(self) for value in names))
+        packer, values = _packer(kind)
+        return packer.pack(*values(self))
 
 
 @cache
-def _packer(arguments: type) -> tuple[struct.Struct, tuple[attrgetter[Any], ...]]:
-    """The packer of all fields, nested ones inline, and the getters of their values."""
+def _packer(arguments: type) -> tuple[struct.Struct, attrgetter[tuple[Any, ...]]]:
+    """The packer of all fields, two or more, nested ones inline, and the getter of their values."""
     leaves = list(_leaves(arguments, ""))
     formats = "".join("f4x" if kind == "f" else kind for _, kind in leaves)
-    return struct.Struct(f"<{formats}"), tuple(attrgetter(name) for name, _ in leaves)
+    return struct.Struct(f"<{formats}"), attrgetter(*(name for name, _ in leaves))
 
 
 def _leaves(arguments: type, prefix: str) -> Iterator[tuple[str, str]]:

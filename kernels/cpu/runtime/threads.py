@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import CDLL, CFUNCTYPE, c_int64, memset
 from dataclasses import dataclass, field
 from threading import Lock, Semaphore, Thread, local
@@ -105,15 +106,17 @@ class _Team:
 
 
 class _Leader(local):
-    """What is done once in each thread that runs lists."""
+    """Of each thread that runs lists."""
 
     def __init__(self) -> None:
         sleep_precisely()
         self.ready = True
+        self.collected: list[Launch] | None = None  # the kernels of the innermost `joined`
 
 
 _leader = _Leader()
 _team: _Team | None = None
+_last_threads = 0
 _team_lock = Lock()
 
 
@@ -137,6 +140,16 @@ def set_threads(threads: int) -> None:
                 previous.dismiss()
 
 
+def dismiss_threads() -> None:
+    """Ends the threads of the CPU kernels; as many start again with the next list."""
+    global _team, _last_threads
+    with _team_lock:
+        if _team is not None:
+            _last_threads = _team.threads
+            _team.dismiss()
+            _team = None
+
+
 def get_threads() -> int:
     """The number of threads in use: `max_threads()` until `set_threads` is called."""
     return _the_team().threads
@@ -144,28 +157,46 @@ def get_threads() -> int:
 
 def _the_team() -> _Team:
     if _team is None:
-        set_threads(max_threads())
+        set_threads(_last_threads or max_threads())
     assert _team is not None
     return _team
 
 
 def run(launches: Sequence[Launch]) -> None:
-    """Runs kernels in order and returns when all have finished, without the GIL."""
-    Program(launches).run()
+    """Runs kernels in order and returns when all have finished, without the GIL; within `joined` they run later."""
+    if _leader.collected is None:
+        Program(launches).run()
+    else:
+        _leader.collected += launches
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """Within this context, in this thread, `run` only collects kernels. They run at its end, as one list: until then
+    nothing else may read what they compute."""
+    outer, _leader.collected = _leader.collected, []
+    try:
+        yield
+    except BaseException:
+        _leader.collected = outer
+        raise
+    launches, _leader.collected = _leader.collected, outer
+    run(launches)
 
 
 class Program:
     """A list of kernels in the team's format: made once, run any number of times."""
 
     def __init__(self, launches: Sequence[Launch]) -> None:
-        table, arguments = array("q"), array("q")
-        for launch in launches:
-            offset = LAUNCH_BYTES * len(launches) + 8 * len(arguments)
-            table.extend((launch.kernel, offset, launch.tasks, launch.after_previous))
-            arguments.frombytes(launch.arguments.to_bytes())
-        table.extend(arguments)
+        entries, arguments, offset = list[int](), list[bytes](), LAUNCH_BYTES * len(launches)
+        for kernel, values, tasks, after_previous, _ in launches:
+            content = values.to_bytes()
+            entries += (kernel, offset, tasks, after_previous)
+            arguments.append(content)
+            offset += len(content)
         self._launches = tuple(launches)  # keeps the tensors alive
-        self._table = table
+        self._table = array("q", entries)
+        self._table.frombytes(b"".join(arguments))
         self._counters = array("q", bytes(COUNTER_BYTES * len(launches)))
         self._lock = Lock()
 

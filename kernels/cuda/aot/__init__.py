@@ -1,1 +1,1 @@
-"""Compiles every CUDA kernel ahead of time, without a GPU."""
+"""The CUDA backend without a GPU: launches on tensors without data, and their kernels compiled and examined."""

@@ -1,6 +1,7 @@
 """The CUDA backend on the meta device: it launches what a model launches, on weights without data."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 
 import torch
@@ -8,12 +9,19 @@ from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.cuda.launch.gpu import Gpu, assuming
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pairs_experts
 from quengine.kernels.cuda.weights.layout import TILE_ROWS, packed_layout
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight, can_pair
 from quengine.kernels.quant_tensor import QuantTensor
 
 META = torch.device("meta")
+
+ARCHS = (80, 89, 90)
+"""The architectures that kernels are compiled for ahead of time."""
+
+TABLE_GPU = {90: "NVIDIA H200"}
+"""The GPU whose measured launch geometry is compiled for an architecture; other architectures use the defaults."""
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -79,6 +87,18 @@ class MetaBackend(CudaBackend):
 
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return empty(sum(prod(part.shape) for part in parts))
+
+
+@contextmanager
+def backend_for(arch: int) -> Iterator[MetaBackend]:
+    """The backend as on a GPU of that architecture."""
+    with assuming(gpu_for(arch)):
+        yield MetaBackend(META)
+
+
+def gpu_for(arch: int) -> Gpu:
+    """The GPU that an architecture's kernels are selected for."""
+    return Gpu(TABLE_GPU.get(arch, ""), (arch // 10, arch % 10))
 
 
 def _experts(experts: Sequence[QuantTensor], rows: int) -> PackedPart | FloatPart:

@@ -6,8 +6,8 @@ or the window's edge crosses are masked (causal, window), and tiles wholly outsi
 where a row's bits must not depend on its chunk, all tiles run through one loop: compilers order the sums of a masked
 and an unmasked loop differently. Rotation and the cache write come before (rope_store.py).
 
-There are two kernels: attention_prefill_wgmma.py wins on Hopper for fp16 caches, heads of 128 and chunks of more than
-128 rows; the one here serves every other GPU, head, cache and chunk, and all of them with `batch_invariant`.
+There are two kernels: attention_prefill_wgmma.py wins on Hopper for fp16 caches, heads of 128 and 256 and chunks of
+more than 128 rows; the one here serves every other GPU, head, cache and chunk, and all of them with `batch_invariant`.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,7 @@ from torch import Tensor
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cuda.attention.attention_arguments import LOG2_E, checked_sinks
 from quengine.kernels.cuda.attention.attention_prefill_wgmma import (
-    HEAD_DIM,
-    TILE_KEYS,
+    KEYS_OF,
     TILE_ROWS,
     launch_wgmma,
 )
@@ -50,8 +49,8 @@ BATCH_INVARIANT_ROWS = 512
 
 
 class PrefillShape(NamedTuple):
-    """Query rows and keys per tile, warps per block, key tiles in flight. `wgmma`: the Hopper kernel reads an
-    fp16 cache, unless `batch_invariant`.
+    """Query rows of a program, which divide those of a tile, keys per tile, warps per block, key tiles in flight.
+    `wgmma`: the Hopper kernel reads an fp16 cache, unless `batch_invariant`.
     """
 
     block_rows: int
@@ -120,10 +119,11 @@ def _attention_prefill_kernel(
     q_ptr, cache, table_ptr, tile_ptr, out_ptr, sink_ptr, gate_ptr, gate_scale_ptr,
     scale, cache_rows, blocks, gate_stride, gate_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    Q8: tl.constexpr, TILE: tl.constexpr, BATCH_INVARIANT: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    Q8: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, BATCH_INVARIANT: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (query head, tile of rows). sink_ptr: [heads], or None. gate_ptr: rows of qkv with gates, or None; they
-    are scaled by rows, gate_scale_ptr or None, and by gate_scale."""
+    """Programs (query head, part of a tile of rows, of PARTS). sink_ptr: [heads], or None. gate_ptr: rows of qkv with
+    gates, or None; they are scaled by rows, gate_scale_ptr or None, and by gate_scale."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -131,10 +131,12 @@ def _attention_prefill_kernel(
     BLOCK_ROWS: tl.constexpr = TILE.block_rows
     BLOCK_KEYS: tl.constexpr = TILE.block_keys
     head = tl.program_id(0)
-    tile_ptr += tl.program_id(1) * _TILE_FIELDS
+    tile_ptr += tl.program_id(1) // PARTS * _TILE_FIELDS
     chunk_row = tl.load(tile_ptr).to(tl.int64)
-    first_row = tl.load(tile_ptr + 1)
+    first_row = tl.load(tile_ptr + 1) + tl.program_id(1) % PARTS * BLOCK_ROWS
     rows = tl.load(tile_ptr + 2)
+    if first_row >= rows:
+        return
     start = tl.load(tile_ptr + 3)
     table_ptr += tl.load(tile_ptr + 4) * blocks
     head_rows = (head // (HEADS // KV_HEADS)).to(tl.int64) * cache_rows
@@ -231,8 +233,8 @@ def attention_prefill(
     assert q.is_contiguous() and q.dtype == torch.float16 and heads == spec.heads and heads % kv_heads == 0
     assert tiles.sequences.shape == (tokens,) and tiles.deepest <= block_tables.shape[1] * BLOCK_SIZE
     check_block_tables(block_tables)
-    shape = _shape_of(tiles.longest, head_dim, q.device, batch_invariant, spec.widest_head)
-    assert tiles.block_rows == shape.block_rows
+    shape = _shape_of(tiles.longest, head_dim, q.device, batch_invariant)
+    assert tiles.block_rows % shape.block_rows == 0
     gate_ptr, gate_scale_ptr, gate_stride, gate_scale = gate_arguments(gates, spec)
     if _takes_wgmma(shape, spec, layer, batch_invariant):
         launch_wgmma(q, spec, layer, block_tables, tiles.tiles, out, wgmma_layout, pdl)
@@ -241,12 +243,14 @@ def attention_prefill(
             gate_rows(out, gates, spec, layout, pdl)
         return out
     assert not wgmma_layout
-    _attention_prefill_kernel[(heads, tiles.tiles.shape[0])](
+    parts = tiles.block_rows // shape.block_rows
+    _attention_prefill_kernel[(heads, parts * tiles.tiles.shape[0])](
         q, cache_pointers(layer), block_tables, tiles.tiles, out, checked_sinks(spec), gate_ptr, gate_scale_ptr,
         spec.scale if spec.softcap else spec.scale * LOG2_E, layer.k.shape[0], block_tables.shape[1],
         gate_stride, gate_scale,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, WINDOW=spec.window or 0, CAP=spec.softcap,
-        Q8=layer.k_scale is not None, TILE=shape, BATCH_INVARIANT=batch_invariant, ASM=uses_assembly(), PDL=pdl,
+        Q8=layer.k_scale is not None, TILE=shape, PARTS=parts, BATCH_INVARIANT=batch_invariant, ASM=uses_assembly(),
+        PDL=pdl,
         num_warps=shape.warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
@@ -254,28 +258,23 @@ def attention_prefill(
 
 def stores_wgmma_layout(spec: AttentionSpec, layer: KVLayer, tiles: PrefillTiles) -> bool:
     """Whether `attention_prefill` can write the WGMMA layout for these chunks."""
-    shape = _shape_of(tiles.longest, spec.head_dim, layer.k.device, widest=spec.widest_head)
+    shape = _shape_of(tiles.longest, spec.head_dim, layer.k.device)
     return _takes_wgmma(shape, spec, layer)
 
 
-def prefill_tiles(batch: ForwardBatch, head_dim: int, batch_invariant: bool = False) -> PrefillTiles:
-    """The tiles of a step's chunks, for `rope_store` and `attention_prefill`."""
-    rows = tile_rows(head_dim, max(batch.query_lens), batch.device, batch_invariant)
-    return cut_tiles(batch, rows)
+def prefill_tiles(batch: ForwardBatch, batch_invariant: bool = False) -> PrefillTiles:
+    """The tiles of a step's chunks, for `rope_store` and `attention_prefill` of all layers."""
+    return cut_tiles(batch, tile_rows(max(batch.query_lens), batch.device, batch_invariant))
 
 
-def tile_rows(head_dim: int, rows: int, device: torch.device, batch_invariant: bool = False) -> int:
-    """Rows per tile for chunks of up to `rows` rows."""
-    return _shape_of(rows, head_dim, device, batch_invariant).block_rows
+def tile_rows(rows: int, device: torch.device, batch_invariant: bool = False) -> int:
+    """Rows per tile for chunks of up to `rows` rows, whatever the heads."""
+    rows = BATCH_INVARIANT_ROWS if batch_invariant else rows
+    return TILE_ROWS if rows > TILE_ROWS and is_hopper(device) else TILE_ROWS // 2
 
 
-def _shape_of(
-    rows: int, head_dim: int, device: torch.device, batch_invariant: bool = False, widest: int = 0
-) -> PrefillShape:
-    rows, hopper = BATCH_INVARIANT_ROWS if batch_invariant else rows, is_hopper(device)
-    shape = prefill_shape(head_dim, rows, hopper)
-    tile = prefill_shape(max(head_dim, widest), rows, hopper).block_rows
-    return shape if shape.block_rows == tile else shape._replace(block_rows=tile, wgmma=False)
+def _shape_of(rows: int, head_dim: int, device: torch.device, batch_invariant: bool = False) -> PrefillShape:
+    return prefill_shape(head_dim, BATCH_INVARIANT_ROWS if batch_invariant else rows, is_hopper(device))
 
 
 def _takes_wgmma(
@@ -292,20 +291,20 @@ def prefill_shape(head_dim: int, rows: int, hopper: bool) -> PrefillShape:
     of 128).
 
     Hopper has 227 KiB of shared memory per block and matrix units that need 128 rows to be busy; elsewhere all tiles
-    must fit 99 KiB (sm_89). On Hopper a tile has as many keys as a head has elements: both products then have the same
-    layout, and the weights between them are not moved. All layers of a model have the tile rows of its widest heads.
+    must fit 99 KiB (sm_89). On Hopper a tile has as many keys as a head of up to 128 has elements: both products then
+    have the same layout, and the weights between them are not moved.
     """
     if head_dim > 256:
         return PrefillShape(64, 32, 8, 2) if hopper else PrefillShape(32, 16, 8, 2)
     if head_dim > 128:
-        return PrefillShape(64, 32, 4, 2)
+        return PrefillShape(64, 32, 4, 2, hopper and rows > TILE_ROWS and head_dim in KEYS_OF)
     if not hopper:
         return PrefillShape(64, 64, 4, 2)
     if head_dim <= 64:
         return PrefillShape(64, 64, 4, 3)
-    if rows <= 128:
+    if rows <= TILE_ROWS:
         return PrefillShape(64, 128, 8, 2)
-    return PrefillShape(TILE_ROWS, TILE_KEYS, 8, 2, head_dim == HEAD_DIM)
+    return PrefillShape(TILE_ROWS, 128, 8, 2, head_dim in KEYS_OF)
 
 
 def is_hopper(device: torch.device) -> bool:

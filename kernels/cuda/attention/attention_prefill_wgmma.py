@@ -1,4 +1,4 @@
-"""Prefill attention with Hopper's warp-group matrix instruction (wgmma): fp16 caches, heads of 128.
+"""Prefill attention with Hopper's warp-group matrix instruction (wgmma): fp16 caches, heads of 128 and 256.
 
 The online softmax of attention_prefill.py, with specialized warps. A producer warp copies tiles of keys and values to
 shared memory by TMA, ahead of two consumer warp groups that take half of a program's rows each. Producer and consumers
@@ -12,6 +12,7 @@ adjacent there belong to one thread, which writes 16 bytes at a time.
 from functools import partial
 
 import torch
+import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,22 +31,24 @@ from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
-HEAD_DIM = 128
+KEYS_OF = {128: 128, 256: 64}
+"""Keys of a tile by head size: two tiles of keys and of values fill shared memory."""
 GROUP_ROWS = 64
 TILE_ROWS = 2 * GROUP_ROWS
-TILE_KEYS = 128
 
 _FIELDS = gl.constexpr(TILE_FIELDS)
 _STAGES = gl.constexpr(2)
 _GROUPS = gl.constexpr(2)
 _ROWS = gl.constexpr(GROUP_ROWS)
-_KEYS = gl.constexpr(TILE_KEYS)
-_SIZE = gl.constexpr(HEAD_DIM)
-_BITS = gl.constexpr(TILE_KEYS.bit_length() - 1)
 _LOG2_E = gl.constexpr(LOG2_E)
 
 STAGED = gl.NVMMASharedLayout(128, 16, 2)
 """The shared-memory layout of rows."""
+
+
+@triton.constexpr_function
+def _log2(count: int) -> int:
+    return count.bit_length() - 1
 
 
 @gluon.jit
@@ -53,9 +56,11 @@ def _copy_tile(rows, stage, bar, table_ptr, blocks, first, head_row, tile, WINDO
     """Copies key tile `tile` of a head whose rows begin at `head_row`, block by block. Blocks before the one
     where the window of position `first` begins may have been released: that block is copied instead.
     """
-    mbarrier.expect(bar, _KEYS * _SIZE * 2)
-    for part in gl.static_range(_KEYS // BLOCK):
-        block = tile * (_KEYS // BLOCK) + part
+    KEYS: gl.constexpr = stage.shape[0]
+    SIZE: gl.constexpr = stage.shape[1]
+    mbarrier.expect(bar, KEYS * SIZE * 2)
+    for part in gl.static_range(KEYS // BLOCK):
+        block = tile * (KEYS // BLOCK) + part
         if WINDOW > 0:
             block = gl.maximum(block, gl.maximum(first - (WINDOW - 1), 0) >> BLOCK_BITS)
         entry = gl.load(table_ptr + gl.minimum(block, blocks - 1))
@@ -70,7 +75,8 @@ def _copy_all(
 ):  # fmt: skip
     """The producer warp: copies the queries, then `count` tiles from `last_tile` down."""
     queries, keys, values, query_ready, keys_ready, values_ready, keys_free, values_free, _ = shared
-    mbarrier.expect(query_ready, _GROUPS * _ROWS * _SIZE * 2)
+    SIZE: gl.constexpr = queries.shape[2]
+    mbarrier.expect(query_ready, _GROUPS * _ROWS * SIZE * 2)
     for group in gl.static_range(_GROUPS):
         tma.async_copy_global_to_shared(
             q_rows, [query_row + group * _ROWS, column], query_ready, queries.index(group)
@@ -104,7 +110,8 @@ def _weigh(scores, row_max, row_sum, position, key0, scale, WINDOW: gl.constexpr
     """
     if MASKED:
         MMA: gl.constexpr = scores.type.layout
-        key = gl.expand_dims(key0 + gl.arange(0, _KEYS, layout=gl.SliceLayout(0, MMA)), 0)
+        KEYS: gl.constexpr = scores.shape[1]
+        key = gl.expand_dims(key0 + gl.arange(0, KEYS, layout=gl.SliceLayout(0, MMA)), 0)
         at = gl.expand_dims(position, 1)
         visible = key <= at
         if WINDOW > 0:
@@ -131,13 +138,15 @@ def _attend(
     `weights`. The keys of tile `begin` have arrived.
     """
     _, keys, values, _, keys_ready, values_ready, keys_free, values_free, _ = shared
-    MMA: gl.constexpr = acc.type.layout
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    KEYS: gl.constexpr = keys.shape[1]
+    SUMS: gl.constexpr = acc.type.layout
+    SCORES: gl.constexpr = row_max.type.layout.parent
+    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     for i in range(begin, end):
         this = i % _STAGES
         previous = (i - 1) % _STAGES
         following = (i + 1) % _STAGES
-        scores = gl.zeros([_ROWS, _KEYS], gl.float32, MMA)
+        scores = gl.zeros([_ROWS, KEYS], gl.float32, SCORES)
         scores = warpgroup_mma(
             queries, keys.index(this).permute((1, 0)), scores, use_acc=False, is_async=True
         )
@@ -146,13 +155,15 @@ def _attend(
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(keys_free.index(this), count=1)
         new, rescale, row_max, row_sum = _weigh(
-            scores, row_max, row_sum, position, (last_tile - i) * _KEYS, scale, WINDOW, MASKED
+            scores, row_max, row_sum, position, (last_tile - i) * KEYS, scale, WINDOW, MASKED
         )
         # Placed here so that a loop separates the weights from the wait for the sums: the assembler would wait first.
         mbarrier.wait(keys_ready.index(following), ((i + 1) // _STAGES) & 1, pred=i + 1 < count)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(values_free.index(previous), count=1)
-        acc = acc * gl.expand_dims(rescale, 1)
+        acc = acc * gl.expand_dims(
+            gl.convert_layout(rescale, gl.SliceLayout(1, SUMS), assert_trivial=True), 1
+        )
         weights = gl.convert_layout(new.to(gl.float16), A, assert_trivial=True)
     return weights, acc, row_max, row_sum
 
@@ -163,7 +174,8 @@ def _clear_from(stage, first):
     would be NaN.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    live = gl.expand_dims(gl.arange(0, _KEYS // _GROUPS, layout=gl.SliceLayout(1, L)) < first, 1)
+    COUNT: gl.constexpr = stage.shape[0]
+    live = gl.expand_dims(gl.arange(0, COUNT, layout=gl.SliceLayout(1, L)) < first, 1)
     values = stage.load(L)
     stage.store(gl.where(live, values, 0.0))
     fence_async_shared()
@@ -172,26 +184,28 @@ def _clear_from(stage, first):
 @gluon.jit
 def _store(out_ptr, acc, row, width, rows, WGMMA_LAYOUT: gl.constexpr):
     """Stores [rows, columns of a head] from `out_ptr` on, as plain rows or in the WGMMA layout (`operand_offset`)."""
+    SIZE: gl.constexpr = acc.shape[1]
     if WGMMA_LAYOUT:
         # Thread (r, q) of a warp has columns 8 n + 2 q + e: it holds all values of an offset's lowest three bits.
         L: gl.constexpr = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
+            [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]] + [[0, 128]] * (SIZE // 256),
             [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
             [[16, 0], [32, 0]],
             [],
-            [_ROWS, _SIZE],
+            [_ROWS, SIZE],
         )
-        acc = gl.reshape(gl.permute(gl.reshape(acc, [_ROWS, 4, 16, 2]), [0, 2, 1, 3]), [_ROWS, _SIZE])
+        apart = gl.permute(gl.reshape(acc, [_ROWS, SIZE // 128, 4, 16, 2]), [0, 1, 3, 2, 4])
+        acc = gl.reshape(apart, [_ROWS, SIZE])
         token = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, L))
         place = gl.expand_dims(token * width, 1) + gl.expand_dims(
-            gl.arange(0, _SIZE, layout=gl.SliceLayout(0, L)), 0
+            gl.arange(0, SIZE, layout=gl.SliceLayout(0, L)), 0
         )
         acc = gl.convert_layout(acc, L, assert_trivial=True)
         gl.store(out_ptr + place, acc, mask=gl.expand_dims(token < rows, 1))
     else:
         MMA: gl.constexpr = acc.type.layout
         token = row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, MMA))
-        column = gl.expand_dims(gl.arange(0, _SIZE, layout=gl.SliceLayout(0, MMA)), 0)
+        column = gl.expand_dims(gl.arange(0, SIZE, layout=gl.SliceLayout(0, MMA)), 0)
         gl.store(
             out_ptr + (gl.expand_dims(token * width, 1) + column), acc, mask=gl.expand_dims(token < rows, 1)
         )
@@ -204,16 +218,20 @@ def _one_group(
 ):  # fmt: skip
     """Consumer warp group `group`: half of the program's rows. sink_ptr: the head's sink, or None."""
     queries, keys, values, query_ready, keys_ready, values_ready, keys_free, _, cleared = shared
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _SIZE, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    KEYS: gl.constexpr = keys.shape[1]
+    SIZE: gl.constexpr = keys.shape[2]
+    BITS: gl.constexpr = _log2(KEYS)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     row = first_row + group * _ROWS
     # Tiles before number `high`, and with a window those from number `low` on, are visible to some rows only.
     first = start + row
-    high = gl.minimum(gl.maximum(last_tile - ((first + 1) >> _BITS) + 1, 1), count)
+    high = gl.minimum(gl.maximum(last_tile - ((first + 1) >> BITS) + 1, 1), count)
     low = count
     if WINDOW > 0:
         last = gl.minimum(first + _ROWS, start + rows) - 1
-        low = last_tile - ((gl.maximum(last - (WINDOW - 1), 0) + _KEYS - 1) >> _BITS) + 1
+        low = last_tile - ((gl.maximum(last - (WINDOW - 1), 0) + KEYS - 1) >> BITS) + 1
         low = gl.maximum(gl.minimum(low, count), high)
     position = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, MMA))
     row_max = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
@@ -221,11 +239,11 @@ def _one_group(
     if sink_ptr is not None:  # the softmax starts from the sink, a logit without a value
         row_max = row_sum + gl.load(sink_ptr) * _LOG2_E
         row_sum += 1.0
-    acc = gl.zeros([_ROWS, _SIZE], gl.float32, MMA)
-    written = start + rows - last_tile * _KEYS
-    if written < _KEYS:
+    acc = gl.zeros([_ROWS, SIZE], gl.float32, SUMS)
+    written = start + rows - last_tile * KEYS
+    if written < KEYS:
         mbarrier.wait(values_ready.index(0), 0)
-        HALF: gl.constexpr = _KEYS // _GROUPS
+        HALF: gl.constexpr = KEYS // _GROUPS
         _clear_from(values.index(0).slice(group * HALF, HALF, 0), written - group * HALF)
         tl.debug_barrier()
         mbarrier.arrive(cleared, count=1)
@@ -233,10 +251,11 @@ def _one_group(
     mbarrier.wait(query_ready, 0)
     mbarrier.wait(keys_ready.index(0), 0)
     mine = queries.index(group)
-    scores = warpgroup_mma(mine, keys.index(0).permute((1, 0)), acc, use_acc=False)
+    scores = gl.zeros([_ROWS, KEYS], gl.float32, MMA)
+    scores = warpgroup_mma(mine, keys.index(0).permute((1, 0)), scores, use_acc=False)
     mbarrier.arrive(keys_free.index(0), count=1)
     weights, _, row_max, row_sum = _weigh(
-        scores, row_max, row_sum, position, last_tile * _KEYS, scale, WINDOW, True
+        scores, row_max, row_sum, position, last_tile * KEYS, scale, WINDOW, True
     )
     weights = gl.convert_layout(weights.to(gl.float16), A, assert_trivial=True)
     mbarrier.wait(keys_ready.index(1), 0, pred=count > 1)
@@ -253,6 +272,7 @@ def _one_group(
     end = count - 1
     mbarrier.wait(values_ready.index(end % _STAGES), (end // _STAGES) & 1)
     acc = warpgroup_mma(weights, values.index(end % _STAGES), acc)
+    row_sum = gl.convert_layout(row_sum, gl.SliceLayout(1, SUMS), assert_trivial=True)
     acc = (acc / gl.expand_dims(row_sum, 1)).to(out_ptr.dtype.element_ty)
     _store(out_ptr, acc, row, width, rows, WGMMA_LAYOUT)
 
@@ -261,17 +281,18 @@ def _one_group(
 @gluon.jit(do_not_specialize=["cache_rows", "blocks"])
 def attention_wgmma_kernel(
     out_ptr, table_ptr, tile_ptr, sink_ptr, q_rows, k_rows, v_rows, scale, cache_rows, blocks,
-    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, WINDOW: gl.constexpr, WGMMA_LAYOUT: gl.constexpr,
-    PDL: gl.constexpr,
+    HEADS: gl.constexpr, KV_HEADS: gl.constexpr, SIZE: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
+    WGMMA_LAYOUT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Programs: (query head, tile of TILE_ROWS rows). q_rows [T, heads * head size], k_rows and v_rows [rows
     of all heads, head size] are copied in blocks of [GROUP_ROWS or BLOCK, head size]. sink_ptr: [heads], or
-    None.
+    None. SIZE: elements of a head; KEYS: of a tile.
     """
-    WIDTH: gl.constexpr = HEADS * _SIZE
-    queries = gl.allocate_shared_memory(gl.float16, [_GROUPS, _ROWS, _SIZE], q_rows.layout)
-    keys = gl.allocate_shared_memory(gl.float16, [_STAGES, _KEYS, _SIZE], k_rows.layout)
-    values = gl.allocate_shared_memory(gl.float16, [_STAGES, _KEYS, _SIZE], v_rows.layout)
+    WIDTH: gl.constexpr = HEADS * SIZE
+    BITS: gl.constexpr = _log2(KEYS)
+    queries = gl.allocate_shared_memory(gl.float16, [_GROUPS, _ROWS, SIZE], q_rows.layout)
+    keys = gl.allocate_shared_memory(gl.float16, [_STAGES, KEYS, SIZE], k_rows.layout)
+    values = gl.allocate_shared_memory(gl.float16, [_STAGES, KEYS, SIZE], v_rows.layout)
     query_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     cleared = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     keys_ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
@@ -300,16 +321,16 @@ def attention_wgmma_kernel(
     start = gl.load(tile_ptr + 3)
     table_ptr += gl.load(tile_ptr + 4) * blocks
     query_row = chunk_row + first_row
-    out_ptr += head * _SIZE
+    out_ptr += head * SIZE
     if sink_ptr is not None:
         sink_ptr += head
     # Positions: the program's queries are first .. last.
     first = start + first_row
     # A program without rows computes one tile, which is not stored.
-    last_tile = (gl.maximum(gl.minimum(first + _GROUPS * _ROWS, start + rows), 1) - 1) >> _BITS
+    last_tile = (gl.maximum(gl.minimum(first + _GROUPS * _ROWS, start + rows), 1) - 1) >> BITS
     count = last_tile + 1
     if WINDOW > 0:
-        count = last_tile - (gl.maximum(first - (WINDOW - 1), 0) >> _BITS) + 1
+        count = last_tile - (gl.maximum(first - (WINDOW - 1), 0) >> BITS) + 1
     # Written out, as values taken from a variable would no longer be constexpr.
     gl.warp_specialize(
         [
@@ -330,7 +351,7 @@ def attention_wgmma_kernel(
             (
                 _copy_all,
                 (
-                    q_rows, k_rows, v_rows, shared, table_ptr, blocks, first, head_row, query_row, head * _SIZE,
+                    q_rows, k_rows, v_rows, shared, table_ptr, blocks, first, head_row, query_row, head * SIZE,
                     last_tile, count, WINDOW,
                 ),
             ),
@@ -360,6 +381,7 @@ def launch_wgmma(
         Copied(q.view(tokens, heads * head_dim), (GROUP_ROWS, head_dim)),
         Copied(k, (BLOCK_SIZE, head_dim)), Copied(v, (BLOCK_SIZE, head_dim)),
         spec.scale * LOG2_E, cache_rows, block_tables.shape[1],
-        HEADS=heads, KV_HEADS=kv_heads, WINDOW=spec.window or 0, WGMMA_LAYOUT=wgmma_layout, PDL=pdl,
+        HEADS=heads, KV_HEADS=kv_heads, SIZE=head_dim, KEYS=KEYS_OF[head_dim], WINDOW=spec.window or 0,
+        WGMMA_LAYOUT=wgmma_layout, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

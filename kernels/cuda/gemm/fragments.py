@@ -29,6 +29,8 @@ _TABLE_WORDS = tl.constexpr(((), *map(_int32s, _TABLES)))
 """The sixteen int8 entries of each table, four per int32."""
 _TABLE_SIZES = tl.constexpr(((), *(_int32s(map(abs, table)) for table in _TABLES)))
 """Their absolute values: the first eight entries of a table have one sign, the last eight the other."""
+_TOP_BITS = tl.constexpr(0xBA98)
+"""The selector of `byte_permute` that repeats the top bit of each byte in the whole byte."""
 _BOOK_WORDS = tl.constexpr(((), _int32s(IQ1_TABLE), _int32s(IQ2_TABLE)))
 """The integers of codebooks of few magnitudes: both signs fit a byte permutation."""
 
@@ -47,6 +49,9 @@ _NIBBLE_HIGH = tl.constexpr(10)
 _HIGH_NIBBLE = tl.constexpr(11)
 _IN_CODES = tl.constexpr(12)
 _THREE = tl.constexpr(13)
+
+_E4M3_UNIT = tl.constexpr(128.0)
+"""E4M3's bits, moved to those of an fp16, have half the number's value over this: half, as E2M1's table is doubled."""
 
 # layout.Book.
 _IQ1 = tl.constexpr(1)
@@ -151,6 +156,10 @@ def chunk_words(stored, FMT: tl.constexpr):
         words = words + ((stored[BEFORE].to(tl.int32) & 0xFFFF) | (stored[BEFORE + 1].to(tl.int32) << 16),)
     elif FMT.one_scale:
         words = words + (stored[BEFORE],)
+    elif FMT.scales == _E4M3:
+        words = words + (stored[BEFORE].to(tl.int32),)
+        if SETS == 4:
+            words = words + ((stored[BEFORE] >> 32).to(tl.int32),)
     elif FMT.scale_bytes > 0:
         SET_BITS: tl.constexpr = 8 * FMT.scale_bytes // ((32 >> FMT.share) * SETS)
         if SET_BITS * SETS == 16:
@@ -175,7 +184,7 @@ def _read_words(first, valid, COUNT: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_chunk(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr, MASKED: tl.constexpr):
+def load_words(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr, MASKED: tl.constexpr):
     """Loads one lane's words of chunk `chunk + ON`, counted over the whole matrix, tiles outermost: low words, high
     words, the scale words of each set as int32 (two per set for HALF_MIN, two in all for SIX), the super-scale word.
 
@@ -187,17 +196,40 @@ def load_chunk(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr, 
     stored = ()
     for plane in tl.static_range(len(WORDS)):
         stored = stored + _read_words(firsts[plane], valid, WORDS[plane], MASKED)
-    return with_book(chunk_words(stored, FMT), planes, FMT)
+    return chunk_words(stored, FMT)
 
 
 @triton.jit
-def with_book(words, planes, FMT: tl.constexpr):
-    """The words of a chunk, and the address of the codebook, if the format has one."""
-    if FMT.book == _IQ3:
-        words = words + (_pointer(planes[1], tl.int16),)
-    elif FMT.book > 0:
-        words = words + (_pointer(planes[1], tl.int32),)
+def load_chunk(planes, chunk, ON: tl.constexpr, lane, valid, FMT: tl.constexpr, MASKED: tl.constexpr):
+    """`load_words`, then the codebook, if the format has one: what decodes a chunk. Parameters: see `load_words`."""
+    return with_book(load_words(planes, chunk, ON, lane, valid, FMT, MASKED), planes[1], FMT)
+
+
+@triton.jit
+def with_book(words, book, FMT: tl.constexpr):
+    """The words of a chunk, and the codebook, if the format has one: a pointer, or an address in shared memory."""
+    if FMT.book > 0:
+        if book.dtype.is_ptr():
+            words = words + (_pointer(book, tl.int32),)
+        else:
+            words = words + (book,)
     return words
+
+
+@triton.jit
+def _shift(word, by: tl.constexpr):
+    """word << by, or a right shift if `by` is negative."""
+    if by > 0:
+        word = word << by
+    elif by < 0:
+        word = word >> (0 - by)
+    return word
+
+
+@triton.jit
+def _field(word, first: tl.constexpr, bits: tl.constexpr, to: tl.constexpr):
+    """Bits first .. first + bits - 1 of an int32 or int64, moved to bit `to` of an int32."""
+    return _shift(word, to - first).to(tl.int32) & (((1 << bits) - 1) << to)
 
 
 @triton.jit
@@ -214,7 +246,10 @@ def super_scales(words, FMT: tl.constexpr):
     if FMT.scales == _E4M3 and FMT.super_bytes > 0:
         wide = words[len(words) - 1]
         near = wide.to(tl.int32).to(tl.float32, bitcast=True)
-        return near, 0.0, (wide >> 32).to(tl.int32).to(tl.float32, bitcast=True), 0.0
+        far = (wide >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        return near * _E4M3_UNIT, 0.0, far * _E4M3_UNIT, 0.0
+    elif FMT.scales == _E4M3:
+        return _E4M3_UNIT, 0.0, _E4M3_UNIT, 0.0
     elif FMT.book > 0:
         both = words[len(words) - 2]
         return half_bits(both) * FMT.unit, 0.0, half_bits(both >> 16) * FMT.unit, 0.0
@@ -238,13 +273,6 @@ def _e8m0(byte):
     """2^(byte - 128): MXFP4's exponent scale, halved because its table is doubled."""
     bits = tl.where(byte < 2, 0x00200000 << tl.minimum(byte, 1), (byte - 1) << 23)
     return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _e4m3(byte):
-    """Half of a number in unsigned E4M3, as `block_formats`: NVFP4's scale, halved because its table is doubled."""
-    value = half_bits((byte & 127) << 7) * 128.0
-    return tl.where(byte == 127, 0.0, value)
 
 
 @triton.jit
@@ -319,7 +347,10 @@ def set_scales(words, s: tl.constexpr, FMT: tl.constexpr):
         else:  # Triton compiles what follows a return, too
             return near, 0.0, far, 0.0
     elif FMT.scales == _E4M3:
-        return _e4m3(words[BASE + s] & 255), 0.0, _e4m3((words[BASE + s] >> 8) & 255), 0.0
+        # Moved to the bits of an fp16; bit 7 means nothing.
+        word = words[BASE + s // 2]
+        near = half_bits(_field(word, 16 * (s % 2), 7, 7))
+        return near, 0.0, half_bits(_field(word, 16 * (s % 2) + 8, 7, 7)), 0.0
     elif FMT.scales == _E8M0:
         return _e8m0(words[BASE + s] & 255), 0.0, _e8m0((words[BASE + s] >> 8) & 255), 0.0
     elif FMT.scales == _BYTE:
@@ -362,16 +393,6 @@ def _repeat(byte: int) -> int:
     """A byte repeated in all four bytes of an int32."""
     word = (byte & 255) * 0x01010101
     return word - (1 << 32) if word >= 1 << 31 else word
-
-
-@triton.jit
-def _shift(word, by: tl.constexpr):
-    """word << by, or a right shift if `by` is negative."""
-    if by > 0:
-        word = word << by
-    elif by < 0:
-        word = word >> (0 - by)
-    return word
 
 
 @triton.constexpr_function
@@ -436,31 +457,32 @@ def _with_high(code, words, i: tl.constexpr, j: tl.constexpr, up: tl.constexpr, 
 
 
 @triton.jit
-def _entry_index(words, run: tl.constexpr, entry: tl.constexpr, FMT: tl.constexpr):
-    """Index number `entry` (of four; of IQ3, eight) of a run of 32 columns. See `layout.Book`."""
-    bits = _run_bits(words, run, FMT)
+def _entry_offset(words, run: tl.constexpr, entry: tl.constexpr, FMT: tl.constexpr):
+    """Four times the index number `entry` (of four; of IQ3, eight) of a run of 32 columns: the entry's first byte. See
+    `layout.Book`.
+    """
     if FMT.book == _IQ1:
-        index = (words[run // 2] >> (32 * (run % 2) + 8 * entry)).to(tl.int32) & 255
+        bits = _run_bits(words, run, FMT)
+        offset = _field(words[run // 2], 32 * (run % 2) + 8 * entry, 8, 2)
         if FMT.scales == _IN_CODES:
-            index |= ((bits >> (3 * entry)) & 7) << 8
-            index |= (bits >> 15) << 11
+            offset |= _field(bits, 3 * entry, 3, 10)
+            offset |= _field(bits, 15, 1, 13)
         else:
-            index |= ((bits >> (4 * entry)) & 15) << 8
+            offset |= _field(bits, 4 * entry, 4, 10)
     elif FMT.book == _IQ2:
-        BITS: tl.constexpr = FMT.index_bits
-        index = (words[run] >> (BITS * entry)).to(tl.int32) & ((1 << BITS) - 1)
+        offset = _field(words[run], FMT.index_bits * entry, FMT.index_bits, 2)
         if FMT.scales == _NIBBLE_HIGH:
-            index |= _shift(words[FMT.code_words + 1], 8 - (8 * run + 2 * entry)) & 768
+            offset |= _field(words[FMT.code_words + 1], 8 * run + 2 * entry, 2, 10)
     else:
-        index = (words[run] >> (8 * entry)).to(tl.int32) & 255
+        offset = _field(words[run], 8 * entry, 8, 2)
         if FMT.scales == _HIGH_NIBBLE:
-            index |= _shift(words[FMT.code_words + 1], 8 - (8 * run + entry)) & 256
-    return index
+            offset |= _field(words[FMT.code_words + 1], 8 * run + entry, 1, 10)
+    return offset
 
 
 @triton.jit
 def _run_signs(words, run: tl.constexpr, FMT: tl.constexpr):
-    """The signs of a run of 32 columns: bit 4k + j is that of column k of step j."""
+    """The signs of a run of 32 columns, in the order of `layout.Book`: bit 4k + j, k as there, belongs to step j."""
     signs = _run_bits(words, run, FMT)
     if FMT.even_signs:
         signs = (signs & -16) ^ (signs.to(tl.uint32, bitcast=True) >> 4).to(tl.int32, bitcast=True)
@@ -470,21 +492,50 @@ def _run_signs(words, run: tl.constexpr, FMT: tl.constexpr):
 @triton.jit
 def _selectors(words, i: tl.constexpr, rh: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     """The nibbles of the eight codes of step i of rows r + 8 * rh, in column order, as (first four, last four): the
-    lower 16 bits of each int32. The sign is the nibble's bit 3 (IQ3) or 2.
+    lower 16 bits of each int32. The sign is the nibble's bit 2.
+    """
+    RUN: tl.constexpr = i // 4 * 2 + rh
+    STEP: tl.constexpr = i % 4
+    nibbles = load_entry(words[len(words) - 1], _entry_offset(words, RUN, STEP, FMT), ASM)
+    if FMT.book == _IQ2:
+        nibbles |= _shift(_run_signs(words, RUN, FMT), 2 - STEP) & _repeat(0x44)
+    return nibbles, nibbles >> 16
+
+
+@triton.jit
+def _magnitudes(words, i: tl.constexpr, rh: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
+    """The magnitudes, four unsigned bytes, of columns 0 to 3 and 4 to 7 of step i of rows r + 8 * rh of IQ3, each with
+    its mask: bytes of ones where the sign is negative.
     """
     RUN: tl.constexpr = i // 4 * 2 + rh
     STEP: tl.constexpr = i % 4
     book = words[len(words) - 1]
-    if FMT.book == _IQ3:
-        signs = _shift(_run_signs(words, RUN, FMT), 3 - STEP) & _repeat(0x88)
-        first = load_entry(book, _entry_index(words, RUN, 2 * STEP, FMT), ASM)
-        last = load_entry(book, _entry_index(words, RUN, 2 * STEP + 1, FMT), ASM)
-        return first | signs, last | (signs >> 16)
-    else:
-        nibbles = load_entry(book, _entry_index(words, RUN, STEP, FMT), ASM)
-        if FMT.book == _IQ2:
-            nibbles |= _shift(_run_signs(words, RUN, FMT), 2 - STEP) & _repeat(0x44)
-        return nibbles, nibbles >> 16
+    signs = _run_signs(words, RUN, FMT)
+    both = ()
+    for half in tl.static_range(2):
+        entry = load_entry(book, _entry_offset(words, RUN, 2 * STEP + half, FMT), ASM)
+        tops = _shift(signs, 7 - STEP - 4 * half)
+        both = both + (entry, byte_permute(tops, tops, (signs & 0) + _TOP_BITS, ASM))
+    return both
+
+
+@triton.jit
+def magnitudes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
+    """Step i of IQ3 as two A operands of unsigned bytes: the magnitudes, and those of negative codes alone, which are
+    to be taken away twice.
+    """
+    near = _magnitudes(words, i, 0, FMT, ASM)
+    far = _magnitudes(words, i, 1, FMT, ASM)
+    return (
+        (near[0], far[0], near[2], far[2]),
+        (near[0] & near[1], far[0] & far[1], near[2] & near[3], far[2] & far[3]),
+    )
+
+
+@triton.jit
+def _signed_magnitude(size, mask):
+    """Bytes of magnitudes with signs: two's complement, from the ones' complement that the mask makes."""
+    return (size ^ mask) + (mask & _repeat(1))
 
 
 @triton.jit
@@ -494,24 +545,20 @@ def _book_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     near = _selectors(words, i, 0, FMT, ASM)
     far = _selectors(words, i, 1, FMT, ASM)
     zero = near[0] & 0
+    positive = in_register(zero + WORDS[0], ASM)
     codes = ()
     for half in tl.static_range(2):
-        codes = codes + (byte_permute(zero + WORDS[0], zero + WORDS[1], near[half], ASM),)
-        codes = codes + (byte_permute(zero + WORDS[0], zero + WORDS[1], far[half], ASM),)
+        codes = codes + (byte_permute(positive, zero + WORDS[1], near[half], ASM),)
+        codes = codes + (byte_permute(positive, zero + WORDS[1], far[half], ASM),)
     return codes
 
 
 @triton.jit
-def table_nibbles(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
+def table_nibbles(words, i: tl.constexpr):
     """Step i of a table format: four int32 of four nibbles in their lower halves, in the order of `step_codes`."""
-    if FMT.book > 0:
-        near = _selectors(words, i, 0, FMT, ASM)
-        far = _selectors(words, i, 1, FMT, ASM)
-        return near[0], far[0], near[1], far[1]
-    else:
-        first = words[i].to(tl.int32)
-        last = (words[i] >> 32).to(tl.int32)
-        return first, first >> 16, last, last >> 16
+    first = words[i].to(tl.int32)
+    last = (words[i] >> 32).to(tl.int32)
+    return first, first >> 16, last, last >> 16
 
 
 @triton.jit
@@ -533,7 +580,7 @@ def table_sizes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     `UPPER_SIGN`.
     """
     SIZES: tl.constexpr = _TABLE_SIZES[FMT.table]
-    nibbles = table_nibbles(words, i, FMT, ASM)
+    nibbles = table_nibbles(words, i)
     zero = nibbles[0] & 0
     first_lower = in_register(zero + SIZES[0], ASM)
     first_upper = in_register(zero + SIZES[2], ASM)
@@ -560,12 +607,13 @@ def step_codes(words, i: tl.constexpr, FMT: tl.constexpr, ASM: tl.constexpr):
     if FMT.book > 0 and FMT.table == 0:
         return _book_codes(words, i, FMT, ASM)
     elif FMT.book > 0:
-        nibbles = table_nibbles(words, i, FMT, ASM)
+        near = _magnitudes(words, i, 0, FMT, ASM)
+        far = _magnitudes(words, i, 1, FMT, ASM)
         return (
-            _table_bytes(nibbles[0], FMT.table, ASM),
-            _table_bytes(nibbles[1], FMT.table, ASM),
-            _table_bytes(nibbles[2], FMT.table, ASM),
-            _table_bytes(nibbles[3], FMT.table, ASM),
+            _signed_magnitude(near[0], near[1]),
+            _signed_magnitude(far[0], far[1]),
+            _signed_magnitude(near[2], near[3]),
+            _signed_magnitude(far[2], far[3]),
         )
     elif FMT.low == 8:
         near = words[2 * i]

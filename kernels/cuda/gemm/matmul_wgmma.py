@@ -26,7 +26,6 @@ from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
 from quengine.kernels.cuda.gemm.wgmma_loop import multiply
 from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, wgmma_plan, wgmma_plan_two_parts
 from quengine.kernels.cuda.gemm.wgmma_program import (
-    WgmmaMatrix,
     allocate_stages,
     begin_block,
     consumer_group,
@@ -34,6 +33,7 @@ from quengine.kernels.cuda.gemm.wgmma_program import (
     finish_share,
     producer_warp,
     share_of,
+    wgmma_matrix,
 )
 from quengine.kernels.cuda.gemm.wgmma_store import WgmmaOutput
 from quengine.kernels.cuda.glu import EPILOGUES, ROWS, epilogue_adding, product_bound
@@ -56,7 +56,7 @@ def _wgmma_kernel(
     if P.flags.pdl and not P.flags.producer:
         tl.extra.cuda.gdc_launch_dependents()
     block = gl.program_id(0)
-    matrix = WgmmaMatrix((low, high, scales, supers), tiles, rows, weight_scale)
+    matrix = wgmma_matrix((low, high, scales, supers), tiles, rows, weight_scale, P)
     output = WgmmaOutput(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
     few_rows_program(
         matrix, x_rows, output, partial_ptr, arrivals_ptr, block, gl.program_id(1), block, gl.num_programs(0), P
@@ -76,13 +76,13 @@ def _wgmma_two_parts_kernel(
     place = gl.program_id(0)
     blocks = (tiles + P.warps - 1) // P.warps
     if place < blocks:
-        matrix = WgmmaMatrix((low, high, scales, supers), tiles, rows, weight_scale)
+        matrix = wgmma_matrix((low, high, scales, supers), tiles, rows, weight_scale, P)
         output = WgmmaOutput(row_scale_ptr, out_ptr, out_ptr, out_ptr, 0, N, T, 0.0)
         few_rows_program(
             matrix, x_rows, output, partial_ptr, arrivals_ptr, place, gl.program_id(1), place, gl.num_programs(0), P
         )  # fmt: skip
     else:
-        matrix_2 = WgmmaMatrix((low_2, high_2, scales_2, supers_2), tiles_2, rows_2, weight_scale_2)
+        matrix_2 = wgmma_matrix((low_2, high_2, scales_2, supers_2), tiles_2, rows_2, weight_scale_2, P_2)
         output_2 = WgmmaOutput(row_scale_ptr, out_ptr, out_ptr, out_ptr, rows, N, T, 0.0)
         few_rows_program(
             matrix_2, x_rows, output_2, partial_ptr, arrivals_ptr, place - blocks, gl.program_id(1), place,
@@ -105,7 +105,7 @@ def _wgmma_blocks_kernel(
     if P.flags.pdl and not P.flags.producer:
         tl.extra.cuda.gdc_launch_dependents()
     share = share_of(gl.program_id(0), whole, splits, split_chunks, tiles, T, P.warps, P)
-    matrix = WgmmaMatrix((low, high, scales, supers), tiles, rows, weight_scale)
+    matrix = wgmma_matrix((low, high, scales, supers), tiles, rows, weight_scale, P)
     output = WgmmaOutput(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
     words, stages, ready, tile, lane = begin_block(
         matrix, x_rows, share.block, share.begin, share.end, share.token0, P
@@ -152,7 +152,7 @@ def _wgmma_groups_kernel(
         mbarrier.init(free.index(i), count=2)
     fence_async_shared()
     share = share_of(gl.program_id(0), whole, splits, split_chunks, tiles, T, 2 * P.warps, P)
-    matrix = WgmmaMatrix((low, high, scales, supers), tiles, rows, weight_scale)
+    matrix = wgmma_matrix((low, high, scales, supers), tiles, rows, weight_scale, P)
     output = WgmmaOutput(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
     # Written out, as values taken from a variable would no longer be constexpr.
     gl.warp_specialize(

@@ -101,32 +101,27 @@ def mma_int8(a, b0, b1, d, A_SIGNED: tl.constexpr, B_SIGNED: tl.constexpr, ASM: 
         return (d[0] + e[0], d[1] + e[1], d[2] + e[2], d[3] + e[3])
 
 
-_LOAD_WORD = tl.constexpr(
-    "{ .reg .b64 at; mad.wide.u32 at, $1, 4, $2; ld.global.nc.L1::evict_last.b32 $0, [at]; }"
+_LOAD_GLOBAL = tl.constexpr(
+    "{ .reg .b64 at; mad.wide.u32 at, $1, 1, $2; ld.global.nc.L1::evict_last.b32 $0, [at]; }"
 )
-_LOAD_SHORT = tl.constexpr(
-    "{ .reg .b64 at; .reg .b16 short; mad.wide.u32 at, $1, 2, $2; "
-    "ld.global.nc.L1::evict_last.u16 short, [at]; cvt.u32.u16 $0, short; }"
-)
+_LOAD_SHARED = tl.constexpr("{ .reg .b32 at; add.u32 at, $1, $2; ld.shared.b32 $0, [at]; }")
 
 
 @triton.jit
-def load_entry(table, index, ASM: tl.constexpr):
-    """table[index] of int32 or int16 as int32 (an int16's upper half is anything). The table is a small one, which the
-    L1 cache is to keep while weights pass through it.
+def load_entry(table, offset, ASM: tl.constexpr):
+    """The int32 of `table` at byte `offset`, a multiple of 4. The table is a small one: in shared memory (an address),
+    or in global memory (a pointer), where the L1 cache is to keep it while weights pass through it.
     """
-    if ASM:
-        LOAD: tl.constexpr = _LOAD_WORD if table.dtype.element_ty.primitive_bitwidth == 32 else _LOAD_SHORT
+    if not ASM:
+        return tl.load(table + offset // 4)
+    elif table.dtype.is_ptr():
         return tl.inline_asm_elementwise(
-            LOAD,
-            "=r,r,l",
-            [index, table.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
+            _LOAD_GLOBAL, "=r,r,l", [offset, table.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
-        return tl.load(table + index).to(tl.int32)
+        return tl.inline_asm_elementwise(
+            _LOAD_SHARED, "=r,r,r", [offset, table], dtype=tl.int32, is_pure=True, pack=1
+        )
 
 
 @triton.jit

@@ -106,4 +106,4 @@ def read_chunk(ring, slot, planes, lane, P: gl.constexpr):
         stored = stored + _read_words(
             ring[plane].index(slot), lane, WORDS[plane], firsts[plane].dtype.element_ty.primitive_bitwidth, WARPS
         )  # fmt: skip
-    return with_book(chunk_words(stored, FMT), planes, FMT)
+    return with_book(chunk_words(stored, FMT), planes[1], FMT)

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from quengine.kernels.cuda.gemm.staged_book import with_staged_book
 from quengine.kernels.cuda.gemm.wgmma_loop import copy_set, copy_sets, load_turn, multiply, multiply_alone
 from quengine.kernels.cuda.gemm.wgmma_store import store_block, store_sums, tile_of
 from quengine.kernels.cuda.glu import SILU
@@ -27,6 +28,14 @@ class WgmmaMatrix(NamedTuple):
     tiles: Any
     rows: Any
     weight_scale: Any
+
+
+@gluon.jit
+def wgmma_matrix(planes, tiles, rows, weight_scale, P: gl.constexpr):
+    """A WgmmaMatrix whose codebook, if it has one, this program's P.warps warps have copied to shared memory."""
+    FMT: gl.constexpr = P.layout
+    THREADS: gl.constexpr = 32 * P.warps
+    return WgmmaMatrix(with_staged_book(planes, FMT, THREADS), tiles, rows, weight_scale)
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gemm.mma import uses_assembly
+from quengine.kernels.cuda.gemm.staged_book import begin_book, end_book
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_group, store_quantized
 from quengine.kernels.cuda.gemv.q_dot import reduce_tile, start_tile, tile_dots
 from quengine.kernels.cuda.weights.geometry import Geometry
@@ -81,10 +82,14 @@ class MatvecProgram:
 
 @triton.jit
 def begin_rows(matrix, tile0, P: tl.constexpr):
-    """Starts reading P.tiles tiles from `tile0` on, each shared by P.k_warps warps."""
-    thread = tl.arange(0, 32 * P.tiles * P.k_warps)
+    """Starts reading P.tiles tiles from `tile0` on, each shared by P.k_warps warps: their first words, and the book."""
+    THREADS: tl.constexpr = 32 * P.tiles * P.k_warps
+    thread = tl.arange(0, THREADS)
     warp = thread >> 5
-    return start_tile(matrix, tile0 + warp // P.k_warps, warp % P.k_warps, thread & 31, P)
+    FMT: tl.constexpr = P.layout
+    begun = begin_book(matrix.planes[1], FMT, THREADS, P.asm)
+    queue = start_tile(matrix, tile0 + warp // P.k_warps, warp % P.k_warps, thread & 31, P)
+    return queue, end_book(begun, FMT, THREADS, P.asm)
 
 
 @triton.jit
@@ -98,11 +103,15 @@ def load_squares(squares_ptr, PARTIALS: tl.constexpr):
 
 
 @triton.jit
-def finish_rows(queue, squares, matrix, x, tile0, P: tl.constexpr):
-    """The product, fp32 [tiles, 8, 2, 1]; with P.partials divided by the row's root mean square."""
+def finish_rows(begun, squares, matrix, x, tile0, P: tl.constexpr):
+    """The product, fp32 [tiles, 8, 2, 1]; with P.partials divided by the row's root mean square. begun: the result of
+    `begin_rows`.
+    """
     thread = tl.arange(0, 32 * P.tiles * P.k_warps)
     warp = thread >> 5
-    acc = tile_dots(queue, matrix, x, tile0 + warp // P.k_warps, warp % P.k_warps, thread & 31, P)
+    acc = tile_dots(
+        begun[0], begun[1], matrix, x, tile0 + warp // P.k_warps, warp % P.k_warps, thread & 31, P
+    )
     y = reduce_tile(acc, P)
     if P.partials > 0:
         y *= tl.rsqrt(tl.sum(squares, 0) / P.cols + x.eps)

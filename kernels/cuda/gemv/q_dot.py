@@ -18,11 +18,13 @@ from quengine.kernels.cuda.gemm.fragments import (
     UPPER_SIGN,
     dot_codes,
     dot_shift,
-    load_chunk,
+    load_words,
+    magnitudes,
     set_scales,
     step_column,
     super_scales,
     table_sizes,
+    with_book,
 )
 from quengine.kernels.cuda.gemm.mma import mma_int8
 
@@ -117,7 +119,17 @@ def _set_dots(words, x, s: tl.constexpr, P: tl.constexpr):
     """
     FMT: tl.constexpr = P.layout
     STEPS: tl.constexpr = FMT.steps_per_set
-    if FMT.table > 0:
+    if FMT.book > 0 and FMT.table > 0:
+        sizes = ()
+        negative = ()
+        for j in tl.static_range(STEPS):
+            of_step = magnitudes(words, s * STEPS + j, FMT, P.asm)
+            sizes = sizes + (of_step[0],)
+            negative = negative + (of_step[1],)
+        near, far = _products(sizes, x, False, P)
+        near_negative, far_negative = _products(negative, x, False, P)
+        near, far = near - 2 * near_negative, far - 2 * far_negative
+    elif FMT.table > 0:
         # The matrix units add up both halves of the table, which is cheaper than merging them byte by byte.
         lower = ()
         upper = ()
@@ -185,7 +197,7 @@ def _add_chunk(acc, words, x, P: tl.constexpr):
     for s in tl.static_range(SETS):
         sums = _add_set(sums, words, x[s], s, P)
     d0, m0, d1, m1 = super_scales(words, FMT)
-    if FMT.super_bytes == 0:
+    if not FMT.scaled_twice:
         near = acc[0] + (sums[0] - sums[2])
         far = acc[1] + (sums[1] - sums[3])
     else:
@@ -202,7 +214,7 @@ def _tile_chunk(matrix, tile, c, ON: tl.constexpr, lane, EVEN: tl.constexpr, P: 
     """Starts reading chunk c + ON of `tile`. Past the edge: zeros, whose scales are zero too."""
     valid = (c < P.chunks - ON) & (tile < matrix.tiles)
     FMT: tl.constexpr = P.layout
-    return load_chunk(matrix.planes, tile * P.chunks + c, ON, lane, valid, FMT, not EVEN)
+    return load_words(matrix.planes, tile * P.chunks + c, ON, lane, valid, FMT, not EVEN)
 
 
 @triton.jit
@@ -218,8 +230,9 @@ def start_tile(matrix, tile, k_warp, lane, P: tl.constexpr):
 
 
 @triton.jit
-def tile_dots(queue, matrix, x, tile, k_warp, lane, P: tl.constexpr):
-    """Sums over this thread's part of the columns for weight rows r and r + 8 of its tile, fp32.
+def tile_dots(queue, book, matrix, x, tile, k_warp, lane, P: tl.constexpr):
+    """Sums over this thread's part of the columns for weight rows r and r + 8 of its tile, fp32. book: the matrix's
+    codebook (staged_book.py), of formats that have one.
 
     Warp `k_warp` of P.k_warps takes chunks k_warp, k_warp + P.k_warps, ...; P.ahead of them are loaded ahead, the
     first ones by `start_tile`, whose result is `queue`.
@@ -230,11 +243,12 @@ def tile_dots(queue, matrix, x, tile, k_warp, lane, P: tl.constexpr):
     whatever P.early is.
     """
     ROUNDS: tl.constexpr = P.rounds
+    FMT: tl.constexpr = P.layout
     plane = tl.where((lane & 4) == 0, x.high.to(tl.int64), x.low.to(tl.int64)).to(tl.pointer_type(tl.int64))
     nothing = (lane & 0).to(tl.float32)
     acc = (nothing, nothing)
     if ROUNDS > MOST_UNROLLED or (P.ahead == 1 and ROUNDS > _FEW):
-        return _in_a_loop(acc, queue[0], matrix, plane, x, tile, k_warp, lane, P)
+        return _in_a_loop(acc, queue[0], book, matrix, plane, x, tile, k_warp, lane, P)
     if P.early:
         loaded = _load_activations(plane, x, k_warp, lane, 0, P)
     for i in tl.static_range(ROUNDS):
@@ -246,24 +260,25 @@ def tile_dots(queue, matrix, x, tile, k_warp, lane, P: tl.constexpr):
             queue = queue + (_tile_chunk(matrix, tile, k_warp, (i + P.ahead) * P.k_warps, lane, P.even, P),)
         if not P.early:
             now = _load_activations(plane, x, k_warp, lane, i, P)
-        acc = _add_chunk(acc, queue[i], now, P)
+        acc = _add_chunk(acc, with_book(queue[i], book, FMT), now, P)
     return acc
 
 
 @triton.jit
-def _in_a_loop(acc, words, matrix, plane, x, tile, k_warp, lane, P: tl.constexpr):
+def _in_a_loop(acc, words, book, matrix, plane, x, tile, k_warp, lane, P: tl.constexpr):
     """`tile_dots` as a loop, one chunk ahead, starting from `words`: unrolled, ten chunks take minutes to compile."""
+    FMT: tl.constexpr = P.layout
     c = k_warp
     for _ in range(P.rounds - 1):
         # Before the weights, which arrive later: loads complete in order.
         loaded = _chunk_activations(plane, x, c, lane, P)
         later = _tile_chunk(matrix, tile, c + P.k_warps, 0, lane, P.even, P)
-        acc = _add_chunk(acc, words, loaded, P)
+        acc = _add_chunk(acc, with_book(words, book, FMT), loaded, P)
         words = later
         c += P.k_warps
     # Past the edge codes are zero, but the activations read there must exist.
     loaded = _chunk_activations(plane, x, tl.minimum(c, P.chunks - 1), lane, P)
-    return _add_chunk(acc, words, loaded, P)
+    return _add_chunk(acc, with_book(words, book, FMT), loaded, P)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels: the one place that bypasses Triton's launcher, or intercepts launches.
+"""Launches of Triton kernels without Triton's launcher.
 
 A launch through Triton takes 14 to 30 us on the host: it binds and classifies each argument, reads settings from the
 environment and compares every global constant that the kernel's source names. CUDA graph replays, that is, decode
@@ -10,39 +10,18 @@ A kernel reads a tensor by TMA (`Copied`) through a tensor map, 128 bytes that d
 alone. Triton encodes one at every launch; here they are cached.
 """
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from triton.backends.nvidia import driver
 from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
-_TRITON_LAUNCH = JITFunction.run
+from quengine.kernels.cuda.launch.triton_changes import TRITON_LAUNCH, taking_maps
+
 _MOST_MAPS = 1024
-
-Handler = Callable[[Any, object, tuple[Any, ...], dict[str, Any]], None]
-"""Handles a launch: the Triton function, its grid, arguments by position, constants and options by name."""
-
-
-@contextmanager
-def launches_handed_to(handler: Handler) -> Iterator[None]:
-    """Within this context, launches of all Triton kernels of this process go to `handler` instead of running."""
-
-    def run(self: Any, *args: Any, grid: object, warmup: bool, **named: Any) -> None:
-        del warmup
-        handler(self, grid, args, named)
-
-    original = JITFunction.run
-    JITFunction.run = run
-    try:
-        yield
-    finally:
-        JITFunction.run = original
 
 
 class Copied(NamedTuple):
@@ -84,7 +63,7 @@ class DirectLaunch:
     def _launch(
         self, grid: tuple[int, ...], arguments: tuple[Any, ...], named: dict[str, Any], constants_key: object
     ) -> None:
-        if JITFunction.run is not _TRITON_LAUNCH:
+        if JITFunction.run is not TRITON_LAUNCH:
             self.kernel[grid](*self._described(arguments), **named)
             return
         # Inlined: a function call per argument would take as long as all the rest.
@@ -110,7 +89,9 @@ class DirectLaunch:
             constants = tuple(named[name] for name in self.kernel.arg_names[len(arguments) :])
             maps = None
             if self.layout is not None:
-                made, maps = _with_maps(made, described, self.layout)
+                direct = taking_maps(made, described)
+                made, encode = direct or (made, None)
+                maps = TensorMaps(self.layout, encode)
             self._compiled[key] = made, constants, maps
 
     def _described(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -151,32 +132,6 @@ class TensorMaps:
                 self._kept.clear()
             kept = self._kept[key] = self.encode(number, _descriptor(copied, self.layout))
         return kept
-
-
-def _with_maps(
-    made: CompiledKernel, described: tuple[Any, ...], layout: Any
-) -> tuple[CompiledKernel, TensorMaps]:
-    """A compiled kernel that takes tensor maps directly, and the `TensorMaps` that provide them.
-
-    Triton's launcher wraps the launching function in one that encodes the maps; the wrapper is removed. If this
-    version of Triton stores it in another way, the kernel is unchanged and takes descriptors.
-    """
-    try:
-        launcher: Any = made.run
-        wrapper = launcher.launch
-        held = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
-        facts = list(held["tensordesc_meta"].cell_contents)
-        encode: Any = driver.make_tensordesc_arg
-        descriptors = [a for a in described if isinstance(a, TensorDescriptor)]
-        for descriptor, of_it in zip(descriptors, facts, strict=True):
-            if len(encode(descriptor, of_it)) != 1 + 2 * len(descriptor.shape):
-                return made, TensorMaps(layout, None)
-        direct, plain = copy.copy(made), copy.copy(launcher)
-        plain.launch = held["launcher"].cell_contents
-        direct._run = plain
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return made, TensorMaps(layout, None)
-    return direct, TensorMaps(layout, lambda number, descriptor: list(encode(descriptor, facts[number])))
 
 
 def _descriptor(copied: Copied, layout: Any) -> TensorDescriptor:

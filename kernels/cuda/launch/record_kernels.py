@@ -12,14 +12,15 @@ from hashlib import sha256
 from typing import Any
 
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import driver
-from triton.runtime._async_compile import active_mode
-from triton.runtime.jit import JITFunction
 
 from quengine.kernels.cuda.launch.gpu import Gpu, assuming
-from quengine.kernels.cuda.launch.kernel import launches_handed_to
+from quengine.kernels.cuda.launch.triton_changes import (
+    TRITON_LAUNCH,
+    AbsentDriver,
+    launches_handed_to,
+    specialized_for,
+)
 
 
 @dataclass(frozen=True)
@@ -39,26 +40,19 @@ def record_kernels(computations: Sequence[Callable[[], object]], gpu: Gpu) -> di
     torch's own operations do run, so tensors must be on the meta device.
     """
     recorder = _Recorder()
-    launch = JITFunction.run
     seen = set[object]()
 
     def note(kernel: Any, grid: object, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        known = (kernel, *map(_specialized_on, args), *named.items())
+        known = (kernel, *map(specialized_on, args), *named.items())
         if known not in seen:
             seen.add(known)
             recorder.name = kernel.fn.__name__.strip("_")
-            launch(kernel, *args, grid=grid, warmup=True, **named)
+            TRITON_LAUNCH(kernel, *args, grid=grid, warmup=True, **named)
 
-    before = driver._active
-    driver.set_active(_AbsentDriver(gpu))
-    token = active_mode.set(recorder)
-    try:
-        with assuming(gpu), launches_handed_to(note):
-            for compute in computations:
-                compute()
-    finally:
-        active_mode.reset(token)
-        driver._active = before
+    absent = AbsentDriver(gpu, gpu.arch)
+    with specialized_for(absent, recorder), assuming(gpu), launches_handed_to(note):
+        for compute in computations:
+            compute()
     return recorder.kernels
 
 
@@ -75,23 +69,7 @@ class _Recorder:
         self.kernels.setdefault(folder, Kernel(folder, self.name, compile_))
 
 
-class _AbsentDriver:
-    """A Triton driver for a GPU that need not be present, with the methods that specializing a launch calls."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-
-    def get_current_device(self) -> object:
-        return self._gpu  # Triton caches kernels by device
-
-    def get_current_stream(self, _device: object) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._gpu.arch, 32)
-
-
-def _specialized_on(argument: object) -> object:
+def specialized_on(argument: object) -> object:
     """The properties of an argument that machine code may depend on."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
@@ -100,5 +78,5 @@ def _specialized_on(argument: object) -> object:
     if isinstance(argument, TensorDescriptor):
         return argument.base.dtype, *argument.block_shape
     if isinstance(argument, tuple):
-        return type(argument), *map(_specialized_on, argument)
+        return type(argument), *map(specialized_on, argument)
     return float if isinstance(argument, float) else argument

@@ -18,7 +18,7 @@ from pathlib import Path
 import triton
 from triton.runtime.cache import FileCacheManager
 
-from quengine.kernels.cuda.launch.stable_keys import use_stable_keys
+from quengine.kernels.cuda.launch.triton_changes import use_stable_keys
 from quengine.kernels.private_folder import ForeignFolderError, check_private, folder_key, user_cache
 
 _log = logging.getLogger(__name__)

@@ -16,11 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode
 from quengine.kernels.cuda.gemm.matmul_wgmma import STAGED, subnormal_weight_scale
+from quengine.kernels.cuda.gemm.staged_book import with_staged_book
 from quengine.kernels.cuda.gemm.weight_ring import allocate_ring, copy_chunk, read_chunk
 from quengine.kernels.cuda.gemm.wgmma_loop import multiply
 from quengine.kernels.cuda.gemm.wgmma_operand import weights_operand
 from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, wgmma_plan_grouped
-from quengine.kernels.cuda.gemm.wgmma_program import WgmmaMatrix, allocate_stages, begin_block
+from quengine.kernels.cuda.gemm.wgmma_program import allocate_stages, begin_block, wgmma_matrix
 from quengine.kernels.cuda.gemm.wgmma_store import WgmmaOutput, load_row_scales, store_block, store_sums
 from quengine.kernels.cuda.glu import SILU, product_bound
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
@@ -56,9 +57,8 @@ def _grouped_wgmma_kernel(
     expert = expert_of(of_block_ptr, first_block + block, end_block)
     if expert >= 0:
         token0 = block * P.block
-        matrix = WgmmaMatrix(
-            expert_planes(low, high, scales, supers, expert, tiles, P), tiles, rows, weight_scale
-        )
+        planes = expert_planes(low, high, scales, supers, expert, tiles, P)
+        matrix = wgmma_matrix(planes, tiles, rows, weight_scale, P)
         words, stages, ready, tile, lane = begin_block(matrix, x_rows, weight_block, 0, P.chunks, token0, P)
         acc, words = multiply(
             matrix.planes, words, x_rows, stages, ready, tile, lane, 0, 0, P.chunks, P.chunks, token0,
@@ -163,6 +163,9 @@ def _grouped_few_kernel(
     if expert >= 0:
         token0 = block * P.block
         planes = expert_planes(low, high, scales, supers, expert, tiles, P)
+        FMT: gl.constexpr = P.layout
+        THREADS: gl.constexpr = 32 * P.warps
+        planes = with_staged_book(planes, FMT, THREADS)
         rings = ()
         for i in gl.static_range(CHUNKS):
             rings = rings + (allocate_ring(planes, SLOTS, P),)

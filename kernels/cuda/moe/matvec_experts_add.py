@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gemm.mma import prefetch
+from quengine.kernels.cuda.gemm.staged_book import begin_book, end_book
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
 from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
@@ -62,7 +63,8 @@ def _experts_from(
 
 @triton.jit
 def _weighted_sums(
-    queue, matrix, tile, pair, first, row, x, weights_ptr, USED: tl.constexpr, SLOTS: tl.constexpr, P: tl.constexpr
+    queue, book, matrix, tile, pair, first, row, x, weights_ptr,
+    USED: tl.constexpr, SLOTS: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of products over slots first .. first + SLOTS, fp32 [tiles, 8, 2]."""
     thread = tl.arange(0, 32 * P.tiles * SLOTS * P.k_warps)
@@ -70,7 +72,7 @@ def _weighted_sums(
     of_pair = quantized_row(x, pair, x.squares, P.cols)
     slot = first + warp // P.k_warps % SLOTS
     weight = tl.load(weights_ptr + row * USED + slot, mask=slot < USED, other=0.0)
-    acc = tile_dots(queue, matrix, of_pair, tile, warp % P.k_warps, thread & 31, P)
+    acc = tile_dots(queue, book, matrix, of_pair, tile, warp % P.k_warps, thread & 31, P)
     both = tl.join(acc[0] * weight, acc[1] * weight)
     split = tl.reshape(both, [P.tiles, SLOTS * P.k_warps, 8, 4, 2])
     return tl.sum(tl.sum(split, axis=3), axis=1)
@@ -100,10 +102,14 @@ def _experts_add_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1)
     planes = (low, high, scales, supers)
-    thread = tl.arange(0, 32 * P.tiles * SLOTS * P.k_warps)
+    THREADS: tl.constexpr = 32 * P.tiles * SLOTS * P.k_warps
+    thread = tl.arange(0, THREADS)
     k_warp = (thread >> 5) % P.k_warps
     matrix, tile, pair = _experts_from(0, row, known_experts_ptr, planes, expert_tiles, USED, SLOTS, P)
+    FMT: tl.constexpr = P.layout
+    begun = begin_book(high, FMT, THREADS, P.asm)
     queue = start_tile(matrix, tile, k_warp, thread & 31, P)
+    book = end_book(begun, FMT, THREADS, P.asm)
     column = tl.program_id(0) * (16 * P.tiles) + tl.arange(0, 16 * P.tiles)[None, :]
     inside = column < N
     if norm_ptr is not None:
@@ -112,13 +118,13 @@ def _experts_add_kernel(
         tl.extra.cuda.gdc_wait()
     residual = tl.load(residual_ptr + row * N + column, mask=inside, other=0.0)
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, x_high, 0.0)
-    y = _weighted_sums(queue, matrix, tile, pair, 0, row, x, weights_ptr, USED, SLOTS, P)
+    y = _weighted_sums(queue, book, matrix, tile, pair, 0, row, x, weights_ptr, USED, SLOTS, P)
     for first in tl.static_range(SLOTS, USED, SLOTS):
         matrix, tile, pair = _experts_from(
             first, row, known_experts_ptr, planes, expert_tiles, USED, SLOTS, P
         )
         queue = start_tile(matrix, tile, k_warp, thread & 31, P)
-        y += _weighted_sums(queue, matrix, tile, pair, first, row, x, weights_ptr, USED, SLOTS, P)
+        y += _weighted_sums(queue, book, matrix, tile, pair, first, row, x, weights_ptr, USED, SLOTS, P)
     total = tl.reshape(tl.permute(y, [0, 2, 1]), [1, 16 * P.tiles])
     if bias_ptr is not None:
         total += _bias_sum(row, column, inside, known_experts_ptr, weights_ptr, bias_ptr, N, USED)

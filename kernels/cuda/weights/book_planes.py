@@ -5,20 +5,26 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quengine.kernels.block_formats import Groups
+from quengine.kernels.block_formats import FORMATS, Groups
 from quengine.kernels.codebooks import codebook
 from quengine.kernels.cuda.weights.lanes import by_lane, by_run
 from quengine.kernels.cuda.weights.layout import Book, PackedLayout, ScaleKind
 
+_BYTES_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Columns of a step in the order of IQ3's sign bits, see `Book`."""
+
 
 def device_book(name: str, device: torch.device | str) -> Tensor:
-    """A codebook as kernels read it, uint8: a nibble for each code, int32 or int16 words, one for each entry."""
+    """A codebook as kernels read it, uint8, four for each entry: a nibble for each code; of IQ3 its magnitudes."""
     return _device_book(name, torch.device(device))
 
 
 @cache
 def _device_book(name: str, device: torch.device) -> Tensor:
     codes = codebook(name)
+    if Book[name.split("_")[0]] == Book.IQ3:
+        levels = torch.tensor(FORMATS[name].table, dtype=torch.int8)
+        return levels[codes.int()].view(torch.uint8).contiguous().view(-1).to(device)
     return (codes[:, 0::2] | (codes[:, 1::2] << 4)).contiguous().view(-1).to(device)
 
 
@@ -78,6 +84,8 @@ def _signs(groups: Groups, layout: PackedLayout) -> Tensor:
     """The 32 bits of signs of each run, with sub-scales in the free nibble: int64 [.., runs]."""
     assert groups.signs is not None and groups.sc is not None
     steps = by_run(groups.signs, 8, layout)
+    if layout.book == Book.IQ3:
+        steps = sum(((steps >> column) & 1) << place for place, column in enumerate(_BYTES_ORDER))
     if layout.even_signs:
         steps = _sums_before(steps)
     columns = torch.arange(8, dtype=torch.uint8, device=steps.device).view(8, 1)

@@ -22,13 +22,14 @@ scales per chunk        see `ScaleKind`
 supers per chunk        fp16 d (and dmin), or fp32, of row r, then of row r + 8, for r = 0..7
 
 The plane `high` of a codebook format is the codebook instead, the same memory for all its weights: int32 words of eight
-nibbles, or int16 words of four, a nibble for each code.
+nibbles, one for each code, or (IQ3) of four magnitudes.
 """
 
 from dataclasses import dataclass
 from enum import IntEnum
 
 from quengine.kernels.block_formats import FORMATS, NVFP4_SCALED, BlockFormat
+from quengine.kernels.codebooks import codebook
 
 TILE_ROWS = 16
 LANES = 32
@@ -63,8 +64,9 @@ are multiplied in place.
 class Book(IntEnum):
     """How indices and signs of a codebook's entries lie in the low plane: int64 words of a lane in a chunk, for its
     four runs of 32 columns, run 2 * block + rh. Step j of a run has index byte j. Bit 4k + j of a run's 32 bits of
-    signs belongs to column k of step j. Where signs are even, it is the sum modulo 2 of those of columns 0 .. k-1, so
-    that one shift gives the signs back, and the first nibble, of zeros, is free for other bits.
+    signs belongs to column k of step j; of IQ3, k counts columns 0, 4, 1, 5, 2, 6, 3, 7, so that the signs of an entry
+    lie a byte apart. Where signs are even, it is the sum modulo 2 of those of columns 0 .. k-1, so that one shift
+    gives the signs back, and the first nibble, of zeros, is free for other bits.
     """
 
     NONE = 0
@@ -84,7 +86,7 @@ class ScaleKind(IntEnum):
     NIBBLE_MIN = 5  # byte sc | mn << 4 of rh 0, rh 1 for each set; supers hold d, dmin
     SIX = 6  # sc + 32 in 6 bits, field 2s + rh: 32 words of fields 0..4 and, on top, the low 2 bits of field 7, then 32
     #          shorts of fields 5, 6 and the rest of 7
-    E4M3 = 7  # byte of rh 0, rh 1 for each set; supers of NVFP4_SCALED hold the tensor's scale in fp32
+    E4M3 = 7  # byte of rh 0, rh 1 for each set, 0 for the code of NaN; supers of NVFP4_SCALED hold the tensor's in fp32
     # Codebook formats: n of sub-scales 2n + 1, field 2s + rh; supers hold d.
     FREE = 8  # the free nibble of a run's signs
     NIBBLE = 9  # a word of nibbles
@@ -176,6 +178,11 @@ class PackedLayout:
         return self.low_words + self.steps * self.high // 2
 
     @property
+    def book_bytes(self) -> int:
+        """Bytes of the codebook on the device, 0 for a format without."""
+        return 4 * len(codebook(FORMATS[self.format].book)) if self.book else 0
+
+    @property
     def low_bytes(self) -> int:
         """Bytes of the low plane in one chunk of one tile."""
         return 8 * LANES * self.low_words
@@ -197,6 +204,11 @@ class PackedLayout:
         if self.scales in (ScaleKind.BYTE_MIN, ScaleKind.NIBBLE_MIN) or self.format == NVFP4_SCALED:
             return 4 * TILE_ROWS
         return 2 * TILE_ROWS if self.book or self.scales in (ScaleKind.BYTE, ScaleKind.SIX) else 0
+
+    @property
+    def scaled_twice(self) -> bool:
+        """Whether sets' scales are to be multiplied by a chunk's: stored ones, or E4M3's unit."""
+        return self.super_bytes > 0 or self.scales == ScaleKind.E4M3
 
     @property
     def chunk_bytes(self) -> int:

@@ -17,11 +17,11 @@ from quengine.diagnostics.bench.bench import (
     prompt_operations,
     run_bench,
 )
-from quengine.diagnostics.bench.bench_machine import describe_machine
 from quengine.diagnostics.bench.bench_plan import BenchPlan, BenchTest, expand_tests
 from quengine.diagnostics.bench.bench_row import BenchRow, ModelFacts
 from quengine.diagnostics.bench.bench_time import time_batch
 from quengine.diagnostics.bench.profile import PROFILED_STEPS, Traced, read_profile
+from quengine.diagnostics.machine import describe_machine
 from quengine.errors import CannotRunError
 from quengine.kernels.cpu.runtime.threads import max_threads
 from quengine.memory import kv_cache_bytes

@@ -27,7 +27,7 @@ from quengine.diagnostics.parity.parity import (
     budgets_for,
     compare_sides,
 )
-from quengine.diagnostics.parity.parity_sides import LLMSide, SidePair, SideSpec, parse_sides
+from quengine.diagnostics.parity.parity_sides import LLMSide, SideSpec, loaded_sides, parse_sides
 from quengine.diagnostics.parity.parity_workload import Workload, plan_workload
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import CacheType
@@ -260,7 +260,7 @@ class EndsWith:
 
 
 def test_both_sides_are_loaded(model: Path) -> None:
-    with SidePair(
+    with loaded_sides(
         SideSpec("reference", model, "reference"),
         SideSpec("cpu", model, "cpu"),
         EngineConfig(ctx_size=32, threads=1),
@@ -271,12 +271,9 @@ def test_both_sides_are_loaded(model: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can run that side")
 def test_a_side_that_cannot_run_here_is_that_error(model: Path) -> None:
-    with pytest.raises(CannotRunError):
-        SidePair(
-            SideSpec("cpu", model, "cpu"),
-            SideSpec("cuda", model, "cuda"),
-            EngineConfig(ctx_size=32, threads=1),
-        )
+    specs = SideSpec("cpu", model, "cpu"), SideSpec("cuda", model, "cuda")
+    with pytest.raises(CannotRunError), loaded_sides(*specs, EngineConfig(ctx_size=32, threads=1)):
+        pass
 
 
 def on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,11 @@ import torch
 
 from quengine import LLM
 from quengine.diagnostics.parity.parity import ParityReport, TextPosition, compare_sides
-from quengine.diagnostics.parity.parity_locate import CAPTURED, Location, _Call, _of_what_is_added, locate
-from quengine.diagnostics.parity.parity_operations import LAYER_OPERATIONS, watched
+from quengine.diagnostics.parity.parity_locate import CAPTURED, Location, _Kept, _of_what_is_added, locate
+from quengine.diagnostics.parity.parity_operations import LAYER_OPERATIONS, Call, watched
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.diagnostics.parity.parity_workload import Workload
+from quengine.kernels.backend import Hidden
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.models.gguf import open_gguf
 from quengine.models.synthetic.synthetic import SyntheticModel, write_synthetic
@@ -176,12 +177,12 @@ def test_the_chunk_reaches_up_to_where_the_report_is_worst(reference: LLMSide, m
 def test_watching_leaves_the_decoder_as_it_was(reference: LLMSide) -> None:
     seen = []
 
-    def watch(operation: str, inputs: tuple[object, ...], run: Callable[..., object]) -> object:
-        seen.append(operation)
-        return run(*inputs)
+    def watch(call: Call) -> Hidden:
+        seen.append(call.operation)
+        return call.run(*call.inputs)
 
     before = reference.eager(IDS, 0)
-    with watched(reference.decoder, watch):  # type: ignore[arg-type]
+    with watched(reference.decoder, watch):
         during = reference.eager(IDS, 0)
     count = len(seen)
     after = reference.eager(IDS, 0)
@@ -193,7 +194,7 @@ def test_rounding_a_large_residual_is_no_error_of_what_is_added_to_it() -> None:
     residual = torch.ones(1, 64, dtype=torch.float64)
     residual[0, 7] = 22500.0
     added = torch.linspace(-0.3, 0.3, 64, dtype=torch.float64)[None]
-    call = _Call("down+residual", (added, residual), residual + added)
+    call = _Kept("down+residual", (added, residual), residual + added)
     exact = (residual + added).float()
     assert _of_what_is_added(call, exact) < 1e-12
     one_wrong = exact.clone()

@@ -1,4 +1,5 @@
-"""Locating a fault in layers that have more operations than most: latent attention, inputs beside the stream."""
+"""Locating a fault in layers that have more operations than most, or fewer: latent attention, inputs beside the stream,
+layers of a feed-forward alone."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from quengine import LLM
+from quengine.diagnostics.harness import opened
 from quengine.diagnostics.parity.parity import compare_sides
 from quengine.diagnostics.parity.parity_locate import CAPTURED, Location, locate
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.diagnostics.parity.parity_workload import Workload
+from quengine.models.architectures import layers_of
 from quengine.models.layers import LayerTensors
 from quengine.models.synthetic.presets import synthetic_preset
 from quengine.models.synthetic.synthetic import write_synthetic
@@ -43,9 +46,10 @@ def located(path: Path) -> dict[str, Location]:
     return {location.phase: location for location in found}
 
 
-@pytest.mark.parametrize("preset", ["deepseek2-tiny", "gemma-4-e-tiny"])
+@pytest.mark.parametrize("preset", ["deepseek2-tiny", "gemma-4-e-tiny", "nemotron-h-tiny"])
 def test_every_operation_is_within_its_budget(preset: str, tmp_path: Path) -> None:
-    found = located(written(preset, tmp_path))
+    path = written(preset, tmp_path)
+    found = located(path)
     assert {phase: location.first for phase, location in found.items()} == {"prefill": None, "decode": None}
     operations = [(o.operation, o.layer) for o in found["decode"].operations]
     assert operations[-1][0] == CAPTURED
@@ -55,7 +59,9 @@ def test_every_operation_is_within_its_budget(preset: str, tmp_path: Path) -> No
         attentions = [o for o in found["decode"].operations if o.operation == "attention"]
         assert [o.cached is None for o in attentions] == [False] * 3 + [True] * 3
     else:
-        assert [layer for name, layer in operations if name == "attention"] == [0, 1, 2]
+        with opened(path) as checkpoint:
+            mixers = [n for n, of in enumerate(layers_of(checkpoint.config)) if of.mixer is not None]
+        assert [layer for name, layer in operations if name == "attention"] == mixers
         assert all(o.cached is not None for o in found["decode"].operations if o.operation == "attention")
 
 

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
-from quengine.diagnostics.selftest.self_test import COLS, USES, KernelCheck, check_use, random_tensor
-from quengine.diagnostics.selftest.self_test_run import GPU_UNITS, SAMPLING, check_cuda
+from quengine.diagnostics.harness import KernelCheck
+from quengine.diagnostics.selftest.self_test import COLS, USES, check_use, random_tensor
+from quengine.diagnostics.selftest.self_test_run import SETTINGS, check_cuda, units
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
@@ -127,7 +128,7 @@ def test_the_random_weights_are_finite_and_vary(name):
 def test_a_device_that_cannot_be_used_is_a_failure_of_every_subject() -> None:
     done = list(check_cuda(0, 2 << 30))
     assert [(check.subject, check.test) for check in done] == [
-        (name, test or "run") for name, test in GPU_UNITS
+        (name, test or "run") for name, test in units(on_gpu=True)
     ]
     assert not any(check.passed for check in done)
     assert all(check.note for check in done)
@@ -136,11 +137,11 @@ def test_a_device_that_cannot_be_used_is_a_failure_of_every_subject() -> None:
 @pytest.mark.gpu
 def test_every_kernel_of_this_gpu_is_right() -> None:
     done = list(check_cuda(0, torch.cuda.mem_get_info(0)[0]))
-    assert {check.subject for check in done} == {name for name, _ in GPU_UNITS}
+    assert {check.subject for check in done} == {name for name, _ in units(on_gpu=True)}
     assert [check for check in done if not check.passed] == []
 
 
 def test_the_settings_that_are_sampled_are_those_there_are() -> None:
-    from quengine.diagnostics.selftest.self_test_sampling import SETTINGS, SUBJECT
+    from quengine.diagnostics.selftest import self_test_sampling
 
-    assert {SUBJECT: tuple(SETTINGS)} == SAMPLING
+    assert tuple(self_test_sampling.SETTINGS) == SETTINGS

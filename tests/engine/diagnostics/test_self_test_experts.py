@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quengine.diagnostics.selftest.self_test import KernelCheck
+from quengine.diagnostics.harness import KernelCheck
 from quengine.diagnostics.selftest.self_test_experts import (
     EXPERT_USES,
     ROUTER,
@@ -14,7 +14,7 @@ from quengine.diagnostics.selftest.self_test_experts import (
     check_experts,
     check_router,
 )
-from quengine.diagnostics.selftest.self_test_run import GPU_UNITS
+from quengine.diagnostics.selftest.self_test_run import units
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.reference import ReferenceBackend
@@ -29,8 +29,8 @@ def checks(backend, subjects=FEW) -> list[KernelCheck]:
 def test_every_format_is_checked_in_every_use_and_every_router() -> None:
     assert [subject for subject in SUBJECTS if subject.removeprefix("experts ") not in FORMATS] == []
     assert len(SUBJECTS) == len(FORMATS)
-    assert {*GPU_UNITS} >= {(subject, use.name) for subject in SUBJECTS for use in EXPERT_USES}
-    assert {*GPU_UNITS} >= {(ROUTER, name) for name in ROUTERS}
+    assert {*units(on_gpu=True)} >= {(subject, use.name) for subject in SUBJECTS for use in EXPERT_USES}
+    assert {*units(on_gpu=True)} >= {(ROUTER, name) for name in ROUTERS}
 
 
 def test_the_definition_itself_passes() -> None:
@@ -44,7 +44,7 @@ def test_the_definition_itself_passes() -> None:
 def test_the_cpu_passes() -> None:
     backend = CpuBackend(1)
     done = checks(backend, ("experts Q4_K",))
-    done += [check for name in ROUTERS for check in check_router(backend, name)]
+    done += [check for name in ROUTERS for check in check_router(backend, ROUTER, name)]
     assert [check for check in done if not check.passed] == []
     assert len(done) == len(EXPERT_USES) + 2 * len(ROUTERS)
 
@@ -101,4 +101,4 @@ def test_a_router_that_chooses_the_next_expert_fails(name: str) -> None:
             found = super().route(batch, x, norm, router, experts)
             return replace(found, experts=(found.experts + 1) % len(router.weight))
 
-    assert not any(check.passed for check in check_router(Next(keep=True), name))
+    assert not any(check.passed for check in check_router(Next(keep=True), ROUTER, name))

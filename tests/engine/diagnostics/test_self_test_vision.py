@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from quengine.diagnostics.selftest.self_test_vision import LAYERS, VISION, check_vision
+from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.reference import ReferenceBackend
 from quengine.kernels.vision_rows import PatchRotation
 from quengine.models.vision import vision_block
 from quengine.models.vision.blocks import Mlp
 
-CPU = torch.device("cpu")
+CPU = ReferenceBackend(keep=True)
 
 
 def test_torchs_operations_pass() -> None:
-    checks = list(check_vision(CPU))
+    checks = list(check_vision(CPU, VISION))
     assert [(check.subject, check.test) for check in checks] == [(VISION, test) for test in LAYERS]
     assert all(check.passed and check.error < 1e-9 for check in checks), checks
 
@@ -34,7 +36,7 @@ def _shifted(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 )
 def test_a_wrong_one_is_seen(of: Any, name: str, spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of, name, spoil(getattr(of, name)))
-    assert not any(check.passed for check in check_vision(CPU))
+    assert not any(check.passed for check in check_vision(CPU, VISION))
 
 
 def test_an_exception_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,10 +44,10 @@ def test_an_exception_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(vision_block.VisionBlock, "__call__", fails)
-    assert [check.note for check in check_vision(CPU)] == ["RuntimeError: no such kernel"] * 2
+    assert [check.note for check in check_vision(CPU, VISION)] == ["RuntimeError: no such kernel"] * 2
 
 
 @pytest.mark.gpu
 def test_cudas_kernels_pass() -> None:
-    checks = list(check_vision(torch.device("cuda")))
+    checks = list(check_vision(CudaBackend(torch.device("cuda")), VISION))
     assert len(checks) == 2 and all(check.passed for check in checks), checks

@@ -10,7 +10,7 @@ import pytest
 from quengine import LLM, EngineError, compare, compare_tensors, quantize
 from quengine.evaluation.by_tensor import TensorCosts, measure
 from quengine.evaluation.cost_chart import svg, write_chart
-from quengine.evaluation.perplexity import text_chunks
+from quengine.scoring.perplexity import text_chunks
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 

@@ -15,9 +15,9 @@ import torch
 from quengine import LLM, EngineError, imatrix, quantize
 from quengine.evaluation.activations import Collector
 from quengine.evaluation.imatrix import _untouched, collect
-from quengine.evaluation.perplexity import text_chunks
 from quengine.models.gguf import open_gguf
 from quengine.models.quantize.imatrix import ImatrixSums, Sums, read_imatrix, read_sums, write_sums
+from quengine.scoring.perplexity import text_chunks
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from quengine import LLM, EngineError, imatrix, perplexity
-from quengine.evaluation.perplexity import Estimate, Mean, chunks_of, measure, text_chunks, windows_of
-from quengine.evaluation.prompt_logits import PromptLogits, compute
 from quengine.evaluation.tasks import answer, read_tasks
 from quengine.models.hub.hub import resolve_model
+from quengine.scoring.perplexity import Estimate, Mean, chunks_of, measure, text_chunks, windows_of
+from quengine.scoring.prompt_logits import PromptLogits, compute
 from tests.engine.evaluation import task_files
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
@@ -175,7 +175,7 @@ def test_what_cannot_be_computed_is_refused(tiny: LLM) -> None:
 
 
 def test_logits_that_are_not_finite_are_named(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quengine.evaluation import prompt_logits
+    from quengine.scoring import prompt_logits
 
     def poisoned(logits: torch.Tensor, targets: list[int]) -> torch.Tensor:
         assert len(logits) == len(targets)

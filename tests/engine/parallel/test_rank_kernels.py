@@ -14,9 +14,9 @@ from tests.tiny_models import write_tiny
 RECORDED = """
 import sys, torch
 from pathlib import Path
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.cuda.launch.gpu import Gpu, assuming
-from quengine.kernels.cuda.launch.kernel import launches_handed_to
+from quengine.kernels.cuda.launch.triton_changes import launches_handed_to
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_split import Rank

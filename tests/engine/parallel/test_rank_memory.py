@@ -12,7 +12,7 @@ import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.ranks.peers import PeerBuffers, peer_buffers, received_buffer_shape
 from quengine.kernels.cuda.ranks.push import push_all_gather, push_all_reduce

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
@@ -33,7 +33,7 @@ from quengine.request.text_stream import TextStream
 from quengine.runners import cuda_graphs, graph_keys, static_inputs
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_decode import DeviceDecoder
-from quengine.runners.graph_capture import CapturedStep, GraphNodes
+from quengine.runners.graph_capture import CapturedStep
 from quengine.sampler import Sample, Sampler
 from quengine.step_plan import GivenRows, SequenceRows, StepPlan, forward_batch
 from tests.engine.parallel.rank_threads import Meeting, ThreadCommunicator, ThreadGroup
@@ -108,7 +108,7 @@ def runner_of(
 
     def again(_warm: Callable[[], Tensor], step: Callable[[], Tensor], _pool: Any) -> CapturedStep:
         logits = torch.empty(4, decoder.config.vocab_size, device=DEVICE)
-        return CapturedStep(Again(step, logits), logits, GraphNodes(0, 0, 0, 0))
+        return CapturedStep(Again(step, logits), logits, 0)
 
     graphs = CudaGraphs(decoder, cache, 2, capture=again)
     return ModelRunner(decoder, cache, graphs, DeviceDecoder(graphs))

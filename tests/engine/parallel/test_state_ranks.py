@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quengine import LLM, SamplingParams
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.loading import automatic_drafts
 from quengine.parallel.cached_rows import read_cached, write_cached
 from tests.gguf_builder import ModelSizes

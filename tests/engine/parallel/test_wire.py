@@ -2,7 +2,7 @@
 
 import pytest
 
-from quengine.block_manager import BlockCopy, CachePool
+from quengine.block_pool import BlockCopy, CachePool
 from quengine.kernels.channel import encode
 from quengine.parallel.wire import (
     TO_RANK,

@@ -9,13 +9,13 @@ CHECK = """
 import sys
 from unittest import mock
 import torch
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.runners import cuda_graphs
 from quengine.runners.compile_kernels import run_all
 from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
 from quengine.step_plan import SequenceRows, forward_batch
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cuda.aot.aot_cases import META, backend_for
+from quengine.kernels.cuda.aot.meta_backend import META, backend_for
 from quengine.kernels.cuda.aot.aot_compile import record
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.quant_tensor import QuantTensor
@@ -111,7 +111,7 @@ def test_no_prompt_waits_for_the_compiler(preset: str, ctx: int, blocks: int, ar
 DRAFTS = """
 import torch
 from unittest import mock
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.cuda.aot.aot_compile import record
 from quengine.models.draft_layer import layer_config
 from quengine.models.synthetic.presets import synthetic_preset
@@ -148,7 +148,7 @@ for key in (DraftKey(1, 3, GREEDY), DraftKey(4, 2, GREEDY)):
 EAGLE = """
 import tempfile
 from pathlib import Path
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.cuda.aot.aot_compile import record
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.eagle_checkpoint import open_eagle

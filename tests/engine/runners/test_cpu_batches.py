@@ -13,7 +13,7 @@ from gguf.quants import quantize
 from torch import Tensor
 
 from quengine import LLM
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.errors import EngineError
 from quengine.kernels import cpu
 from quengine.kernels.cpu.backend import CpuBackend

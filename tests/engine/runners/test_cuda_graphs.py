@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, cut_tiles
 from quengine.kernels.cuda.backend import CudaBackend
@@ -36,7 +36,7 @@ from quengine.runners import cuda_graphs, graph_keys, static_inputs
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.device_rows import Drafted
-from quengine.runners.graph_capture import CapturedStep, GraphNodes, capture_step
+from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import (
     GREEDY,
     PREFILL_SEQUENCES,
@@ -91,7 +91,7 @@ class Rig:
 
     def again(self, _warm: Callable[[], Tensor], step: Callable[[], Tensor], _pool: Any) -> CapturedStep:
         logits = torch.empty(max(PREFILL_SEQUENCES), self.decoder.config.vocab_size)
-        return CapturedStep(Again(step, logits), logits, GraphNodes(0, 0, 0, 0))
+        return CapturedStep(Again(step, logits), logits, 0)
 
     def compute(self, chunks: list[SequenceRows]) -> Tensor | None:
         key = self.graphs.lookup("prefill", chunks)
@@ -269,9 +269,7 @@ def test_steps_whose_memory_was_replaced_are_captured_again(
 
     def noted(_warm: Any, _step: Any, _pool: Any) -> CapturedStep:
         captured.append(moves[0])
-        return CapturedStep(
-            Again(lambda: torch.ones(4, 8), torch.ones(4, 8)), torch.ones(4, 8), GraphNodes(0, 0, 0, 0)
-        )
+        return CapturedStep(Again(lambda: torch.ones(4, 8), torch.ones(4, 8)), torch.ones(4, 8), 0)
 
     rig.graphs = CudaGraphs(rig.decoder, rig.cache, 1, capture=noted)
     chunk = [SequenceRows([5, 6], 0, [[1]])]
@@ -298,9 +296,7 @@ def test_memory_of_graphs_that_are_all_gone_is_not_used_again(
 
     def noted(_warm: Any, _step: Any, pool: Any) -> CapturedStep:
         pools.append(pool)
-        return CapturedStep(
-            Again(lambda: torch.ones(4, 8), torch.ones(4, 8)), torch.ones(4, 8), GraphNodes(0, 0, 0, 0)
-        )
+        return CapturedStep(Again(lambda: torch.ones(4, 8), torch.ones(4, 8)), torch.ones(4, 8), 0)
 
     rig.graphs = CudaGraphs(rig.decoder, rig.cache, 1, capture=noted)
     rig.graphs._history = MagicMock(is_cuda=True)
@@ -334,7 +330,7 @@ def test_static_inputs_hold_what_a_batch_does_and_where_the_padding_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(static_inputs, "tile_rows", lambda *_: 16)
-    inputs = PrefillInputs(CTX, 40, 32, False, 1, torch.device("cpu"))
+    inputs = PrefillInputs(CTX, 40, False, 1, torch.device("cpu"))
     chunks = [SequenceRows(ids_of(0, 20), 30, [[2, 5]]), SequenceRows(ids_of(3, 33), 0, [[1, 0]])]
     key = GraphKey("prefill", 64, 4)
     inputs.send(GraphKey("prefill", 1024, 16), [SequenceRows([9] * 1000, 0, [[3, 4]])])
@@ -538,9 +534,7 @@ def test_a_step_that_comes_often_is_captured_though_a_larger_one_is_there(
 
     def noted(_warm: Any, _step: Any, _pool: Any) -> CapturedStep:
         logits, key = torch.ones(4, 8), captured[len(rig.graphs.captured)]
-        return CapturedStep(
-            Again(lambda: replayed.append(key) or logits, logits), logits, GraphNodes(0, 0, 0, 0)
-        )
+        return CapturedStep(Again(lambda: replayed.append(key) or logits, logits), logits, 0)
 
     biased = SamplingKind(1, True, False)
     captured = [decode_key(64, GREEDY), decode_key(16, GREEDY), decode_key(8, biased)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.forward_batch import decode_batch
@@ -28,7 +28,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.runners import cuda_graphs, draft_graphs
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.draft_graphs import DraftedSequence, DraftGraphs
-from quengine.runners.graph_capture import CapturedStep, GraphNodes, capture_step
+from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import GREEDY, SamplingKind
 from quengine.sampler import Result, Sample, Sampler, Verified
 from quengine.slot import Slot
@@ -59,7 +59,7 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def again(warm: Callable[[], Tensor], step: Callable[[], Tensor], _pool: Any) -> CapturedStep:
     results = warm()
-    return CapturedStep(Again(step, results), results, GraphNodes(0, 0, 0, 0))
+    return CapturedStep(Again(step, results), results, 0)
 
 
 class Rig:

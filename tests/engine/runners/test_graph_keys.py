@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.sampling.sampling import MAX_CAPACITY
 from quengine.models.synthetic.presets import PRESETS

@@ -19,7 +19,7 @@ COVERED = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.record_kernels import record_kernels
 from quengine.models.checkpoint import open_checkpoint

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quengine.serve.schemas.openapi import document
+from quengine.serve.routes.openapi import document
 from quengine.serve.settings import ServerSettings
+from tests.engine.serve.serving import TABLE
 
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 3},
@@ -188,7 +189,7 @@ class Case:
 
 def fields_of(path: str) -> list[str]:
     """The fields of a route's body, by the document."""
-    given = document(ServerSettings(("fake",)))
+    given = document(TABLE, ServerSettings(("fake",)))
     body = given["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     schema = given["components"]["schemas"][body["$ref"].rpartition("/")[2]]
     return list(schema["properties"])

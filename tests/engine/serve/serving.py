@@ -16,16 +16,24 @@ from quengine.serve.models.residency import Launch
 from quengine.serve.processes.shared_engine import Engine
 from quengine.serve.server import Server, bind
 from quengine.serve.settings import Limits, ServerSettings
+from quengine.serve.table import ROUTES
+from quengine.serve.tool_options import ToolsOptions
+from quengine.serve.tools.tool_routes import ToolRoom
 from tests.engine.serve.fake_engine import FakeEngine
 
 KEY = "test-key"
 
 
+TABLE = (*ROUTES, *ToolRoom(ToolsOptions(), print).routes)
+"""All routes."""
+
+
 @dataclass
 class Served:
-    """A running server and its address. `said` is what it would have printed."""
+    """A running server, what it has beside its models, and its address. `said` is what it would have printed."""
 
     server: Server
+    tools: ToolRoom
     url: str
     said: list[str] = field(default_factory=list)
 
@@ -66,16 +74,18 @@ def serving(
         **(settings or {}),
     }
     said: list[str] = []
-    server = Server(ServerSettings(**chosen), launch or (lambda *_: make_engine()), said.append, find)  # type: ignore[arg-type]
+    made = ServerSettings(**chosen)  # type: ignore[arg-type]
+    tools = ToolRoom(made.tools, said.append)
+    server = Server(made, launch or (lambda *_: make_engine()), said.append, find, [tools])
     listener = bind("127.0.0.1", 0)
-    served = Served(server, f"http://127.0.0.1:{listener.getsockname()[1]}", said)
+    served = Served(server, tools, f"http://127.0.0.1:{listener.getsockname()[1]}", said)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve_engine(listener)))
     thread.start()
     try:
         if find is not None:
             assert served.wait_until(lambda: server.started)
         elif ready:
-            assert served.wait_until(lambda: server.worker.state == "ready"), server.worker.state
+            assert served.wait_until(lambda: server.host.state == "ready"), server.host.state
         yield served
     finally:
         server.models.stop()

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quengine.serve.app import ROUTES, SERVER_ROUTES
-from tests.engine.serve.serving import serving
+from tests.engine.serve.serving import TABLE, serving
 
-PATHS = sorted(path for method, path, _ in (*ROUTES, *SERVER_ROUTES) if method == "POST")
+PATHS = sorted(path for route in TABLE if route.method == "POST" for path in route.paths)
 NAMES = """
     model messages prompt input content tokens n stream stream_options max_tokens max_completion_tokens
     n_predict max_output_tokens temperature top_k top_p min_p typical_p repeat_penalty repeat_last_n

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from quengine import LLM, SamplingParams
 from quengine.block_manager import CheckpointCounts
-from quengine.serve.checkpoint_metrics import CheckpointMetrics
+from quengine.serve.engine_metrics import CheckpointMetrics
 from quengine.serve.processes.engine_llm import LLMEngine
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import serving

@@ -244,4 +244,4 @@ def test_the_document_has_the_ranges_that_the_server_holds_to(real: Served, path
                     answer,
                 )
     assert limited >= 15
-    assert given["Token"]["maximum"] + 1 == real.server.service.model.vocab_size
+    assert given["Token"]["maximum"] + 1 == real.server.host.model.vocab_size

@@ -7,16 +7,16 @@ from urllib.parse import urlsplit
 import pytest
 
 from quengine.errors import EngineError
-from quengine.serve.app import FOR_APPS, ROUTES, SERVER_ROUTES
+from quengine.serve.app import for_apps
 from quengine.serve.guard import host_name
 from quengine.serve.settings import ServerSettings
-from quengine.serve.tools.options import ToolsOptions
-from tests.engine.serve.serving import serving
+from quengine.serve.tool_options import ToolsOptions
+from tests.engine.serve.serving import TABLE, serving
 
 
 def test_every_route_but_health_and_the_pages_files_wants_the_key() -> None:
     with serving(settings={"api_keys": ("one", "two")}) as served, served.http() as client:
-        for method, path, _ in (*ROUTES, *SERVER_ROUTES):
+        for method, path in ((route.method, path) for route in TABLE for path in route.paths):
             answer = client.request(method, path.replace("{name:path}", "x"))
             free = {"/": 200, "/health": 200, "/v1/health": 200, "/page/{name}": 404}
             assert answer.status_code == free.get(path, 401), path
@@ -109,7 +109,10 @@ def test_apps_of_this_machine_generate_and_change_nothing(tmp_path: Path) -> Non
 def shut() -> list[tuple[str, str]]:
     """Every route that does more than generate, but the page's files, which any origin may fetch."""
     found = [
-        (method, path) for method, path, _ in (*ROUTES, *SERVER_ROUTES) if (method, path) not in FOR_APPS
+        (route.method, path)
+        for route in TABLE
+        for path in route.paths
+        if (route.method, path) not in for_apps(TABLE)
     ]
     names = {path for _, path in found}
     assert {"/tools", "/slots/{id_slot}", "/slots", "/models/load", "/api/pull", "/v1/stream"} <= names

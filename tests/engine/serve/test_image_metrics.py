@@ -5,7 +5,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, generate_latest
 
 from quengine.request.feature_cache import ImageCounts
-from quengine.serve.image_metrics import ImageMetrics
+from quengine.serve.engine_metrics import ImageMetrics
 from quengine.serve.processes.engine_llm import LLMEngine
 from tests.engine.fake_vision import seeing, write_model
 from tests.engine.serve.fake_engine import FakeEngine

@@ -25,30 +25,27 @@ from schemathesis.specs.openapi.checks import negative_data_rejection, positive_
 
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve import http
-from quengine.serve.app import ROUTES, SERVER_ROUTES
+from quengine.serve.http import EVENTS
+from quengine.serve.routes.openapi import document
 from quengine.serve.schemas.fields import Body, Sampling
-from quengine.serve.schemas.openapi import EVENTS, OPERATIONS, document
 from quengine.serve.settings import ServerSettings
 from quengine.structured.answer_format import TextFormat
 from quengine.structured.calls.format import GENERIC_FORM, CallFormat
 from tests.engine.serve.fake_engine import FakeEngine, FakeModel
-from tests.engine.serve.serving import Served, serving
+from tests.engine.serve.serving import TABLE, Served, serving
 
 SETTINGS = ServerSettings(("fake",))
-DOCUMENT = document(SETTINGS, FakeModel.vocab_size)
+DOCUMENT = document(TABLE, SETTINGS, FakeModel.vocab_size)
 SCHEMAS = DOCUMENT["components"]["schemas"]
+OPERATIONS = {(route.method, path.replace(":path", "")): route for route in TABLE for path in route.paths}
 TWINS = {
-    "/chat/completions": "/v1/chat/completions",
-    "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",
-    "/completions": "/completion",
-    "/responses": "/v1/responses",
-    "/responses/input_tokens": "/v1/responses/input_tokens",
-    "/embedding": "/embeddings",
-    "/v1/reranking": "/v1/rerank",
-    "/rerank": "/v1/rerank",
-    "/reranking": "/v1/rerank",
+    path: route.paths[0]
+    for route in TABLE
+    if route.method == "POST"
+    for path in route.paths[1:]
+    if path != "/v2/rerank"  # its answers have more
 }
-"""Paths whose operation is another path's too."""
+"""Paths of a route but its first."""
 SAME_BODY = (*TWINS, *(path for path in TWINS.values() if path.endswith("/input_tokens")))
 """Paths that read what another path reads: they get fewer requests."""
 UNSAID = re.compile(
@@ -246,12 +243,9 @@ def test_every_event_of_a_stream_is_as_documented(served: Served, path: str) -> 
 
 
 def test_the_document_names_every_route_and_no_other() -> None:
-    routes = {(method, path.replace(":path", "")) for method, path, _ in (*ROUTES, *SERVER_ROUTES)}
-    assert routes == set(OPERATIONS)
     documented = {(m.upper(), path) for path, methods in DOCUMENT["paths"].items() for m in methods}
-    assert documented == routes
-    endpoints = {path: endpoint for _, path, endpoint in (*ROUTES, *SERVER_ROUTES)}
-    assert all(endpoints[path] is endpoints[same] for path, same in TWINS.items())
+    assert documented == set(OPERATIONS) and len(documented) == sum(len(route.paths) for route in TABLE)
+    assert all(route.summary.endswith(".") for route in TABLE)
 
 
 def test_the_document_names_every_field_that_a_route_reads_and_no_other(
@@ -300,7 +294,7 @@ def test_the_schemas_are_schemas_and_every_reference_is_there() -> None:
 
 def test_keys_are_in_the_document_where_they_are_needed() -> None:
     assert "securitySchemes" not in DOCUMENT["components"]
-    keyed = document(ServerSettings(("fake",), api_keys=("k",)))
+    keyed = document(TABLE, ServerSettings(("fake",), api_keys=("k",)))
     assert set(keyed["components"]["securitySchemes"]) == {"bearer", "header"}
     for path, methods in keyed["paths"].items():
         for operation in methods.values():

@@ -160,9 +160,10 @@ def test_items_of_an_answer_go_back_as_one_message(client: openai.OpenAI) -> Non
 def test_items_of_one_kind_are_apart() -> None:
     said = "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant"
     text = f"{HM}{said}{HM}<|channel|>final<|message|>{TEXT}"
-    output = OutputItems(HarmonyFormat().parser(ToolUse()))
+    output, parser = OutputItems(), HarmonyFormat().parser(ToolUse())
     for character in text:
-        output.push(character)
+        output.take(parser.push(character))
+    output.take(parser.finish())
     output.finish(cut=False)
     assert [item["content"][0]["text"] for item in output.items] == [THOUGHT, "Let me see.", THOUGHT, TEXT]
 

@@ -153,7 +153,7 @@ def test_a_failed_engine_fails_what_runs_is_replaced_and_serves_again() -> None:
 def test_an_engine_that_fails_again_and_again_ends_the_server() -> None:
     with serving(FakeEngine) as served, served.http() as client:
         for _ in range(3):
-            served.wait_until(lambda: served.server.worker.state == "ready")
+            served.wait_until(lambda: served.server.host.state == "ready")
             client.post("/v1/completions", json={"prompt": "please crash"})
         assert served.wait_until(lambda: served.server.problem is not None)
         assert "3 times in a row" in str(served.server.problem)

@@ -63,13 +63,13 @@ def test_drafts_are_made_by_default_and_plain_steps_are_those_of_a_model_without
         expected = tokens(plain.generate(PROMPTS, params))
         graphs = plain.runner.graphs
         assert isinstance(graphs, CudaGraphs) and plain.loaded.draft is None
-        kernels = {key: step.nodes.kernels for key, step in graphs._steps.items() if key.phase == "decode"}
+        kernels = {key: step.kernels for key, step in graphs._steps.items() if key.phase == "decode"}
     with LLM(path, "cuda", CTX, parallel=4) as llm:
         llm.warm_up()
         got = llm.generate(PROMPTS, params)
         graphs, decoder = llm.runner.graphs, llm.runner.device_decoder
         assert isinstance(graphs, CudaGraphs) and decoder is not None
-        ours = {key: step.nodes.kernels for key, step in graphs._steps.items() if key.phase == "decode"}
+        ours = {key: step.kernels for key, step in graphs._steps.items() if key.phase == "decode"}
         assert isinstance(decoder.drafting, DraftGraphs) and llm.config.draft_on_device
         assert (decoder.drafting._launched > 0) == (params is not PENALIZED)
         assert not any(pool.spares for pool in llm.loaded.cache.pools)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError
 from quengine.kernels.forward_batch import Phase

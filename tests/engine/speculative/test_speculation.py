@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.models.synthetic.presets import PRESETS

@@ -10,7 +10,7 @@ from quengine.kernels.backend import KVLayer, SlotLayer
 from quengine.kernels.cpu.attention.attention import Seen, attention_launches, check_caches, part_bytes
 from quengine.kernels.cpu.runtime.threads import run
 from quengine.kernels.cpu.step_inputs import BatchInputs
-from quengine.kernels.cpu.step_recorder import CpuWeight, recorded, state_operation
+from quengine.kernels.cpu.step_recorder import CpuWeight, StepRecorder, recorded, state_operation
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
@@ -43,21 +43,15 @@ def embed(weight: QuantTensor, ids: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def short_conv(batch: ForwardBatch, bcx: Tensor, spec: ShortConvSpec, layer: SlotLayer) -> Tensor:
-    return state_operation(
-        batch, bcx, spec.cache_group, layer, lambda step, rows: step.short_conv(rows, spec, layer)
-    )
+    return state_operation(batch, bcx, spec.channels, spec, layer, StepRecorder.short_conv)
 
 
 def gated_delta(batch: ForwardBatch, x: Tensor, spec: GatedDeltaSpec, layer: SlotLayer) -> Tensor:
-    return state_operation(
-        batch, x, spec.cache_group, layer, lambda step, rows: step.gated_delta(rows, spec, layer)
-    )
+    return state_operation(batch, x, spec.inner, spec, layer, StepRecorder.gated_delta)
 
 
 def mamba2(batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, layer: SlotLayer) -> Tensor:
-    return state_operation(
-        batch, x, spec.cache_group, layer, lambda step, rows: step.mamba2(rows, spec, layer)
-    )
+    return state_operation(batch, x, spec.inner, spec, layer, StepRecorder.mamba2)
 
 
 def route(x: Tensor, router: Router, experts: Tensor | None = None) -> Routing:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quengine.kernels.backend import SlotLayer
+from quengine.kernels.cpu.ops.state_copy import copy_states
 from tests.kernels.cpu.cpu_runs import gated_delta
 from tests.kernels.gated_delta_steps import Shape, expected, rows_of, spec_of, states
 from tests.kernels.short_conv_steps import ALL_STEPS, prompt, tokens
@@ -68,3 +69,12 @@ def test_extreme_gates_are_those_of_the_definition() -> None:
     layer = SlotLayer((history, memory))
     made = gated_delta(batch, x, spec, layer)
     assert nmse(made, wanted) < 1e-11 and nmse(layer.parts[1][1], after[1][1]) < 1e-11
+
+
+def test_states_of_all_layers_are_copied() -> None:
+    for shape in ((3, 5, 4, 9), (2, 4, 70, 900)):
+        part = torch.randn(shape, generator=torch.Generator().manual_seed(8))
+        wanted = part.clone()
+        wanted[:, 1] = part[:, 3]
+        copy_states(part, 3, 1)
+        assert torch.equal(part, wanted)

@@ -15,7 +15,9 @@ from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cpu import (
     get_threads,
     glu,
+    joined,
     max_threads,
+    prompt_linear,
     rms_norm,
     rope_store,
     set_threads,
@@ -49,6 +51,22 @@ def test_a_list_runs_in_order_many_times() -> None:
             between = step.norm_linear(x, None, CpuWeight((first,)), None)
             y = step.norm_linear(between, None, CpuWeight((second,)), None)
         assert torch.equal(y, expected)
+
+
+def test_joined_operations_run_as_one_list() -> None:
+    gate_up, down = random_weight("Q4_K", 64, 1), random_weight("Q8_0", 40, 1)
+    x = torch.randn(9, gate_up.cols, generator=torch.Generator().manual_seed(0))
+    expected = prompt_linear(glu(prompt_linear(x, [gate_up])), [down])
+    with joined():
+        with joined():
+            between = glu(prompt_linear(x, [gate_up]))
+        y = prompt_linear(between, [down], y=torch.zeros(9, 40))
+        assert not y.any()
+    assert torch.equal(y, expected)
+    with pytest.raises(ZeroDivisionError), joined():
+        prompt_linear(x, [gate_up], y=torch.zeros(9, 64))
+        _ = 1 // 0
+    assert torch.equal(prompt_linear(between, [down]), expected)
 
 
 def test_a_thread_does_not_sleep_through_a_list_announced_while_it_stopped_watching() -> None:

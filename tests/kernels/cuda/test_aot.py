@@ -4,11 +4,9 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
+from benchmarks.checks.aot import overlap_faults
+from benchmarks.checks.aot_cases import COMMON_TYPES
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cuda.aot.aot import overlap_faults
-from quengine.kernels.cuda.aot.aot_cases import ARCHS, COMMON_TYPES, cases
 from quengine.kernels.cuda.aot.aot_ptx import Early, before_wait
 from tests.fork_server import without_interpreter
 
@@ -138,21 +136,11 @@ def test_a_grouped_matmul_reads_early_which_experts_there_are_only_where_that_is
     assert faults(True, {1}, set(), names, early=False) == ["reads of_block_ptr before it waits"]
 
 
-def test_every_type_is_compiled_in_decode_and_in_prefill_and_common_ones_for_every_gpu() -> None:
-    every = cases()
-    for name in FORMATS:
-        mine = [case for case in every if case.name.startswith(f"{name},")]
-        assert {case.decode for case in mine} == {True, False}
-        assert all(case.archs == ARCHS for case in mine if case.decode) == (name in COMMON_TYPES)
-    assert {arch for case in every for arch in case.archs} == set(ARCHS)
-
-
 COMPILE = """
-from quengine.kernels.cuda.aot import aot
-work = aot.variants([90], "Q8_0, ends, decode")
-names = [aot.launches(v.case, 90)[v.launch].name for v in work]
-variant = work[names.index("matvec_kernel")]
-launch = aot.launches(variant.case, 90)[variant.launch]
+from benchmarks.checks import aot
+work = aot.variants([90], "Q8_0, every matrix")
+variant = next(v for v in work if v.launch.name == "matvec_kernel")
+launch = variant.launch
 made = aot.compile_launch(launch, 90)
 early = aot.before_wait(made.ptx)
 print(*sorted(launch.pointers[at] for at in early.reads if at in launch.pointers))
@@ -169,28 +157,16 @@ def test_the_decode_matvec_for_sm_90_reads_its_weights_and_nothing_else_above_th
     assert 16 < int(registers) <= 255 and (int(stack), verdict) == (0, "right")
 
 
-def test_the_list_of_variants_has_no_launch_twice() -> None:
-    code = """
-from quengine.kernels.cuda.aot.aot import launches, variants
-work = variants([80, 89, 90], "mistral-7b, v and down Q4_K, decode")
-keys = [f"{arch} {launches(v.case, arch)[v.launch].key}" for v in work for arch in v.archs]
-names = {launches(v.case, v.archs[0])[v.launch].name for v in work}
-assert len(keys) == len(set(keys)) and all(v.decode for v in work)
-assert {"matvec_kernel", "glu_kernel"} <= names, names
-assert {v.archs for v in work} == {(80, 89), (90,)}
-"""
-    without_interpreter(code)
-
-
 TWINS = """
 import tempfile
 import triton
 folder = tempfile.TemporaryDirectory()
 triton.knobs.cache.dir = folder.name  # what an earlier run left of these kernels may be without PTX
 from triton.backends.compiler import GPUTarget
-from quengine.kernels.cuda.aot import aot, aot_compile
-for only, name in (("Q8_0, matmul, 16", "fused_kernel"), ("smollm2 9/3x64 q8_0, prompt of 32", "rope_store_kernel")):
-    (launch,) = [x for v in aot.variants([89], only) for x in [aot.launches(v.case, 89)[v.launch]] if x.name == name]
+from benchmarks.checks import aot
+from quengine.kernels.cuda.aot import aot_compile
+for only, name in (("Q8_0, every matrix", "fused_kernel"), ("lfm2-1.2b, a cache of q8_0", "rope_store_kernel")):
+    launch = next(v.launch for v in aot.variants([89], only) if v.launch.name == name)
     made = triton.compile(aot_compile.source(launch), target=GPUTarget("cuda", 89, 32), options=launch.options)
     ours = aot_compile.compile_launch(launch, 89)
     assert ".target sm_89" in ours.ptx and ours.ptx == made.asm["ptx"], name
@@ -204,40 +180,59 @@ def test_what_is_made_of_another_gpus_ptx_is_what_triton_makes_for_this_one() ->
 
 
 LISTED = """
-from quengine.kernels.cuda.aot import aot
-for arch, only, before in ((90, "", ""), (80, "Q8_0, ", "sm_80.")):
-    for v in aot.variants([arch], only):
-        launch = aot.launches(v.case, arch)[v.launch]
-        outs = (str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr" and x is not None)
-        given = {**launch.arguments, "OUT": next(outs, "")}
-        program = launch.arguments.get("P")
-        if program is not None:
-            flagged = getattr(program, "flags", program)
-            given["EXACT"] = getattr(flagged, "exact", False)
-            given["EPILOGUE"] = getattr(flagged, "epilogue", 0)
-            given["TB"] = getattr(program, "block", 0)
-        flags = ("TB", "KIND", "EPILOGUE", "Q8", "ROW_SCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT",
-            "BATCH_INVARIANT", "QUANTIZE", "WINDOW", "REGISTERS")
-        given["REGISTERS"] = launch.options.get("maxnreg")
-        if "ROPE" in given:
-            given["QUERY_SCALE"] = given["ROPE"].query_scale
-        values = (f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given)
-        print(before + launch.name, *values)
+from benchmarks.checks import aot
+work = aot.variants([80, 89, 90])
+assert not aot.left_out(work), aot.left_out(work)
+assert len({(min(v.archs) // 90, v.launch.key) for v in work}) == len(work)
+for v in work:
+    launch = v.launch
+    outs = (str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr" and x is not None)
+    given = {**launch.arguments, "OUT": next(outs, ""), "DECODE": v.decode, "REGISTERS": launch.options.get("maxnreg")}
+    program = launch.arguments.get("P") or launch.arguments.get("A")
+    if program is not None:
+        flagged = getattr(program, "flags", program)
+        given["EXACT"] = getattr(flagged, "exact", False)
+        given["EPILOGUE"] = getattr(flagged, "epilogue", 0)
+        given["TB"] = getattr(program, "block", 0)
+        given["TYPE"] = getattr(getattr(program, "layout", None), "format", "")
+    if "ROPE" in given:
+        given["QUERY_SCALE"] = given["ROPE"].query_scale
+    flags = ("TB", "KIND", "EPILOGUE", "Q8", "ROW_SCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT",
+        "BATCH_INVARIANT", "QUANTIZE", "WINDOW", "REGISTERS", "TYPE", "DECODE")
+    values = [f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given]
+    for arch in v.archs:
+        print(f"{launch.name}.{arch}", *values)
 """
 
 
-def test_what_batches_launch_is_compiled() -> None:
+def test_what_models_launch_is_compiled() -> None:
+    """Every kernel, no launch twice; every type, and every variant that batches of some size select."""
     lines = without_interpreter(LISTED).splitlines()
     found = [(line.split()[0], dict(x.split("=") for x in line.split()[1:])) for line in lines]
 
-    def met(kernel: str, *flags: str) -> set[tuple[str, ...]]:
-        return {tuple(given[flag] for flag in flags) for name, given in found if name == kernel}
+    def met(kernel: str, *flags: str, arch: int = 90) -> set[tuple[str, ...]]:
+        return {
+            tuple(given.get(flag, "") for flag in flags)
+            for name, given in found
+            if name == f"{kernel}.{arch}"
+        }
+
+    packed = {(name,) for name, fmt in FORMATS.items() if fmt.is_quantized}
+    for kernel in ("matvec_kernel", "glu_kernel", "experts_glu_kernel", "experts_add_kernel"):
+        assert met(kernel, "TYPE") == packed, kernel
+    assert met("grouped_few_kernel", "TYPE") | met("grouped_wgmma_kernel", "TYPE") == packed
+    for exact in ("False", "True"):
+        of_each = met("wgmma_kernel", "TYPE", "EXACT") | met("wgmma_blocks_kernel", "TYPE", "EXACT")
+        assert {(name, exact) for (name,) in packed} <= of_each
+    assert met("matvec_kernel", "TYPE", arch=80) == met("fused_kernel", "TYPE", arch=80) == packed
+    assert met("matvec_kernel", "TYPE", arch=89) >= {(name,) for name in COMMON_TYPES}
+    assert ("True",) in met("glu_kernel", "DECODE") & met("experts_add_kernel", "DECODE")
 
     blocks, forms = ("8", "16", "32", "64", "128"), ("0", "1", "2")
     truths = ("False", "True")
     assert met("wgmma_kernel", "TB", "EPILOGUE", "EXACT") >= set(product(blocks, forms, truths))
     assert met("wgmma_two_parts_kernel", "TB", "EXACT") == set(product(blocks, truths))
-    assert met("sm_80.fused_kernel", "EXACT") == {(x,) for x in truths} and not met("fused_kernel")
+    assert met("fused_kernel", "EXACT", arch=80) == {(x,) for x in truths} and not met("fused_kernel")
     both = {(first, second) for first in truths for second in truths}
     assert met("rope_store_kernel", "Q8", "ROW_SCALE") == both
     assert met("rope_store_kernel", "QUERY_SCALE", "ROW_SCALE") == both
@@ -247,7 +242,7 @@ def test_what_batches_launch_is_compiled() -> None:
     gelu = {
         epilogue for (epilogue,) in met("wgmma_kernel", "EPILOGUE") | met("wgmma_blocks_kernel", "EPILOGUE")
     }
-    assert gelu == {"-1", "0", "1", "2", "3", "4"}
+    assert gelu == {"-1", "0", "1", "2", "3", "4"}, gelu
     outs = {("torch.float16",), ("torch.float32",)}
     assert met("attention_prefill_kernel", "Q8", "OUT") == {(q8, *out) for q8 in truths for out in outs}
     assert met("attention_tiles_kernel", "Q8", "PDL") == both
@@ -260,15 +255,5 @@ def test_what_batches_launch_is_compiled() -> None:
     assert {form for (form,) in met("rms_norm_kernel", "KIND")} == {"0", "1", "2"}
     assert {kind for (kind,) in met("post_norm_add_kernel", "KIND")} == {"-1", "1", "2"}
     assert met("norm_wgmma_kernel", "PDL") == {("True",)}
-    assert {
-        "float_matmul_kernel",
-        "sm_80.glu_product_kernel",
-        "choose_from_all_kernel",
-        "place_kernel",
-    } <= {name for name, _ in found}
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_every_gpu_gets_the_attentions_of_both_caches(arch: int) -> None:
-    names = [case.name for case in cases() if arch in case.archs and case.name.startswith("attention")]
-    assert any("f16, decode" in name for name in names) and any("q8_0, decode" in name for name in names)
+    for arch in (80, 89, 90):
+        assert met("attention_tiles_kernel", "Q8", arch=arch) == {(x,) for x in truths}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda import rms_norm as rms_norm_module

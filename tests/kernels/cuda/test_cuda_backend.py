@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from quengine.block_manager import CachePool
+from quengine.block_pool import CachePool
 from quengine.kernels.backend import Backend
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend

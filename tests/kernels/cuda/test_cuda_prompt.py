@@ -59,35 +59,24 @@ def test_a_prompt_on_packed_weights_is_the_reference(
 
 ROOM = """
 import torch
-from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cuda.aot.aot_cases import MISTRAL, _prefill, backend_for
+from benchmarks.checks.aot_cases import plan_of
 from quengine.kernels.cuda.aot.aot_compile import record
-from quengine.kernels.quant_tensor import QuantTensor
-from quengine.kernels.rms_norm import RMSNorm
+from quengine.kernels.cuda.aot.meta_backend import META, gpu_for
+from quengine.kernels.cuda.launch.gpu import assuming
+from quengine.models.synthetic.presets import PRESETS
+from quengine.step_plan import SequenceRows, forward_batch
 
-def matrix(rows, cols):
-    fmt = FORMATS["Q4_K"]
-    data = torch.empty(rows, fmt.row_bytes(cols), dtype=torch.uint8, device="meta")
-    return QuantTensor("any", fmt, (rows, cols), data)
+def layers(graphs):
+    decoder, stream = graphs.decoder, torch.empty(2048, 4096, device=META)
+    batch, x = forward_batch("prefill", [SequenceRows([0] * 2048, 0, [[0] * 64])], META), stream
+    for layer, cache in zip(decoder.blk, graphs.cache.layers):
+        x = layer(batch, x, cache, decoder.output_norm)
+        assert x.hidden is stream, "the residual stream is held twice"
 
-def layer(backend):
-    stream = torch.empty(2048, 4096, device="meta")
-    norm = RMSNorm(torch.empty(4096, device="meta"), 1e-5)
-    batch = _prefill(2048)
-    qkv, output = backend.weight([matrix(MISTRAL.width, 4096)]), backend.weight([matrix(4096, 4096)])
-    gate_up = backend.gate_up_weight(matrix(14336, 4096), matrix(14336, 4096))
-    down = backend.weight([matrix(4096, 14336)])
-    backend.weight([matrix(32000, 4096)])
-    qkv = backend.norm_linear(batch, stream, norm, qkv)
-    x = backend.attention(batch, qkv, MISTRAL.spec(), MISTRAL.layer("f16"))
-    x = backend.linear_add(batch, x, output, stream, norm)
-    assert x.hidden is stream, "the residual stream is held twice"
-    x = backend.linear_add(batch, backend.norm_glu(batch, x, norm, gate_up), down, x, norm)
-    assert x.hidden is stream, "the residual stream is held twice"
-
-with backend_for(90) as backend:
-    record(lambda: layer(backend))
-    room = backend._room()
+with assuming(gpu_for(90)), torch.no_grad():
+    (graphs,) = plan_of(PRESETS["mistral-7b-2l"]).graphs()
+    record(lambda: layers(graphs))
+    room = graphs.decoder.backend._room()
 print(room.nbytes)
 """
 

@@ -98,15 +98,8 @@ def write_cases(root: Path, cases: dict[str, Case]) -> Path:
     jobs = []
     for name, case in cases.items():
         folder = root / name
-        options = {"vocab": case.vocab, "change": case.change, **case.config}
-        write_model(folder, case.model_type, case.vision, **options)
-        if case.edit is not None:
-            case.edit(folder)
+        options = write_case(folder, case)
         torch.save(transformers_logits(folder, case.vocab), root / f"{name}.pt")
-        if case.tokenizer:
-            write_tokenizer(folder, case.tokenizer)
-        else:
-            write_sentencepiece(folder)
         if case.mixture:
             fused = path_of(root, name, "fused folder")
             shutil.copytree(folder, fused)
@@ -121,6 +114,19 @@ def write_cases(root: Path, cases: dict[str, Case]) -> Path:
         if case.mixture and case.converts:
             write_old_experts(path_of(root, name, "gguf"), path_of(root, name, "old gguf"))
     return root
+
+
+def write_case(folder: Path, case: Case) -> dict[str, Any]:
+    """The folder of a case; returns what `write_model` was given."""
+    options = {"vocab": case.vocab, "change": case.change, **case.config}
+    write_model(folder, case.model_type, case.vision, **options)
+    if case.edit is not None:
+        case.edit(folder)
+    if case.tokenizer:
+        write_tokenizer(folder, case.tokenizer)
+    else:
+        write_sentencepiece(folder)
+    return options
 
 
 def write_old_experts(source: Path, path: Path) -> None:

@@ -12,6 +12,7 @@ from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.hf.config_hf import read_hf_config
+from quengine.models.layer_split import layer_bytes
 from tests.engine.speculative.test_speculation import load
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.llama_cpp_convert import VOCAB
@@ -198,3 +199,6 @@ def test_bad_metadata_is_refused(tmp_path: Path, key: str, value: Any) -> None:
 def test_devices_do_not_share_such_layers(root: Path) -> None:
     with pytest.raises(EngineError, match="not implemented for layers with alternating updates"):
         load(root / "plain.gguf", tensor_parallel=2)
+    checkpoint = opened(root, "plain", "gguf")
+    with pytest.raises(EngineError, match="are not shared out; use one device"):
+        layer_bytes(checkpoint.config, checkpoint.tensors)

@@ -12,6 +12,7 @@ from quengine import LLM
 from quengine.errors import EngineError
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.reference import ReferenceBackend
+from quengine.models.config import Task
 from quengine.models.hf.config_hf import read_hf_config
 from tests.llama_cpp_convert import Conversion, convert
 from tests.llama_cpp_embeddings import llama_cpp_embedding
@@ -63,6 +64,16 @@ def test_rows_are_those_of_transformers(root: Path, kind: str) -> None:
     assert max(map(nmse, on_cpu, found)) < 5e-5
 
 
+def test_released_keys_are_read(root: Path) -> None:
+    keys = json.loads((root / "released" / "config.json").read_text())
+    config = read_hf_config(
+        {**keys, "rotary_emb_base": 500.0, "task_instructions": {"retrieval.query": "Q: "}}
+    )
+    assert config.architecture == "jina-bert-v3" and config.rope_freq_base == 500.0
+    assert config.encoder is not None and config.encoder.tasks == (Task("retrieval.query", "Q: "),)
+    assert read_hf_config({**keys, "rotary_emb_base": None}).rope_freq_base == 10_000.0
+
+
 def test_pairs_are_ranked_by_the_head(root: Path) -> None:
     query, document = "the cat", "sat on the mat"
     expected = theirs(root / "headed", query, document)[2]
@@ -85,7 +96,12 @@ def test_the_vectors_are_llama_cpps(root: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "change", "problem"),
     [
-        ("released", {}, "position_embedding_type: 'rotary' is not implemented"),
+        (
+            "released",
+            {"position_embedding_type": "relative_key"},
+            "position_embedding_type: 'relative_key' is not",
+        ),
+        ("released", {"rotary_emb_base": "high"}, "rotary_emb_base: 'high'"),
         ("model", {"hidden_act": "relu"}, "hidden_act: 'relu' is not implemented"),
         ("model", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "linear"),
         ("model", {"type_vocab_size": 0}, "type_vocab_size: 0"),

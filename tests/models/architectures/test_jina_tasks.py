@@ -84,9 +84,12 @@ def unit_mean(rows: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(rows.double().mean(0), dim=0)
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_vectors_are_those_of_the_changed_weights(root: Path, backend: str) -> None:
-    with LLM(root / "files" / "model.gguf", device="cpu", threads=1, backend=backend) as llm:
+@pytest.mark.parametrize(
+    ("model", "backend"),
+    [("files/model.gguf", "auto"), ("files/model.gguf", "reference"), ("released", "auto")],
+)
+def test_vectors_are_those_of_the_changed_weights(root: Path, model: str, backend: str) -> None:
+    with LLM(root / model, device="cpu", threads=1, backend=backend) as llm:
         found = {task: llm.embed(TEXTS, task=task) for task in TASKS}
         plain, again = llm.embed(TEXTS), llm.embed(TEXTS, task=next(iter(TASKS)))
     for task, prefix in TASKS.items():
@@ -154,6 +157,46 @@ def test_adapters_that_are_not_computed_are_refused(
     builder.write(tmp_path / "lora-xown.gguf")
     with pytest.raises(GGUFError, match=problem):
         open_checkpoint(Path(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "keys", "problem"),
+    [
+        (
+            {"mlp.fc1.parametrizations.weight.0.lora_B": None},
+            {},
+            "fc1.parametrizations.weight.0.lora_B' is missing",
+        ),
+        ({"mlp.fc1.parametrizations.weight.0.lora_A": (2, 4, 32)}, {}, r"shape \[2, 4, 32\]"),
+        (
+            {"norm1.parametrizations.weight.0.lora_A": (2, 4, 32)},
+            {},
+            "tensors that this decoder does not apply",
+        ),
+        ({}, {"lora_adaptations": ["a", "b", "c"]}, r"shape \[2, .* needs \[3, "),
+        ({}, {"lora_adaptations": None}, "tensors that this decoder does not apply"),
+        ({}, {"lora_adaptations": ["a", "a"]}, "has a name twice"),
+        ({}, {"lora_adaptations": "a"}, "is not a list of names"),
+        ({}, {"lora_alpha": 0.0}, "lora_alpha: 0 is not positive"),
+        ({}, {"task_instructions": {"a": 1}}, "task_instructions"),
+        ({}, {"position_embedding_type": "relative_key"}, "position_embedding_type: 'relative_key'"),
+    ],
+)
+def test_a_folder_whose_adapters_are_not_computed_is_refused(
+    root: Path, tmp_path: Path, change: dict[str, tuple[int, ...] | None], keys: dict[str, Any], problem: str
+) -> None:
+    folder = Path(shutil.copytree(root / "released", tmp_path / "released"))
+    tensors = load_file(folder / "model.safetensors")
+    for name, shape in change.items():
+        whole = f"encoder.layers.0.{name}"
+        assert shape is not None or whole in tensors
+        tensors.pop(whole, None)
+        if shape is not None:
+            tensors[whole] = torch.zeros(shape)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit(folder, **keys)
+    with pytest.raises(EngineError, match=problem):
+        open_checkpoint(folder)
 
 
 def test_an_adapter_of_another_model_is_passed_over(root: Path, tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """Folders converted here and by llama.cpp's converter: the same tensors bit for bit, the same metadata key by key."""
 
+import importlib
 import json
+import pkgutil
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,13 @@ import torch
 
 import quengine
 from quengine.errors import EngineError
+from quengine.models.convert.fields import check_converted
 from quengine.models.convert.vocabulary import pre_tokenizer_name
 from quengine.models.gguf import StringArray, open_gguf
+from quengine.models.hf.hf_checkpoint import HFCheckpoint
 from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer, pre_tokenizer_names
 from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_sentencepiece, write_tokenizer
+from tests.models.architectures.both_files import Case, write_case
 from tests.transformers_models import write_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
@@ -28,25 +34,37 @@ LLAMA3 = {
     "rope_theta": 5e5,
 }
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama-linear": ("llama", {"rope_parameters": LINEAR}),
     "mistral": ("mistral", {}),
-    "mixtral": ("mixtral", {"num_local_experts": 4}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"rope_parameters": YARN}),
-    "qwen2_moe": ("qwen2_moe", EXPERTS),
-    "qwen3_moe": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 64}),
-    "olmo2": ("olmo2", {}),
-    "olmo3": ("olmo3", {"sliding_window": 32}),
-    "olmoe": ("olmoe", EXPERTS | {"rms_norm_eps": 1e-5}),
-    "seed_oss": ("seed_oss", {"head_dim": 16}),
-    "smollm3": ("smollm3", {}),
-    "granite": ("granite", {"attention_multiplier": 0.25, "logits_scaling": 8.0}),
-    "granitemoe": ("granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "ministral3": (
+        "ministral3",
+        {"rope_parameters": YARN | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
+    ),
 }
+MODULES = tuple(
+    module.name
+    for module in pkgutil.iter_modules([str(Path(__file__).parents[1] / "architectures")])
+    if module.name
+    not in ("test_openelm", "test_like_llama_cpp")  # `transformers` has no such model; no cases
+    and "\nCASES = {\n" in (Path(__file__).parents[1] / "architectures" / f"{module.name}.py").read_text()
+)
+MORE = (
+    "draft layer",
+    "a draft layer",
+    "packed",
+    "long factors",
+    "alpha",
+    "experts",
+    "glm",
+    "mistral",
+    "v3",
+    "layered",
+)
 TYPES = ("f16", "bf16", "q8_0")
 NAMES = (*CASES, "sentencepiece", "described")
 
@@ -113,6 +131,25 @@ def test_the_file_is_llama_cpps(root: Path, tmp_path: Path, name: str) -> None:
     check_equal(tmp_path / "ours.gguf", root / f"{name}.gguf")
     assert result.paths == (tmp_path / "ours.gguf",)
     assert result.nbytes == (tmp_path / "ours.gguf").stat().st_size
+
+
+def models_of(module: str) -> dict[str, Case]:
+    """Of an architecture's tests the first two models that llama.cpp's converter writes, and those in `MORE`."""
+    cases = importlib.import_module(f"tests.models.architectures.{module}").CASES
+    found = {name: case for name, case in cases.items() if isinstance(case, Case) and case.converts}
+    return {name: case for i, (name, case) in enumerate(found.items()) if i < 2 or name in MORE}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_files_of_other_architectures_are_llama_cpps(tmp_path: Path, module: str) -> None:
+    jobs = []
+    for name, case in models_of(module).items():
+        write_case(tmp_path / name, case)
+        jobs.append(Conversion(tmp_path / name, tmp_path / f"{name}.gguf", "gpt-2", drafts=case.drafts))
+    convert(jobs)
+    for job in jobs:
+        quengine.convert(job.folder, tmp_path / "ours.gguf", "f32", threads=1)
+        check_equal(tmp_path / "ours.gguf", job.output)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -260,11 +297,12 @@ def test_what_is_not_converted_is_an_error_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_architectures_whose_metadata_are_unknown_are_refused_by_name(tmp_path: Path) -> None:
-    write_model(tmp_path / "folder", "gemma3_text", vocab=VOCAB, head_dim=16)
-    write_tokenizer(tmp_path / "folder")
-    with pytest.raises(EngineError, match=r"architecture gemma3 is not converted yet; llama, qwen2, "):
-        quengine.convert(tmp_path / "folder", tmp_path / "out.gguf")
+def test_architectures_whose_metadata_are_unknown_are_refused_by_name(root: Path) -> None:
+    checkpoint = HFCheckpoint(root / "qwen2")
+    config = replace(checkpoint.config, architecture="openelm")
+    checkpoint.close()
+    with pytest.raises(EngineError, match=r"architecture openelm is not converted yet; llama, "):
+        check_converted(config)
 
 
 def test_other_types_are_what_quantize_is_for(root: Path, tmp_path: Path) -> None:

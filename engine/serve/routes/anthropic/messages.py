@@ -1,129 +1,135 @@
 """POST /v1/messages and /v1/messages/count_tokens."""
 
-from typing import Any
+from collections.abc import Sequence
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import json_response, read_request, unless_gone
-from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
+from quengine.serve.models.model_host import ModelHost
+from quengine.serve.processes.shared_engine import Finished
+from quengine.serve.routes.answer_events import Answer, End, Part
 from quengine.serve.routes.answers import new_id, token_counts
 from quengine.serve.routes.anthropic.chat_form import chat_request
-from quengine.serve.routes.anthropic.content_blocks import ContentBlocks, Event
-from quengine.serve.routes.chat import ChatAnswer, chat_prompt, prepare_chat
+from quengine.serve.routes.anthropic.content_blocks import ContentBlocks
+from quengine.serve.routes.chat import chat_prompt, prepare_chat
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.images import counted
 from quengine.serve.routes.sampling import sampling_params
 from quengine.serve.routes.streaming import ChunkForm, named_event, stream_answer, whole_answer
-from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
+from quengine.serve.schemas.anthropic import (
+    AnthropicBlock,
+    AnthropicEvent,
+    AnthropicMessage,
+    AnthropicMessageDelta,
+    AnthropicMessageStart,
+    AnthropicMessageStop,
+    AnthropicPing,
+    AnthropicStop,
+    AnthropicThinkingTokens,
+    AnthropicUsage,
+    CountTokensRequest,
+    MessagesRequest,
+    StopReason,
+    TokenCount,
+)
 from quengine.serve.schemas.error_forms import AnthropicError
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.service import Service
 
 
-async def messages(service: Service, request: Request) -> Response:
-    body = await read_request(request, MessagesRequest, service.limits)
-    chat = chat_request(body, service.model, service.limits)
-    (generation,), (answer,) = await unless_gone(request.receive, prepare_chat(service, chat))
+async def messages(host: ModelHost, request: Request) -> Response:
+    """Answer a conversation, with Anthropic's names."""
+    body = await read_request(request, MessagesRequest, host.limits)
+    chat = chat_request(body, host.model, host.limits)
+    answers = await unless_gone(request.receive, prepare_chat(host, chat))
     hidden = body.thinking is not None and (
         body.thinking.type == "disabled" or body.thinking.display == "omitted"
     )
-    form = _Form(service, generation, answer, ContentBlocks(not hidden))
+    form = _Form(host, answers[0], ContentBlocks(not hidden))
     if body.stream:
-        return await stream_answer(service, request, [generation], form)
-    ((piece, end),) = await whole_answer(service, request, [generation])
-    return json_response(form.whole(piece, end))
+        return await stream_answer(host, request, answers, form)
+    ((part, end),) = await whole_answer(host, request, answers)
+    return json_response(form.whole(part, end))
 
 
-async def count_tokens(service: Service, request: Request) -> Response:
-    """Tokens of the prompt that an answer would be computed from, which may be more than the context holds."""
-    body = await read_request(request, CountTokensRequest, service.limits)
-    service.check_model_name(body.model)
-    chat = chat_request(body, service.model, service.limits)
-    use = await read_tools(chat, service.model)
+async def count_tokens(host: ModelHost, request: Request) -> Response:
+    """Tokens of a conversation's prompt.
+
+    Of the prompt that an answer would be computed from, which may be more than the context holds.
+    """
+    body = await read_request(request, CountTokensRequest, host.limits)
+    host.check_model_name(body.model)
+    chat = chat_request(body, host.model, host.limits)
+    use = await read_tools(chat, host.model)
     # What an answer would be refused for is refused here.
-    await answer_constraint(use, service.model, await read_constraint(chat))
-    await sampling_params(service, chat, logprobs=None, constraint=None)
-    prompt = await unless_gone(request.receive, chat_prompt(service, chat, use, limited=False))
-    return json_response({"input_tokens": await counted(service, prompt.ids, prompt.images, "messages")})
+    await answer_constraint(use, host.model, await read_constraint(chat))
+    await sampling_params(host, chat, logprobs=None, constraint=None)
+    prompt = await unless_gone(request.receive, chat_prompt(host, chat, use, limited=False))
+    return json_response(TokenCount(input_tokens=await counted(host, prompt.ids, prompt.images, "messages")))
 
 
 class _Form(ChunkForm):
     """The message object, and the events that build it."""
 
-    def __init__(
-        self, service: Service, request: GenerationRequest, answer: ChatAnswer, content: ContentBlocks
-    ) -> None:
-        self._service = service
-        self._request = request
+    def __init__(self, host: ModelHost, answer: Answer, content: ContentBlocks) -> None:
         self._answer = answer
         self._content = content
-        self._head = {
-            "id": new_id("msg_"),
-            "type": "message",
-            "role": "assistant",
-            "model": service.model_name,
-        }
+        self._id, self._name = new_id("msg_"), host.name
 
-    def whole(self, piece: Piece, end: Finished) -> dict[str, Any]:
-        self._content.take(self._answer.read(piece) + self._answer.rest())
+    def whole(self, part: Part, end: End) -> AnthropicMessage:
+        self._content.take(part.deltas + end.deltas)
         self._content.finish()
-        usage = self._usage(end)
         content = self._content.whole() if end.reason == "length" else self._content.blocks
-        return {**self._head, "content": content, **self._stop(end), "usage": usage}
+        return self._message(content, self._stop(end), self._usage(end.finished))
 
     def begin(self) -> bytes:
-        no_stop = {"stop_reason": None, "stop_sequence": None}
-        message: dict[str, Any] = {**self._head, "content": [], **no_stop, "usage": self._usage(None)}
-        return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
+        message = self._message([], AnthropicStop(), self._usage(None))
+        return _events([AnthropicMessageStart(message), AnthropicPing()])
 
-    def piece(self, choice: int, piece: Piece) -> bytes:
-        del choice
-        return _events(self._content.take(self._answer.read(piece)))
+    def part(self, part: Part) -> bytes:
+        return _events(self._content.take(part.deltas))
 
-    def finished(self, choice: int, end: Finished) -> bytes:
-        del choice
-        rest = self._content.take(self._answer.rest()) + self._content.finish()
-        last: list[Event] = [
-            {"type": "message_delta", "delta": self._stop(end), "usage": self._usage(end)},
-            {"type": "message_stop"},
-        ]
-        return _events(rest + last)
+    def finished(self, end: End) -> bytes:
+        rest = self._content.take(end.deltas) + self._content.finish()
+        delta = AnthropicMessageDelta(self._stop(end), self._usage(end.finished))
+        return _events([*rest, delta, AnthropicMessageStop()])
 
     def failed(self, error: ApiError) -> bytes:
-        return _event(AnthropicError(error).body)
+        return named_event("error", AnthropicError(error).body)
 
-    def _stop(self, end: Finished) -> dict[str, Any]:
-        reason = _STOP_REASONS[self._answer.reason(end)]
-        if end.stop_text is not None:
+    def _message(
+        self, content: list[AnthropicBlock], stop: AnthropicStop, usage: AnthropicUsage
+    ) -> AnthropicMessage:
+        return AnthropicMessage(
+            id=self._id,
+            model=self._name,
+            content=content,
+            stop_reason=stop.stop_reason,
+            stop_sequence=stop.stop_sequence,
+            schema_violation=stop.schema_violation,
+            usage=usage,
+        )
+
+    def _stop(self, end: End) -> AnthropicStop:
+        reason, stop_text = _STOP_REASONS[end.reason], end.finished.stop_text
+        limit = self._answer.request.params.max_tokens or 0
+        if stop_text is not None:
             reason = "stop_sequence"
-        elif reason == "max_tokens" and end.timings.generated_tokens < (self._request.params.max_tokens or 0):
+        elif reason == "max_tokens" and end.finished.timings.generated_tokens < limit:
             reason = "model_context_window_exceeded"
-        return {
-            "stop_reason": reason,
-            "stop_sequence": end.stop_text,
-            **self._answer.checked(self._service, end),
-        }
+        return AnthropicStop(reason, stop_text, **end.checked)
 
-    def _usage(self, end: Finished | None) -> dict[str, Any]:
+    def _usage(self, end: Finished | None) -> AnthropicUsage:
         """Tokens from the cache, which are known at the end, are not among those of the input."""
-        prompt, cached, generated = token_counts([self._request], [] if end is None else [end])
+        prompt, cached, generated = token_counts([self._answer.request], [] if end is None else [end])
         thinking = 0 if end is None else self._answer.reasoning_tokens
-        return {
-            "input_tokens": prompt - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": generated,
-            **({"output_tokens_details": {"thinking_tokens": thinking}} if thinking else {}),
-        }
+        details = AnthropicThinkingTokens(thinking) if thinking else UNSET
+        return AnthropicUsage(prompt - cached, 0, cached, generated, details)
 
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS: dict[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def _event(event: Event) -> bytes:
-    return named_event(event["type"], event)
-
-
-def _events(events: list[Event]) -> bytes:
-    return b"".join(map(_event, events))
+def _events(events: Sequence[AnthropicEvent]) -> bytes:
+    return b"".join(named_event(str(event.__struct_config__.tag), event) for event in events)

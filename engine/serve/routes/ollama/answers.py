@@ -7,50 +7,30 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
-from quengine.serve.http import to_json
-from quengine.serve.models.model_route import seconds_of
-from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
+from msgspec import UNSET
+
+from quengine.serve.http import LINES, to_json
+from quengine.serve.models.model_host import ModelHost
+from quengine.serve.processes.shared_engine import GenerationRequest, Piece
+from quengine.serve.routes.answer_events import End, Part
 from quengine.serve.routes.answers import prompt_tokens
-from quengine.serve.routes.constraints import TextCheck
 from quengine.serve.routes.logprob_forms import chat_logprobs
+from quengine.serve.routes.model_route import seconds_of
 from quengine.serve.routes.streaming import ChunkForm
 from quengine.serve.schemas.error_forms import OllamaError
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.service import Service
-
-LINES = "application/x-ndjson"
-
-
-class Reader(Protocol):
-    """Takes an answer apart into deltas as chat completions have them (`chat.ChatAnswer`)."""
-
-    def push(self, piece: Piece) -> list[dict[str, Any]]: ...
-
-    def finish(self) -> list[dict[str, Any]]: ...
-
-    def checked(self, service: Service, end: Finished) -> dict[str, Any]: ...
-
-
-class RawReader:
-    """Of an answer that is all text."""
-
-    def __init__(self, service: Service, request: GenerationRequest) -> None:
-        self._check = TextCheck(service, [request])
-
-    def push(self, piece: Piece) -> list[dict[str, Any]]:
-        self._check.add(0, piece.text)
-        return [{"content": piece.text}] if piece.text else []
-
-    def finish(self) -> list[dict[str, Any]]:
-        return []
-
-    def checked(self, service: Service, end: Finished) -> dict[str, Any]:
-        del service
-        return self._check.field(0, end)
+from quengine.serve.schemas.ollama import (
+    OllamaAnswer,
+    OllamaAnswerCall,
+    OllamaAnswerFunction,
+    OllamaChat,
+    OllamaGenerate,
+)
+from quengine.structured.tool_calls import CallDelta, Delta, ReasoningDelta, ToolCall
 
 
 @dataclass
@@ -59,7 +39,7 @@ class AnswerPart:
 
     content: str = ""
     thinking: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[OllamaAnswerCall] = field(default_factory=list)
 
 
 def now() -> str:
@@ -84,88 +64,82 @@ class AnswerLines(ChunkForm, ABC):
 
     media_type = LINES
 
-    def __init__(self, service: Service, request: GenerationRequest, reader: Reader, began: float) -> None:
-        self._service = service
-        self._model = service.model
+    def __init__(self, host: ModelHost, request: GenerationRequest, began: float) -> None:
+        self._host = host
+        self._model = host.model
         self._request = request
-        self._reader = reader
         self._began = began
-        self._call: dict[str, Any] | None = None
+        self._call: ToolCall | None = None
         """The call whose arguments are coming: Ollama's are values, not the pieces of a text."""
         self._calls = 0
 
     @staticmethod
     @abstractmethod
-    def part_body(part: AnswerPart) -> dict[str, Any]:
-        """The fields that a part of the answer is in."""
+    def written(name: str, part: AnswerPart, done: bool = False, **more: Any) -> OllamaChat | OllamaGenerate:
+        """A part of the answer of a model, with `more` fields."""
 
-    def piece(self, choice: int, piece: Piece) -> bytes:
-        del choice
-        parts = self._parts(self._reader.push(piece))
-        scores = self._logprobs(piece)
+    def part(self, part: Part) -> bytes:
+        parts = self._parts(part.deltas)
+        scores = self._logprobs(part.piece)
         if scores and not parts:
             parts = [AnswerPart()]
-        return b"".join(self._line(part, scores if not n else {}) for n, part in enumerate(parts))
+        return b"".join(self._line(each, scores if not n else {}) for n, each in enumerate(parts))
 
-    def finished(self, choice: int, end: Finished) -> bytes:
-        del choice
-        held = b"".join(self._line(part, {}) for part in self._rest())
-        return held + line(self._head() | self.part_body(AnswerPart()) | self._tail(end))
+    def finished(self, end: End) -> bytes:
+        held = b"".join(self._line(each, {}) for each in self._rest(end))
+        return held + line(self.written(self._host.name, AnswerPart(), **self._tail(end)))
 
     def failed(self, error: ApiError) -> bytes:
         return line(OllamaError(error).body)
 
-    def whole(self, piece: Piece, end: Finished) -> dict[str, Any]:
+    def whole(self, part: Part, end: End) -> OllamaChat | OllamaGenerate:
         """The answer that is not streamed."""
-        parts = self._parts(self._reader.push(piece)) + self._rest()
-        part = AnswerPart(
+        parts = self._parts(part.deltas) + self._rest(end)
+        said = AnswerPart(
             "".join(each.content for each in parts),
             "".join(each.thinking for each in parts),
             [call for each in parts for call in each.calls],
         )
-        return self._head() | self.part_body(part) | self._logprobs(piece) | self._tail(end)
+        return self.written(self._host.name, said, **self._logprobs(part.piece), **self._tail(end))
 
     def _line(self, part: AnswerPart, scores: dict[str, Any]) -> bytes:
-        return line(self._head() | self.part_body(part) | scores | {"done": False})
-
-    def _head(self) -> dict[str, Any]:
-        return {"model": self._service.model_name, "created_at": now()}
+        return line(self.written(self._host.name, part, **scores))
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         if self._request.params.logprobs is None or not piece.logprobs:
             return {}
         return {"logprobs": chat_logprobs(piece.logprobs, self._model)["content"]}
 
-    def _tail(self, end: Finished) -> dict[str, Any]:
-        timings = end.timings
+    def _tail(self, end: End) -> dict[str, Any]:
+        timings = end.finished.timings
         return {
             "done": True,
-            "done_reason": end.reason,
+            "done_reason": end.finished.reason,
             "total_duration": nanoseconds(time.perf_counter() - self._began),
             "load_duration": 0,  # the model is there before a request is taken
-            "prompt_eval_count": prompt_tokens(self._request, end),
+            "prompt_eval_count": prompt_tokens(self._request, end.finished),
             "prompt_eval_duration": nanoseconds(timings.prompt_s),
             "eval_count": timings.generated_tokens,
             "eval_duration": nanoseconds(timings.decode_s),
-            **self._reader.checked(self._service, end),
+            **end.checked,
         }
 
-    def _rest(self) -> list[AnswerPart]:
-        return self._parts(self._reader.finish()) + self._end_call()
+    def _rest(self, end: End) -> list[AnswerPart]:
+        return self._parts(end.deltas) + self._end_call()
 
-    def _parts(self, deltas: Sequence[dict[str, Any]]) -> list[AnswerPart]:
+    def _parts(self, deltas: Sequence[Delta]) -> list[AnswerPart]:
         parts: list[AnswerPart] = []
         for delta in deltas:
-            for call in delta.get("tool_calls", ()):
-                if "id" in call:
+            if isinstance(delta, CallDelta):
+                if delta.name is not None:
                     parts += self._end_call()
-                    self._call = {"id": call["id"], **call["function"]}
+                    self._call = ToolCall(delta.id or "", delta.name, delta.arguments)
                 elif self._call is not None:
-                    self._call["arguments"] += call["function"]["arguments"]
-            content, thinking = delta.get("content") or "", delta.get("reasoning_content") or ""
-            if content or thinking:
+                    self._call = replace(self._call, arguments=self._call.arguments + delta.arguments)
+            elif delta.text:
                 parts += self._end_call()
-                parts.append(AnswerPart(content, thinking))
+                thinks = isinstance(delta, ReasoningDelta)
+                parts.append(AnswerPart(thinking=delta.text) if thinks else AnswerPart(delta.text))
         return parts
 
     def _end_call(self) -> list[AnswerPart]:
@@ -174,37 +148,37 @@ class AnswerLines(ChunkForm, ABC):
         if call is None:
             return []
         try:
-            arguments = json.loads(call["arguments"] or "{}")
+            arguments = json.loads(call.arguments or "{}")
         except ValueError:
             return []
         if not isinstance(arguments, dict):
             return []
-        function = {"index": self._calls, "name": call["name"], "arguments": arguments}
+        function = OllamaAnswerFunction(self._calls, call.name, arguments)
         self._calls += 1
-        return [AnswerPart(calls=[{"id": call["id"], "function": function}])]
+        return [AnswerPart(calls=[OllamaAnswerCall(call.id, function)])]
 
 
 class ChatLines(AnswerLines):
     @staticmethod
-    def part_body(part: AnswerPart) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": part.content}
-        if part.thinking:
-            message["thinking"] = part.thinking
-        if part.calls:
-            message["tool_calls"] = part.calls
-        return {"message": message}
+    def written(name: str, part: AnswerPart, done: bool = False, **more: Any) -> OllamaChat:
+        message = OllamaAnswer(
+            content=part.content, thinking=part.thinking or UNSET, tool_calls=part.calls or UNSET
+        )
+        return OllamaChat(model=name, created_at=now(), message=message, done=done, **more)
 
 
 class GenerateLines(AnswerLines):
     @staticmethod
-    def part_body(part: AnswerPart) -> dict[str, Any]:
-        return {"response": part.content, **({"thinking": part.thinking} if part.thinking else {})}
+    def written(name: str, part: AnswerPart, done: bool = False, **more: Any) -> OllamaGenerate:
+        thinking = part.thinking or UNSET
+        return OllamaGenerate(
+            model=name, created_at=now(), response=part.content, thinking=thinking, done=done, **more
+        )
 
 
-def loaded(service: Service, empty: dict[str, Any], keep_alive: Any = None) -> dict[str, Any]:
+def loaded(host: ModelHost, lines: type[AnswerLines], keep_alive: Any = None) -> OllamaChat | OllamaGenerate:
     """The answer to a request that only wants the model to be there, or to go. Raises ApiError while it is not."""
     goes = keep_alive is not None and seconds_of(keep_alive) == 0
     if not goes:
-        _ = service.model
-    reason = "unload" if goes else "load"
-    return {"model": service.model_name, "created_at": now(), **empty, "done": True, "done_reason": reason}
+        _ = host.model
+    return lines.written(host.name, AnswerPart(), done=True, done_reason="unload" if goes else "load")

@@ -6,48 +6,56 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import json_response, off_loop, read_request
+from quengine.serve.models.model_host import ModelHost, Vector
 from quengine.serve.routes.ollama.answers import nanoseconds
 from quengine.serve.routes.ollama.requests import served_name
 from quengine.serve.routes.shortening import tell
 from quengine.serve.routes.vectors.embeddings import as_json
 from quengine.serve.routes.vectors.embeddings import embed as embed_prompts
-from quengine.serve.schemas.ollama import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from quengine.serve.schemas.ollama import (
+    OllamaEmbed,
+    OllamaEmbeddings,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+)
 from quengine.serve.schemas.openai import EmbeddingRequest
-from quengine.serve.service import Service, Vector
 
 
-async def embed(service: Service, request: Request) -> Response:
-    """A vector for each text; none for no text, as Ollama has it."""
+async def embed(host: ModelHost, request: Request) -> Response:
+    """A vector for each text.
+
+    None for no text, as Ollama has it.
+    """
     began = time.perf_counter()
-    body = await read_request(request, OllamaEmbedRequest, service.limits)
+    body = await read_request(request, OllamaEmbedRequest, host.limits)
     notes: list[str] | None = None if body.truncate is False else []
-    vectors, tokens = await _vectors(service, request, body.model, body.input, notes, body.dimensions)
+    vectors, tokens = await _vectors(host, request, body.model, body.input, notes, body.dimensions)
     answer = await off_loop(
         lambda: json_response(
-            {
-                "model": service.model_name,
-                "embeddings": [as_json(vector.tolist()) for vector in vectors],
-                "total_duration": nanoseconds(time.perf_counter() - began),
-                "load_duration": 0,
-                "prompt_eval_count": tokens,
-            }
+            OllamaEmbed(
+                model=host.name,
+                embeddings=[as_json(vector.tolist()) for vector in vectors],
+                total_duration=nanoseconds(time.perf_counter() - began),
+                prompt_eval_count=tokens,
+            )
         )
     )
     tell("/api/embed", notes or (), answer)
     return answer
 
 
-async def one_embedding(service: Service, request: Request) -> Response:
-    body = await read_request(request, OllamaEmbeddingsRequest, service.limits)
+async def one_embedding(host: ModelHost, request: Request) -> Response:
+    """A vector for a text."""
+    body = await read_request(request, OllamaEmbeddingsRequest, host.limits)
     notes: list[str] = []
-    vectors, _ = await _vectors(service, request, body.model, body.prompt, notes)
-    answer = json_response({"embedding": vectors[0].tolist() if vectors else []})
+    vectors, _ = await _vectors(host, request, body.model, body.prompt, notes)
+    answer = json_response(OllamaEmbeddings(embedding=vectors[0].tolist() if vectors else []))
     tell("/api/embeddings", notes, answer)
     return answer
 
 
 async def _vectors(
-    service: Service,
+    host: ModelHost,
     request: Request,
     name: str,
     texts: str | list[str],
@@ -55,9 +63,9 @@ async def _vectors(
     dimensions: int | None = None,
 ) -> tuple[list[Vector], int]:
     """The vectors, and how many tokens all texts have."""
-    name = served_name(service, name)
+    name = served_name(host, name)
     if not texts:
-        service.check_model_name(name)
+        host.check_model_name(name)
         return [], 0
     given = EmbeddingRequest(model=name, input=texts, dimensions=dimensions)
-    return await embed_prompts(service, request, given, notes)
+    return await embed_prompts(host, request, given, notes)

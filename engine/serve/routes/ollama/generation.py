@@ -9,16 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import json_response, read_request, unless_gone
-from quengine.serve.processes.shared_engine import GenerationRequest
+from quengine.serve.models.model_host import ModelHost
+from quengine.serve.routes.answer_events import Answer
 from quengine.serve.routes.chat import prepare_chat
 from quengine.serve.routes.completions import prepare_completions
 from quengine.serve.routes.ollama.answers import (
     AnswerLines,
-    AnswerPart,
     ChatLines,
     GenerateLines,
-    RawReader,
-    Reader,
     loaded,
 )
 from quengine.serve.routes.ollama.requests import chat_request, generate_request, served_name
@@ -34,59 +32,58 @@ from quengine.serve.routes.streaming import stream_answer, whole_answer
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaGeneration
 from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
-from quengine.serve.service import Service
 
 G = TypeVar("G", bound=OllamaGeneration)
 
 
-async def chat(service: Service, request: Request) -> Response:
-    return await _answered(service, request, OllamaChatRequest, chat_request, ChatLines)
+async def chat(host: ModelHost, request: Request) -> Response:
+    """Answer a conversation."""
+    return await _answered(host, request, OllamaChatRequest, chat_request, ChatLines)
 
 
-async def generate(service: Service, request: Request) -> Response:
-    return await _answered(service, request, OllamaGenerateRequest, generate_request, GenerateLines)
+async def generate(host: ModelHost, request: Request) -> Response:
+    """Answer a prompt."""
+    return await _answered(host, request, OllamaGenerateRequest, generate_request, GenerateLines)
 
 
 async def _answered(
-    service: Service,
+    host: ModelHost,
     request: Request,
     kind: type[G],
-    converted: Callable[[Service, G], ChatRequest | CompletionRequest],
+    converted: Callable[[ModelHost, G], ChatRequest | CompletionRequest],
     form: type[AnswerLines],
 ) -> Response:
     began = time.perf_counter()
-    body = await read_request(request, kind, service.limits)
-    service.check_model_name(served_name(service, body.model))
+    body = await read_request(request, kind, host.limits)
+    host.check_model_name(served_name(host, body.model))
     if body.asks_nothing:
-        return json_response(loaded(service, form.part_body(AnswerPart()), body.keep_alive))
+        return json_response(loaded(host, form, body.keep_alive))
     notes: list[str] = []
-    given = converted(service, body)
-    prepare = _prepared(service, given) if body.truncate is False else _fitting(service, given, notes)
-    prepared, reader = await unless_gone(request.receive, prepare)
-    lines = form(service, prepared, reader, began)
+    given = converted(host, body)
+    prepare = _prepared(host, given) if body.truncate is False else _fitting(host, given, notes)
+    answers = await unless_gone(request.receive, prepare)
+    lines = form(host, answers[0].request, began)
     if body.stream:
-        answer = await stream_answer(service, request, [prepared], lines)
+        answer = await stream_answer(host, request, answers, lines)
     else:
-        ((piece, end),) = await whole_answer(service, request, [prepared])
-        answer = json_response(lines.whole(piece, end))
+        ((part, end),) = await whole_answer(host, request, answers)
+        answer = json_response(lines.whole(part, end))
     tell(request.url.path, notes, answer)
     return answer
 
 
-async def _fitting(
-    service: Service, body: ChatRequest | CompletionRequest, notes: list[str]
-) -> tuple[GenerationRequest, Reader]:
-    """The request of a body, without its oldest messages, or the beginning of its text, where it does not fit.
+async def _fitting(host: ModelHost, body: ChatRequest | CompletionRequest, notes: list[str]) -> list[Answer]:
+    """The completion of a body, without its oldest messages, or the beginning of its text, where it does not fit.
 
     A part of the context is left for the answer then. `notes` gets a line for what is left out. Raises ApiError.
     """
     asked, given = body.max_tokens, body
-    context = service.model.ctx_size
+    context = host.model.ctx_size
     reserved = min(context // 4, asked if asked is not None and asked > 0 else context)
     tries = MOST_TRIES
     while True:
         try:
-            prepared = await _prepared(service, given)
+            prepared = await _prepared(host, given)
         except ApiError as error:
             share, tries = kept_share(error, reserved), tries - 1
             if not tries or share is None or (shorter := _shorter(given, share)) is None:
@@ -120,11 +117,7 @@ def _texts(body: ChatRequest | CompletionRequest) -> list[str]:
     return [str(message.get("content") or "") for message in given]
 
 
-async def _prepared(
-    service: Service, body: ChatRequest | CompletionRequest
-) -> tuple[GenerationRequest, Reader]:
+async def _prepared(host: ModelHost, body: ChatRequest | CompletionRequest) -> list[Answer]:
     if isinstance(body, CompletionRequest):
-        (request,) = await prepare_completions(service, body)
-        return request, RawReader(service, request)
-    (request,), (reader,) = await prepare_chat(service, body)
-    return request, reader
+        return await prepare_completions(host, body)
+    return await prepare_chat(host, body)

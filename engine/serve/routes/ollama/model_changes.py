@@ -5,7 +5,6 @@ Each is refused without --allow-model-changes, but for a pull of what is here.
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,26 +12,31 @@ from starlette.responses import Response
 from quengine.models.hub.hub import hub_name
 from quengine.models.hub.hub_name import own_name
 from quengine.serve import access_log
-from quengine.serve.http import EventStream, json_response, off_loop, read_request, unless_gone
+from quengine.serve.http import LINES, EventStream, json_response, off_loop, read_request, unless_gone
 from quengine.serve.models.model_links import check_name, folder_name
 from quengine.serve.models.preset_file import made_options
 from quengine.serve.models.pulls import FileProgress, Step
 from quengine.serve.models.registry import Models
-from quengine.serve.routes.ollama.answers import LINES, line
+from quengine.serve.routes.ollama.answers import line
 from quengine.serve.schemas.error_forms import OllamaError
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.ollama import (
     OllamaCopyRequest,
     OllamaCreateRequest,
     OllamaDeleteRequest,
+    OllamaPullLine,
     OllamaPullRequest,
+    OllamaSuccess,
 )
 
-_SUCCESS = {"status": "success"}
+_SUCCESS = OllamaSuccess()
 
 
 async def pull(models: Models, request: Request) -> Response:
-    """Nothing is fetched for a model that is here."""
+    """Fetch a model.
+
+    Nothing is fetched for a model that is here.
+    """
     body = await read_request(request, OllamaPullRequest, models.settings.limits)
     if models.find(body.given) is not None:
         return Response(line(_SUCCESS), media_type=LINES) if body.stream else json_response(_SUCCESS)
@@ -43,7 +47,7 @@ async def pull(models: Models, request: Request) -> Response:
     await off_loop(lambda: hub_name(plain))
     steps = models.pulls.follow(name, plain)
     if body.stream:
-        return EventStream(line({"status": "pulling manifest"}), _lines(steps), LINES)
+        return EventStream(line(OllamaPullLine(status="pulling manifest")), _lines(steps), LINES)
     await unless_gone(request.receive, _last(steps))
     return json_response(_SUCCESS)
 
@@ -66,21 +70,25 @@ async def _last(steps: AsyncGenerator[Step, None]) -> None:
             pass
 
 
-def _statuses(step: Step) -> list[dict[str, Any]]:
+def _statuses(step: Step) -> list[OllamaPullLine]:
     if not isinstance(step, FileProgress):
-        return [{"status": step}]
+        return [OllamaPullLine(status=step)]
     kind = "sha256" if len(step.digest) == 64 else "sha1"
-    progress = {
-        "status": f"pulling {step.digest[:12]}",
-        "digest": f"{kind}:{step.digest}",
-        "total": step.total,
-        "completed": step.completed,
-    }
-    return [progress, *([{"status": f"verifying {kind} digest"}] if step.completed == step.total else [])]
+    progress = OllamaPullLine(
+        status=f"pulling {step.digest[:12]}",
+        digest=f"{kind}:{step.digest}",
+        total=step.total,
+        completed=step.completed,
+    )
+    done = step.completed == step.total
+    return [progress, *([OllamaPullLine(status=f"verifying {kind} digest")] if done else [])]
 
 
 async def delete(models: Models, request: Request) -> Response:
-    """The model takes no more requests, and is unloaded after its running answers."""
+    """Delete a model's file.
+
+    The model takes no more requests, and is unloaded after its running answers.
+    """
     body = await read_request(request, OllamaDeleteRequest, models.settings.limits)
     _check_allowed(models, f"no model is deleted over HTTP: run engine rm {_shown(body.given)}")
     await models.remove(_given(body.given, "model"))
@@ -88,7 +96,10 @@ async def delete(models: Models, request: Request) -> Response:
 
 
 async def create(models: Models, request: Request) -> Response:
-    """A served model under a new name, with a system message, a template, parameters and first messages of its own."""
+    """A model of this server under a new name, with options.
+
+    A served model under a new name, with a system message, a template, parameters and first messages of its own.
+    """
     body = await read_request(request, OllamaCreateRequest, models.settings.limits)
     _check_allowed(models, f"no model is made over HTTP: run engine create {_shown(body.given)}")
     name, base = folder_name(_given(body.given, "model")), _given(body.base, "from")
@@ -102,6 +113,7 @@ async def create(models: Models, request: Request) -> Response:
 
 
 async def copy(models: Models, request: Request) -> Response:
+    """Give a model one more name."""
     body = await read_request(request, OllamaCopyRequest, models.settings.limits)
     name = _shown(body.destination)
     _check_allowed(models, f"names are given when the server starts: run engine serve --alias {name}")

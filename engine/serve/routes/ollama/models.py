@@ -12,14 +12,23 @@ from starlette.responses import Response
 
 from quengine.models.hub.hub_name import quant_of
 from quengine.serve.http import json_response, read_request
-from quengine.serve.models.model_entry import ModelEntry
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.infill import fills_gaps
 from quengine.serve.routes.native import generation_settings
 from quengine.serve.routes.ollama.answers import timestamp
 from quengine.serve.routes.ollama.requests import served_name
-from quengine.serve.schemas.ollama import OllamaShowRequest
+from quengine.serve.schemas.ollama import (
+    OllamaDetails,
+    OllamaProcess,
+    OllamaProcesses,
+    OllamaShow,
+    OllamaShowRequest,
+    OllamaTag,
+    OllamaTags,
+    OllamaVersion,
+)
 
 API_VERSION = "0.12.0"
 """The release of Ollama whose API this is: clients compare it with the one that they need."""
@@ -30,106 +39,109 @@ _SHOWN = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_la
 
 
 async def version(models: Models, request: Request) -> Response:
+    """The release of Ollama's API."""
     del models, request
-    return json_response({"version": API_VERSION})
+    return json_response(OllamaVersion(version=API_VERSION))
 
 
 async def tags(models: Models, request: Request) -> Response:
+    """The names of the model."""
     del request
-    return json_response(
-        {
-            "models": [
-                {"name": name, "model": name, **_entry(each), "modified_at": _modified(models, each)}
-                for each in models.entries
-                for name in each.spec.settings.model_names
-            ]
-        }
-    )
+    listed = [
+        OllamaTag(
+            name=name,
+            model=name,
+            size=_facts(each).get("size", 0),
+            digest=_digest(each),
+            details=_details(_facts(each)),
+            modified_at=_modified(models, each),
+        )
+        for each in models.hosts
+        for name in each.spec.settings.model_names
+    ]
+    return json_response(OllamaTags(models=listed))
 
 
 async def running(models: Models, request: Request) -> Response:
-    """The models in memory. Raises ApiError (503) while an only one is being loaded at first."""
+    """The model in memory.
+
+    Raises ApiError (503) while an only one is being loaded at first.
+    """
     del request
-    there = [each for each in models.entries if each.loaded or (each.alone and not each.asleep)]
-    return json_response(
-        {
-            "models": [
-                {"name": name, "model": name, **_entry(each), **_in_memory(each)}
-                for each in there
-                for name in each.spec.settings.model_names
-            ]
-        }
+    there = [each for each in models.hosts if each.loaded or (each.alone and each.kept is None)]
+    listed = [_in_memory(each, name) for each in there for name in each.spec.settings.model_names]
+    return json_response(OllamaProcesses(models=listed))
+
+
+def _in_memory(host: ModelHost, name: str) -> OllamaProcess:
+    left, size = host.expires_in, host.memory or host.nbytes
+    return OllamaProcess(
+        name=name,
+        model=name,
+        size=size,
+        digest=_digest(host),
+        details=_details(_facts(host)),
+        expires_at=NEVER if left is None else timestamp(time.time() + min(left, _LONG_S)),
+        size_vram=size if host.device.startswith("cuda") else 0,
+        context_length=host.model.ctx_size,
     )
-
-
-def _in_memory(entry: ModelEntry) -> dict[str, Any]:
-    left, size = entry.expires_in, entry.memory or entry.nbytes
-    return {
-        "size": size,
-        "expires_at": NEVER if left is None else timestamp(time.time() + min(left, _LONG_S)),
-        "size_vram": size if entry.device.startswith("cuda") else 0,
-        "context_length": entry.service.model.ctx_size,
-    }
 
 
 async def show(models: Models, request: Request) -> Response:
-    """What a model is; it is not loaded for that."""
+    """What the model is.
+
+    It is not loaded for that.
+    """
     body = await read_request(request, OllamaShowRequest, models.settings.limits)
-    service = models.named(body.given).service
-    service.check_model_name(served_name(service, body.given))
+    host = models.named(body.given)
+    host.check_model_name(served_name(host, body.given))
     model = await models.described(models.named(body.given))
-    settings = generation_settings(service.settings.defaults, model)
+    settings = generation_settings(host.settings.defaults, model)
     parameters = [("num_ctx", model.ctx_size), *((name, settings[name]) for name in _SHOWN)]
     return json_response(
-        {
-            "modelfile": f"FROM {service.model_name}\n",
-            "parameters": "\n".join(f"{name:30} {value}" for name, value in parameters),
-            "template": model.template or "",
-            "details": _details(model.facts),
-            "model_info": _model_info(model),
-            "capabilities": _capabilities(model),
-            "modified_at": _modified(models, models.named(body.given)),
-        }
+        OllamaShow(
+            modelfile=f"FROM {host.name}\n",
+            parameters="\n".join(f"{name:30} {value}" for name, value in parameters),
+            template=model.template or "",
+            details=_details(model.facts),
+            model_info=_model_info(model),
+            capabilities=_capabilities(model),
+            modified_at=_modified(models, models.named(body.given)),
+        )
     )
 
 
-def _facts(entry: ModelEntry) -> Mapping[str, Any]:
+def _facts(host: ModelHost) -> Mapping[str, Any]:
     """Of a model that is not loaded, path and size. Raises ApiError where an only one is not yet."""
-    if entry.loaded or entry.alone:
-        return entry.service.model.facts
-    return {"path": str(entry.spec.path), "size": entry.nbytes}
+    if host.loaded or host.alone:
+        return host.model.facts
+    return {"path": str(host.spec.path), "size": host.nbytes}
 
 
-def _modified(models: Models, entry: ModelEntry) -> str:
+def _modified(models: Models, host: ModelHost) -> str:
     """When the file was last written; when the server was started where that cannot be read."""
-    given = _facts(entry).get("path")
+    given = _facts(host).get("path")
     try:
         return timestamp(Path(given).stat().st_mtime if given else models.created)
     except OSError:
         return timestamp(models.created)
 
 
-def _entry(entry: ModelEntry) -> dict[str, Any]:
-    """What lists of models say of each. `digest` is that of the description: the file's would take reading it."""
-    facts = _facts(entry)
-    text = json.dumps(dict(facts), sort_keys=True, default=str)
-    return {
-        "size": facts.get("size", 0),
-        "digest": hashlib.sha256(text.encode(errors="replace")).hexdigest(),
-        "details": _details(facts),
-    }
+def _digest(host: ModelHost) -> str:
+    """That of a model's description: the file's would take reading it."""
+    text = json.dumps(dict(_facts(host)), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
-def _details(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _details(facts: Mapping[str, Any]) -> OllamaDetails:
     path, family = Path(facts.get("path") or ".gguf"), str(facts.get("architecture", ""))
-    return {
-        "parent_model": "",
-        "format": "gguf" if path.name.endswith(".gguf") else "safetensors",
-        "family": family,
-        "families": [family],
-        "parameter_size": _parameter_size(int(facts.get("n_params", 0))),
-        "quantization_level": quant_of(path.name),
-    }
+    return OllamaDetails(
+        format="gguf" if path.name.endswith(".gguf") else "safetensors",
+        family=family,
+        families=[family],
+        parameter_size=_parameter_size(int(facts.get("n_params", 0))),
+        quantization_level=quant_of(path.name),
+    )
 
 
 def _parameter_size(count: int) -> str:

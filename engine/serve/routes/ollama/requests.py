@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quengine.serve import access_log
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.routes.infill import fills_gaps
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Body, Sampling
@@ -15,22 +16,21 @@ from quengine.serve.schemas.ollama import (
 )
 from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
 from quengine.serve.schemas.reading import shown
-from quengine.serve.service import Service
 
 _SAMPLING = Sampling.__struct_fields__[len(Body.__struct_fields__) :]
 
 
-def served_name(service: Service, name: str) -> str:
+def served_name(host: ModelHost, name: str) -> str:
     """A model's name without the tag `:latest`, which Ollama's clients add, unless it is served under that."""
-    return name if name in service.settings.model_names else name.removesuffix(":latest")
+    return name if name in host.settings.model_names else name.removesuffix(":latest")
 
 
-def chat_request(service: Service, body: OllamaChatRequest) -> ChatRequest:
+def chat_request(host: ModelHost, body: OllamaChatRequest) -> ChatRequest:
     """Raises ApiError for what this model cannot do."""
-    return _chat(service, body, openai_messages(body.messages), body.tools)
+    return _chat(host, body, openai_messages(body.messages), body.tools)
 
 
-def generate_request(service: Service, body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
+def generate_request(host: ModelHost, body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
     """The prompt as a user's message; before a `suffix` as the text before a gap; and as it is where it is `raw`, or
     where the model has no chat template.
 
@@ -41,11 +41,11 @@ def generate_request(service: Service, body: OllamaGenerateRequest) -> ChatReque
         raise bad_request(f"system: a {kind} has none; write it into the prompt", "system")
     if body.suffix and body.raw:
         raise bad_request("suffix: a raw prompt has none", "suffix")
-    if body.suffix and not fills_gaps(service.model):
-        raise bad_request(f"{service.model_name} does not support insert", "suffix", "unsupported")
-    if body.raw or body.suffix or (service.model.template is None and not body.system):
-        fields = _fields(service, body)
-        if fields["max_tokens"] is None and service.settings.defaults.max_tokens is None:
+    if body.suffix and not fills_gaps(host.model):
+        raise bad_request(f"{host.name} does not support insert", "suffix", "unsupported")
+    if body.raw or body.suffix or (host.model.template is None and not body.system):
+        fields = _fields(host, body)
+        if fields["max_tokens"] is None and host.settings.defaults.max_tokens is None:
             fields["max_tokens"] = -1  # the other route's own default is 16
         logprobs = body.top_logprobs if body.logprobs else None
         if body.images:
@@ -53,26 +53,26 @@ def generate_request(service: Service, body: OllamaGenerateRequest) -> ChatReque
         return CompletionRequest(prompt=body.prompt, suffix=body.suffix, logprobs=logprobs, **fields)
     system = [{"role": "system", "content": body.system}] if body.system else []
     content = _content(body.prompt, body.images)
-    return _chat(service, body, [*system, {"role": "user", "content": content}], None)
+    return _chat(host, body, [*system, {"role": "user", "content": content}], None)
 
 
 def _chat(
-    service: Service, body: OllamaGeneration, messages: list[dict[str, Any]], tools: list[Any] | None
+    host: ModelHost, body: OllamaGeneration, messages: list[dict[str, Any]], tools: list[Any] | None
 ) -> ChatRequest:
-    fields = _fields(service, body)
+    fields = _fields(host, body)
     if isinstance(body.think, str):
         fields["reasoning_effort"] = body.think
     elif body.think is not None:
-        if body.think and not service.model.answer_format.reasons:
+        if body.think and not host.model.answer_format.reasons:
             access_log.current().ignored.append("think")
-        elif service.model.answer_format.efforts is None:  # which reason less or more, and always
+        elif host.model.answer_format.efforts is None:  # which reason less or more, and always
             fields["enable_thinking"] = body.think
     return ChatRequest(
         messages=messages, tools=tools, logprobs=body.logprobs, top_logprobs=body.top_logprobs, **fields
     )
 
 
-def _fields(service: Service, body: OllamaGeneration) -> dict[str, Any]:
+def _fields(host: ModelHost, body: OllamaGeneration) -> dict[str, Any]:
     """The fields that both routes take under the same names."""
     options = body.options
     fields = {name: getattr(options, name) for name in _SAMPLING}
@@ -83,7 +83,7 @@ def _fields(service: Service, body: OllamaGeneration) -> dict[str, Any]:
         fields["context_shift"] = False
     return {
         **fields,
-        "model": served_name(service, body.model),
+        "model": served_name(host, body.model),
         "stop": options.stop,
         "max_tokens": limit if limit is None or limit > 0 else -1,
         "response_format": _response_format(body.format),

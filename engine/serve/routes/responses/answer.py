@@ -4,17 +4,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
+from quengine.serve.models.model_host import ModelHost
+from quengine.serve.processes.shared_engine import Finished
+from quengine.serve.routes.answer_events import Answer, End, Part
 from quengine.serve.routes.answers import LiveTimings, new_id, timings_body, token_counts
-from quengine.serve.routes.constraints import violation_field
 from quengine.serve.routes.responses.output_items import Event, OutputItems
 from quengine.serve.routes.responses.tools import OfferedTools
 from quengine.serve.routes.streaming import ChunkForm, named_event
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openai import ResponseRequest
-from quengine.serve.service import Service
-from quengine.structured.answer_format import answer_violation
-from quengine.structured.tool_calls import ToolUse
 
 Item = dict[str, Any]
 
@@ -23,43 +21,33 @@ class ResponseForm(ChunkForm):
     """One response.
 
     Args:
-        body: the request, `request` what it asks of the engine.
-        tools: those of the request, `use` the functions among them.
+        body: the request, `answer` its completion.
+        tools: those of the request; the functions among them are those of `answer`.
         conversation: the items of the input and all before it; stored with those of the output.
     """
 
     def __init__(
         self,
-        service: Service,
+        host: ModelHost,
         body: ResponseRequest,
-        request: GenerationRequest,
+        answer: Answer,
         tools: OfferedTools,
-        use: ToolUse,
         conversation: Sequence[Item],
     ) -> None:
-        self.request = request
-        self._service = service
+        self.answer = answer
+        self._host = host
         self._body = body
-        self._use = use
         self._conversation = conversation
-        self._end_of_prompt = service.model.end_of(request.prompt)
-        parser = service.model.answer_format.parser(use, self._end_of_prompt)
-        self._output = OutputItems(
-            parser, tools.custom, "reasoning.encrypted_content" in (body.include or ())
-        )
+        self._output = OutputItems(tools.custom, "reasoning.encrypted_content" in (body.include or ()))
         self._id, self._created = new_id("resp_"), int(time.time())
-        self._stored = service.responses.keeps(body.store)
-        self._tools = [tools.entry(tool) for tool in use.tools]
-        self._live = LiveTimings(body, [request])
+        self._stored = host.responses.keeps(body.store)
+        self._tools = [tools.entry(tool) for tool in answer.use.tools]
+        self._live = LiveTimings(body, [answer.request])
         self._number = 0
-        self._tokens: list[int] = []
 
-    def take(self, piece: Piece) -> list[Event]:
-        self._tokens += piece.tokens
-        return self._output.push(piece.text)
-
-    def ended(self, end: Finished) -> Item:
+    def whole(self, part: Part, end: End) -> Item:
         """The whole object, which is stored where the request wants it."""
+        self._output.take(part.deltas + end.deltas)
         self._output.finish(end.reason == "length")
         return self._whole(end)
 
@@ -67,18 +55,17 @@ class ResponseForm(ChunkForm):
         response = self._response("in_progress")
         return self._events([("created", {"response": response}), ("in_progress", {"response": response})])
 
-    def piece(self, choice: int, piece: Piece) -> bytes:
-        steps = self._live.progress(choice, piece)
+    def part(self, part: Part) -> bytes:
+        steps = self._live.progress(part.choice, part.piece)
         response = self._response("in_progress") if steps else {}
         progress = self._events([("in_progress", {"response": response, **step}) for step in steps])
-        more = self._live.after(choice, piece)
-        return progress + self._events([(name, {**values, **more}) for name, values in self.take(piece)])
+        more, events = self._live.after(part.choice, part.piece), self._output.take(part.deltas)
+        return progress + self._events([(name, {**values, **more}) for name, values in events])
 
-    def finished(self, choice: int, end: Finished) -> bytes:
-        del choice
-        events = self._output.finish(end.reason == "length")
+    def finished(self, end: End) -> bytes:
+        events = self._output.take(end.deltas) + self._output.finish(end.reason == "length")
         response = self._whole(end)
-        last = {"response": response, "timings": timings_body(end.timings)}
+        last = {"response": response, "timings": timings_body(end.finished.timings)}
         return self._events([*events, (response["status"], last)])
 
     def failed(self, error: ApiError) -> bytes:
@@ -86,31 +73,23 @@ class ResponseForm(ChunkForm):
         response = {**self._response("failed"), "output": self._output.items, "error": failure}
         return self._events([("failed", {"response": response})])
 
-    def _whole(self, end: Finished) -> Item:
+    def _whole(self, end: End) -> Item:
         cut = end.reason == "length"
         response = {
             **self._response("incomplete" if cut else "completed"),
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "completed_at": None if cut else int(time.time()),
             "output": self._output.items,
-            "usage": self._usage(end),
-            **self._checked(end),
+            "usage": self._usage(end.finished),
+            **end.checked,
         }
         if self._stored:
-            self._service.responses.put(response, [*self._conversation, *self._output.items])
+            self._host.responses.put(response, [*self._conversation, *self._output.items])
         return response
-
-    def _checked(self, end: Finished) -> Item:
-        """The field of a response that ended by itself and is not valid under its schema."""
-        constraint = self.request.params.constraint
-        if end.reason != "stop" or constraint is None:
-            return {}
-        text, calls = self._output.said()
-        return violation_field(self._service, answer_violation(constraint, self._use, text, calls))
 
     def _response(self, status: str) -> Item:
         """The object, as it is before the first item."""
-        body, params = self._body, self.request.params
+        body, params, use = self._body, self.answer.request.params, self.answer.use
         return {
             "id": self._id,
             "object": "response",
@@ -123,9 +102,9 @@ class ResponseForm(ChunkForm):
             "instructions": body.instructions,
             "max_output_tokens": params.max_tokens,
             "max_tool_calls": body.max_tool_calls,
-            "model": self._service.model_name,
+            "model": self._host.name,
             "output": [],
-            "parallel_tool_calls": self._use.parallel,
+            "parallel_tool_calls": use.parallel,
             "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
@@ -134,7 +113,7 @@ class ResponseForm(ChunkForm):
             "store": self._stored,
             "temperature": params.temperature,
             "text": {"format": body.text.format or {"type": "text"}, "verbosity": "medium"},
-            "tool_choice": self._use.choice if body.tool_choice is None else body.tool_choice,
+            "tool_choice": use.choice if body.tool_choice is None else body.tool_choice,
             "tools": self._tools,
             "top_logprobs": 0,
             "top_p": params.top_p,
@@ -145,15 +124,12 @@ class ResponseForm(ChunkForm):
         }
 
     def _usage(self, end: Finished) -> Item:
-        prompt, cached, generated = token_counts([self.request], [end])
-        model = self._service.model
-        form, end_of_prompt = model.answer_format, self._end_of_prompt
-        reasoning = form.reasoning_tokens(self._use, self._tokens, model.decode, end_of_prompt)
+        prompt, cached, generated = token_counts([self.answer.request], [end])
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached},
             "output_tokens": generated,
-            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "output_tokens_details": {"reasoning_tokens": self.answer.reasoning_tokens},
             "total_tokens": prompt + generated,
         }
 

@@ -11,8 +11,8 @@ from typing import Any
 from quengine.serve.routes.answers import new_id
 from quengine.serve.routes.responses.input_items import sealed
 from quengine.serve.routes.responses.tools import CustomInput
-from quengine.structured.answer_parser import BETWEEN, AnswerParser
-from quengine.structured.tool_calls import CallDelta, Delta, ReasoningDelta, ToolCall
+from quengine.structured.answer_parser import BETWEEN
+from quengine.structured.tool_calls import CallDelta, Delta, ReasoningDelta
 
 Item = dict[str, Any]
 Event = tuple[str, dict[str, Any]]
@@ -23,37 +23,24 @@ class OutputItems:
     """An answer's items: what it thinks, says and calls, in the order they came.
 
     Args:
-        parser: takes its text apart.
         custom: the names of the functions that are custom tools.
         seal: whether reasoning has `encrypted_content` too.
     """
 
-    def __init__(self, parser: AnswerParser, custom: Collection[str] = (), seal: bool = False) -> None:
+    def __init__(self, custom: Collection[str] = (), seal: bool = False) -> None:
         self.items: list[Item] = []
-        self._parser = parser
         self._custom = custom
         self._seal = seal
         self._input = CustomInput()
         self._open = False
 
-    def push(self, text: str) -> list[Event]:
-        """The events of a piece of the answer's text."""
-        return self._take(self._parser.push(text))
-
     def finish(self, cut: bool) -> list[Event]:
         """The events of the answer's end. `cut`: its length was the limit. There is at least one item then."""
-        events = self._take(self._parser.finish())
-        if not self.items:
-            events += self._begin_text(_MESSAGE)
-        return events + self._close("incomplete" if cut else "completed")
+        begun = [] if self.items else self._begin_text(_MESSAGE)
+        return begun + self._close("incomplete" if cut else "completed")
 
-    def said(self) -> tuple[str, list[ToolCall]]:
-        """The text of all messages, and the calls of functions."""
-        text = "".join(item["content"][0]["text"] for item in self.items if item["type"] == "message")
-        calls = [item for item in self.items if item["type"] == "function_call"]
-        return text, [ToolCall(call["call_id"], call["name"], call["arguments"]) for call in calls]
-
-    def _take(self, deltas: Sequence[Delta]) -> list[Event]:
+    def take(self, deltas: Sequence[Delta]) -> list[Event]:
+        """The events of what the answer goes on with."""
         events: list[Event] = []
         for delta in deltas:
             if isinstance(delta, CallDelta):

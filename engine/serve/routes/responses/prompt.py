@@ -3,16 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.routes.prompts import PromptIds, chat_ids
 from quengine.serve.routes.shortening import MOST_TRIES, kept_share, shortened, without_oldest
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.service import Service
 
 Message = Mapping[str, Any]
 
 
 async def conversation_ids(
-    service: Service,
+    host: ModelHost,
     messages: Sequence[Message],
     tools: Sequence[Any] | None,
     variables: Mapping[str, Any],
@@ -24,7 +24,7 @@ async def conversation_ids(
     kept, fetched = messages, dict[str, bytes]()
     for _ in range(MOST_TRIES if shorten else 0):
         try:
-            prompt = await chat_ids(service, kept, tools, variables, "input", fetched=fetched)
+            prompt = await chat_ids(host, kept, tools, variables, "input", fetched=fetched)
         except ApiError as error:
             share = kept_share(error)
             if share is None or (shorter := without_oldest(kept, share)) is None:
@@ -34,4 +34,4 @@ async def conversation_ids(
         if left := len(messages) - len(kept):
             shortened(notes, f"truncation: the oldest {left} of {len(messages)} messages are left out")
         return prompt
-    return await chat_ids(service, kept, tools, variables, "input", fetched=fetched)
+    return await chat_ids(host, kept, tools, variables, "input", fetched=fetched)

@@ -5,8 +5,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.http import json_response, off_loop, read_request, unless_gone
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
-from quengine.serve.routes.answers import token_count
+from quengine.serve.routes.answer_events import Answer
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.images import counted
 from quengine.serve.routes.prompts import reasoning_wanted
@@ -18,44 +19,47 @@ from quengine.serve.routes.sampling import requests_of, sampling_params
 from quengine.serve.routes.shortening import tell
 from quengine.serve.routes.streaming import stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.openai import ResponseRequest
+from quengine.serve.schemas.openai import DeletedResponse, PromptTokens, ResponseRequest
 from quengine.serve.schemas.reading import shown
-from quengine.serve.service import Service
 from quengine.structured.constraint_spec import ConstraintSpec
 
 _MOST_ITEMS = 100
 
 
-async def responses(service: Service, request: Request) -> Response:
-    body = await read_request(request, ResponseRequest, service.limits)
+async def responses(host: ModelHost, request: Request) -> Response:
+    """Answer items with items."""
+    body = await read_request(request, ResponseRequest, host.limits)
     notes: list[str] = []
-    form = await unless_gone(request.receive, _prepared(service, body, notes))
+    form = await unless_gone(request.receive, _prepared(host, body, notes))
     if body.stream:
-        answer = await stream_answer(service, request, [form.request], form)
+        answer = await stream_answer(host, request, [form.answer], form)
     else:
-        ((piece, end),) = await whole_answer(service, request, [form.request])
-        form.take(piece)
-        answer = json_response(form.ended(end))
+        ((part, end),) = await whole_answer(host, request, [form.answer])
+        answer = json_response(form.whole(part, end))
     tell("/v1/responses", notes, answer)
     return answer
 
 
-async def response_tokens(service: Service, request: Request) -> Response:
-    """Tokens of the prompt of a response."""
-    body = await read_request(request, ResponseRequest, service.limits)
-    form = await unless_gone(request.receive, _prepared(service, body, []))
-    tokens = await counted(service, form.request.prompt, form.request.images, "input")
-    return json_response(token_count(tokens))
+async def response_tokens(host: ModelHost, request: Request) -> Response:
+    """Tokens of a conversation's prompt."""
+    body = await read_request(request, ResponseRequest, host.limits)
+    form = await unless_gone(request.receive, _prepared(host, body, []))
+    asked = form.answer.request
+    tokens = await counted(host, asked.prompt, asked.images, "input")
+    return json_response(PromptTokens(input_tokens=tokens))
 
 
 async def stored_response(models: Models, request: Request) -> Response:
+    """A stored response."""
     if request.query_params.get("stream", "false") != "false":
         raise bad_request("stream is not supported of a stored response; only false is accepted", "stream")
     return Response(models.responses.response(request.path_params["id"]), media_type="application/json")
 
 
 async def response_input_items(models: Models, request: Request) -> Response:
-    """The items that a stored response was made of: newest first, unless `order` is asc, at most `limit` after `after`.
+    """The items that a stored response was made of.
+
+    Newest first, unless `order` is asc, at most `limit` after `after`.
 
     Raises ApiError for a parameter that is wrong, or an item that is not there.
     """
@@ -86,35 +90,38 @@ async def response_input_items(models: Models, request: Request) -> Response:
 
 
 async def delete_response(models: Models, request: Request) -> Response:
+    """Delete a stored response."""
     response_id = request.path_params["id"]
     models.responses.delete(response_id)
-    return json_response({"id": response_id, "object": "response", "deleted": True})
+    return json_response(DeletedResponse(id=response_id))
 
 
-async def _prepared(service: Service, body: ResponseRequest, notes: list[str]) -> ResponseForm:
-    service.check_model_name(body.model)
-    model = service.model
+async def _prepared(host: ModelHost, body: ResponseRequest, notes: list[str]) -> ResponseForm:
+    host.check_model_name(body.model)
+    model = host.model
     tools = offered_tools(body.tools, body.tool_choice, notes)
     asked = msgspec.structs.replace(body, tools=tools.functions, tool_choice=tools.choice)
     use = await read_tools(asked, model)
     text = await _text_constraint(body)
     _note_options(body, notes)
-    earlier = service.responses.conversation(body.previous_response_id)
-    items = input_items(body.input, service.responses)
+    earlier = host.responses.conversation(body.previous_response_id)
+    items = input_items(body.input, host.responses)
     messages = messages_of(items, earlier, notes, bool(model.marker))
     if not messages:
         raise bad_request("input holds nothing that this model reads", "input")
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    variables, budget = reasoning_wanted(service, body, body.reasoning.effort, "reasoning.effort")
+    variables, budget = reasoning_wanted(host, body, body.reasoning.effort, "reasoning.effort")
     described, shorten = model.answer_format.tools(use), body.truncation == "auto"
-    prompt = await conversation_ids(service, [*system, *messages], described, variables, shorten, notes)
-    constraint = await answer_constraint(use, model, text, model.end_of(prompt.ids), budget)
-    params = await sampling_params(service, body, logprobs=None, constraint=constraint)
+    prompt = await conversation_ids(host, [*system, *messages], described, variables, shorten, notes)
+    end = model.end_of(prompt.ids)
+    constraint = await answer_constraint(use, model, text, end, budget)
+    params = await sampling_params(host, body, logprobs=None, constraint=constraint)
     shown = model.answer_format.shown(use)
     (request,) = requests_of(
         [prompt.ids], 1, params, shown, progress=body.reports, slot=body.id_slot, images=[prompt.images]
     )
-    return ResponseForm(service, body, request, tools, use, [*earlier, *items])
+    answer = Answer(host, request, 0, model.answer_format, use, end)
+    return ResponseForm(host, body, answer, tools, [*earlier, *items])
 
 
 def _note_options(body: ResponseRequest, notes: list[str]) -> None:

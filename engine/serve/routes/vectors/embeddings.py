@@ -13,101 +13,103 @@ from quengine.errors import EngineError
 from quengine.request.pooling import Pooling, default_pooling, task_prefix
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.http import json_response, off_loop, read_request, to_json, unless_gone
+from quengine.serve.models.model_host import ModelHost, Vector
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.streaming import answered
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.openai import EmbeddingRequest
+from quengine.serve.schemas.llama import NativeEmbedding
+from quengine.serve.schemas.openai import Embedding, EmbeddingList, EmbeddingRequest, PromptUsage
 from quengine.serve.schemas.reading import wrong_value
 from quengine.serve.schemas.requests import NativeEmbeddingRequest
-from quengine.serve.service import Service, Vector
 
 MAX_NUMBERS = 1 << 24
 """Of all rows that one request asks for: 128 MiB, and some 330 MB of JSON."""
 
 
-async def embeddings(service: Service, request: Request) -> Response:
-    body = await read_request(request, EmbeddingRequest, service.limits)
-    vectors, tokens = await embed(service, request, body)
+async def embeddings(host: ModelHost, request: Request) -> Response:
+    """A vector for each text."""
+    body = await read_request(request, EmbeddingRequest, host.limits)
+    vectors, tokens = await embed(host, request, body)
     return await off_loop(
         lambda: json_response(
-            {
-                "object": "list",
-                "data": [
-                    {
-                        "object": "embedding",
-                        "index": index,
-                        "embedding": as_json(_encoded(vector, body.encoding_format)),
-                    }
+            EmbeddingList(
+                data=[
+                    Embedding(index=index, embedding=as_json(_encoded(vector, body.encoding_format)))
                     for index, vector in enumerate(vectors)
                 ],
-                "model": service.model_name,
-                "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-            }
+                model=host.name,
+                usage=PromptUsage(prompt_tokens=tokens, total_tokens=tokens),
+            )
         )
     )
 
 
 async def embed(
-    service: Service, request: Request, body: EmbeddingRequest, notes: list[str] | None = None
+    host: ModelHost, request: Request, body: EmbeddingRequest, notes: list[str] | None = None
 ) -> tuple[list[Vector], int]:
     """The vector of each prompt of a body, and how many tokens the prompts have. Raises ApiError.
 
     notes: prompts that do not fit lose their end, and it gets a line that says so.
     """
-    service.check_model_name(body.model)
-    pooling, width = chosen_pooling(service, body.pooling), service.model.facts["n_embd"]
+    host.check_model_name(body.model)
+    pooling, width = chosen_pooling(host, body.pooling), host.model.facts["n_embd"]
     if pooling == "none":
         raise bad_request(
             "pooling none gives a row for each token: POST /embeddings", "pooling", "unsupported"
         )
     if body.dimensions is not None and body.dimensions > width:
         raise wrong_value(EmbeddingRequest, "dimensions", body.dimensions, f"must be at most {width}")
-    given = _begun(body.input, _task_prefix(service, body.task))
+    given = _begun(body.input, _task_prefix(host, body.task))
     prompts = await unless_gone(
-        request.receive, read_prompts(service, given, "input", body.parse_special, ended=True, notes=notes)
+        request.receive, read_prompts(host, given, "input", body.parse_special, ended=True, notes=notes)
     )
-    vectors = await embedded(service, request, prompts, pooling, "input", body.task)
+    vectors = await embedded(host, request, prompts, pooling, "input", body.task)
     return [_shortened(vector, body.dimensions) for vector in vectors], sum(map(len, prompts))
 
 
-async def native_embeddings(service: Service, request: Request) -> Response:
-    """An array of rows for each text: one row of unit length, or with pooling `none` one of each token, as it is."""
-    body = await read_request(request, NativeEmbeddingRequest, service.limits)
-    service.check_model_name(body.model)
-    pooling = chosen_pooling(service, body.pooling)
+async def native_embeddings(host: ModelHost, request: Request) -> Response:
+    """Rows of each text, in llama-server's form.
+
+    An array of rows for each text: one row of unit length, or with pooling `none` one of each token, as it is.
+    """
+    body = await read_request(request, NativeEmbeddingRequest, host.limits)
+    host.check_model_name(body.model)
+    pooling = chosen_pooling(host, body.pooling)
     key, given = ("content", body.content) if body.input is None else ("input", body.input)
     if body.input is not None and body.content is not None:
         raise bad_request("input and content: only one of them can hold", "content", "invalid_value")
     if given is None:
         raise wrong_value(NativeEmbeddingRequest, "input", None)
     prompts = await unless_gone(
-        request.receive, read_prompts(service, given, key, body.parse_special, ended=True)
+        request.receive, read_prompts(host, given, key, body.parse_special, ended=True)
     )
-    vectors = await embedded(service, request, prompts, pooling, key)
-    width = service.model.facts["n_embd"]
+    vectors = await embedded(host, request, prompts, pooling, key)
+    width = host.model.facts["n_embd"]
     return await off_loop(
         lambda: json_response(
             [
-                {"index": index, "embedding": [as_json(row.tolist()) for row in vector.reshape(-1, width)]}
+                NativeEmbedding(
+                    index=index, embedding=[as_json(row.tolist()) for row in vector.reshape(-1, width)]
+                )
                 for index, vector in enumerate(vectors)
             ]
         )
     )
 
 
-def chosen_pooling(service: Service, asked: Pooling | None) -> Pooling:
+def chosen_pooling(host: ModelHost, asked: Pooling | None) -> Pooling:
     """The request's, the server's, or the model's own. Raises ApiError where the last is not supported."""
     try:
-        return asked or service.settings.pooling or default_pooling(service.model.pooling)
+        return asked or host.settings.pooling or default_pooling(host.model.pooling)
     except EngineError as failure:
         raise bad_request(str(failure), "pooling", "unsupported") from None
 
 
-def _task_prefix(service: Service, task: str | None) -> str:
+def _task_prefix(host: ModelHost, task: str | None) -> str:
     """What texts begin with that are embedded for a task. Raises ApiError where the model has no adapter for it."""
     try:
-        return task_prefix(service.model.tasks, task)
+        return task_prefix(host.model.tasks, task)
     except EngineError as failure:
         raise bad_request(str(failure), "task", "unsupported") from None
 
@@ -122,7 +124,7 @@ def _begun(given: Any, prefix: str) -> Any:
 
 
 async def embedded(
-    service: Service,
+    host: ModelHost,
     request: Request,
     prompts: Sequence[Sequence[int]],
     pooling: Pooling | Literal["rank"],
@@ -135,7 +137,7 @@ async def embedded(
     Raises ApiError, and ClientGoneError when the client has gone.
     """
     rows = sum(map(len, prompts)) if pooling == "none" else len(prompts)
-    width = service.model.facts["n_embd"]
+    width = host.model.facts["n_embd"]
     if rows * width > MAX_NUMBERS:
         what = "tokens and no pooling, that is" if pooling == "none" else "inputs, that is"
         raise bad_request(
@@ -145,7 +147,7 @@ async def embedded(
         )
     params = SamplingParams(temperature=0).with_seed()
     requests = [GenerationRequest(prompt, params, pooling=pooling, task=task) for prompt in prompts]
-    return await answered(service, request, requests, service.vectors)
+    return await answered(host, request, requests, host.vectors)
 
 
 def as_json(value: Any) -> msgspec.Raw:

@@ -15,21 +15,24 @@ from starlette.responses import Response
 
 from quengine.request.pooling import RANK
 from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.models.model_host import ModelHost
 from quengine.serve.routes.prompts import read_pairs, read_prompts
 from quengine.serve.routes.vectors.embeddings import chosen_pooling, embedded
 from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, bad_request
 from quengine.serve.schemas.reading import wrong_value
 from quengine.serve.schemas.requests import Document, RerankRequest
-from quengine.serve.service import Service
 
 COSINE, HEAD = "embedding-cosine", "trained-head"
 """How scores are computed: without a ranking model, or by one."""
 
 
-async def rerank(service: Service, request: Request) -> Response:
-    """In Jina's and Cohere's form, or for `texts` in that of Hugging Face's text-embeddings-inference; best first."""
-    body = await read_request(request, RerankRequest, service.limits)
-    service.check_model_name(body.model)
+async def rerank(host: ModelHost, request: Request) -> Response:
+    """Documents by the cosine of their embeddings with a query's.
+
+    In Jina's and Cohere's form, or for `texts` in that of Hugging Face's text-embeddings-inference; best first.
+    """
+    body = await read_request(request, RerankRequest, host.limits)
+    host.check_model_name(body.model)
     documents: Sequence[str | Document] | None
     key, documents = ("texts", body.texts) if body.documents is None else ("documents", body.documents)
     if body.documents is not None and body.texts is not None:
@@ -37,11 +40,11 @@ async def rerank(service: Service, request: Request) -> Response:
     if documents is None:
         raise wrong_value(RerankRequest, "documents", None)
     texts = [each.text if isinstance(each, Document) else each for each in documents]
-    scores, tokens = await (_by_head if service.model.ranks else _by_cosine)(
-        service, request, body.query, texts, key
+    scores, tokens = await (_by_head if host.model.ranks else _by_cosine)(
+        host, request, body.query, texts, key
     )
     order = sorted(range(len(documents)), key=lambda index: -scores[index])[: body.top_n]
-    headers = {"X-Rerank-Method": _method(service)}
+    headers = {"X-Rerank-Method": _method(host)}
     if key == "texts":
         return json_response(
             [
@@ -56,73 +59,71 @@ async def rerank(service: Service, request: Request) -> Response:
         | ({"document": {"text": texts[index]}} if body.return_documents else {})
         for index in order
     ]
-    answer = _answer(service, results, tokens)
+    answer = _answer(host, results, tokens)
     if request.url.path == "/v2/rerank":
         answer |= {"id": str(uuid4()), "meta": {"api_version": {"version": "2"}}}
     return json_response(answer, headers=headers)
 
 
 async def _by_cosine(
-    service: Service, request: Request, query: str, texts: list[str], key: str
+    host: ModelHost, request: Request, query: str, texts: list[str], key: str
 ) -> tuple[list[float], int]:
-    prompts = await _read(service, request, query, texts, key)
-    chosen = chosen_pooling(service, None)
+    prompts = await _read(host, request, query, texts, key)
+    chosen = chosen_pooling(host, None)
     pooling = "mean" if chosen == "none" else chosen
-    vectors = np.array(await embedded(service, request, prompts, pooling, key))
+    vectors = np.array(await embedded(host, request, prompts, pooling, key))
     scores: list[float] = (vectors[1:] @ vectors[0]).tolist()
     return scores, sum(len(prompts[0]) + len(prompt) for prompt in prompts[1:])
 
 
 async def _by_head(
-    service: Service, request: Request, query: str, texts: list[str], key: str
+    host: ModelHost, request: Request, query: str, texts: list[str], key: str
 ) -> tuple[list[float], int]:
     """The scores, and the tokens of all pairs."""
-    pairs = await (_encoder_pairs if service.model.ranker is None else _decoder_pairs)(
-        service, request, query, texts, key
+    pairs = await (_encoder_pairs if host.model.ranker is None else _decoder_pairs)(
+        host, request, query, texts, key
     )
     for index, pair in enumerate(pairs):
-        if len(pair) > service.model.ctx_size:
-            problem = f"{key}[{index}]: with the query {len(pair)} tokens: the context holds {service.model.ctx_size}"
+        if len(pair) > host.model.ctx_size:
+            problem = (
+                f"{key}[{index}]: with the query {len(pair)} tokens: the context holds {host.model.ctx_size}"
+            )
             raise bad_request(problem, key, CONTEXT_EXCEEDED)
-    found = await embedded(service, request, pairs, RANK, key)
+    found = await embedded(host, request, pairs, RANK, key)
     return [float(vector[0]) for vector in found], sum(map(len, pairs))
 
 
 async def _encoder_pairs(
-    service: Service, request: Request, query: str, texts: list[str], key: str
+    host: ModelHost, request: Request, query: str, texts: list[str], key: str
 ) -> list[list[int]]:
     """Each document after the query and what the model has between the two, without the token that begins a text."""
-    first, *documents = await _read(service, request, query, texts, key)
-    begin = service.model.bos_id
-    first = first + service.model.pair_gap
+    first, *documents = await _read(host, request, query, texts, key)
+    begin = host.model.bos_id
+    first = first + host.model.pair_gap
     return [first + document[document[:1] == [begin] :] for document in documents]
 
 
 async def _decoder_pairs(
-    service: Service, request: Request, query: str, texts: list[str], key: str
+    host: ModelHost, request: Request, query: str, texts: list[str], key: str
 ) -> list[list[int]]:
-    return await unless_gone(request.receive, read_pairs(service, query, texts, key))
+    return await unless_gone(request.receive, read_pairs(host, query, texts, key))
 
 
-async def _read(
-    service: Service, request: Request, query: str, texts: list[str], key: str
-) -> list[list[int]]:
+async def _read(host: ModelHost, request: Request, query: str, texts: list[str], key: str) -> list[list[int]]:
     given = [query, *texts]
-    return await unless_gone(
-        request.receive, read_prompts(service, given, key, parse_special=False, ended=True)
-    )
+    return await unless_gone(request.receive, read_prompts(host, given, key, parse_special=False, ended=True))
 
 
-def _method(service: Service) -> str:
-    return HEAD if service.model.ranks else COSINE
+def _method(host: ModelHost) -> str:
+    return HEAD if host.model.ranks else COSINE
 
 
-def _answer(service: Service, results: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
+def _answer(host: ModelHost, results: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
     """`tokens`: of each pair of query and document, as ranking models and llama-server count."""
     return {
-        "model": service.model_name,
+        "model": host.name,
         "object": "list",
-        "method": _method(service),
+        "method": _method(host),
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         "results": results,
     }

@@ -74,4 +74,4 @@ def serving_models(device: Device, *specs: ModelSpec, most: int = 0, **options: 
 
 
 def states(served: Served) -> dict[str, str]:
-    return {entry.name: entry.state for entry in served.server.models.entries}
+    return {host.name: host.status for host in served.server.models.hosts}

@@ -415,7 +415,7 @@ def test_a_deleted_model_is_unloaded_after_its_running_answers(folder: Path) -> 
         busy = pool.submit(http.post, "/v1/completions", json=body)
         assert served.wait_until(lambda: served.server.models.requests == 1)
         deleting = pool.submit(http.request, "DELETE", "/api/delete", json={"model": "old"})
-        assert served.wait_until(lambda: served.server.models.named("old").leaving)
+        assert served.wait_until(lambda: served.server.models.named("old").state == "draining")
         device.computes.set()
         assert busy.result().json()["usage"]["completion_tokens"] == 6
         assert deleting.result().status_code == 200

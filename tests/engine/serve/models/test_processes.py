@@ -62,9 +62,7 @@ def test_two_models_answer_side_by_side_and_leave_when_asked_to(served: Served) 
         assert (loaded["first"].size or 0) > 0 and loaded["second"].details is not None
         assert other.show("first").details is not None
 
-        (pid,) = [
-            entry.service.worker.engine.pid for entry in served.server.models.entries if entry.name == "first"
-        ]  # type: ignore[union-attr]
+        (pid,) = [host.worker.engine.pid for host in served.server.models.hosts if host.name == "first"]  # type: ignore[union-attr]
         other.generate("first", "", keep_alive=0)
         assert served.wait_until(lambda: states(served)["first"] == "unloaded")
         assert not psutil.pid_exists(pid)

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from quengine.serve.models import model_route
+from quengine.serve.routes import model_route
 from tests.engine.serve.fake_engine import CRASHING_PROMPT
 from tests.engine.serve.models.fake_device import Device, serving_models, spec, states
 from tests.engine.serve.serving import Served
@@ -86,11 +86,11 @@ def test_a_running_answer_is_not_cut_by_a_model_that_needs_its_place(asking: Thr
         device.computes.clear()
         busy = asking.submit(ask, served, "a", 30)
         assert served.wait_until(lambda: served.server.models.requests == 1)
-        entry = served.server.models.named("a")
+        host = served.server.models.named("a")
         other = asking.submit(ask, served, "b")
-        assert served.wait_until(lambda: entry.leaving)
+        assert served.wait_until(lambda: host.state == "draining")
         again = asking.submit(ask, served, "a")  # waits for its model to come back: b has its turn first
-        assert served.wait_until(lambda: len(entry.waiters) == 1)
+        assert served.wait_until(lambda: len(host.waiters) == 1)
         device.computes.set()
         assert busy.result().json()["usage"]["completion_tokens"] == 30
         assert other.result().status_code == again.result().status_code == 200
@@ -107,8 +107,8 @@ def test_a_client_that_leaves_while_it_waits_costs_no_model_its_place(asking: Th
             client.post(
                 "/v1/completions", json={"model": "b", "prompt": "hi"}, timeout=httpx.Timeout(60, read=0.1)
             )
-        a, b = served.server.models.entries
-        assert served.wait_until(lambda: not b.wanted and not a.leaving)
+        a, b = served.server.models.hosts
+        assert served.wait_until(lambda: not b.wanted and a.state != "draining")
         device.computes.set()
         assert ask(served, "a").status_code == busy.result().status_code == 200
         assert states(served) == {"a": "loaded", "b": "unloaded"}
@@ -139,6 +139,7 @@ def test_an_error_of_loading_is_told_to_all_who_wait_and_the_server_goes_on(
             assert (
                 answer.json()["error"]["message"] == "the model broken could not be loaded: its file is wrong"
             )
+        assert served.server.models.named("broken").state == "failed"
         huge = ask(served, "huge")
         assert huge.status_code == 503 and "needs 11 bytes, free 10" in huge.json()["error"]["message"]
         with served.http() as client:
@@ -160,9 +161,9 @@ def test_apps_of_this_machine_use_what_is_loaded_and_neither_load_nor_unload(
             return client.post("/api/generate", json=body | more, headers=app)
 
         client.post("/api/generate", json={"model": "a", "prompt": "", "keep_alive": -1})
-        entry = served.server.models.named("a")
+        host = served.server.models.named("a")
         for keep in ({}, {"keep_alive": "5m"}, {"keep_alive": 0.001}):
-            assert sent("a", **keep).status_code == 200 and entry.keep_s == -1, keep
+            assert sent("a", **keep).status_code == 200 and host.keep_s == -1, keep
         for refused in (sent("b"), sent("b", stream=True), sent("b", prompt="", keep_alive=-1)):
             assert refused.status_code == 403 and "may not load b here" in refused.json()["error"]
             assert refused.headers["access-control-allow-origin"] == app["origin"]

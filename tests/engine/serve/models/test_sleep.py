@@ -8,7 +8,7 @@ import ollama
 import pytest
 
 from quengine.errors import EngineError
-from quengine.serve.models.model_route import seconds_of
+from quengine.serve.routes.model_route import seconds_of
 from quengine.serve.schemas.errors import ApiError
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.models.fake_device import Device, serving_models, spec, states
@@ -43,15 +43,15 @@ def sleeper(make: _Failing) -> Iterator[Served]:
 
 
 def asleep(served: Served) -> bool:
-    return served.server.models.entries[0].state == "sleeping"
+    return served.server.models.hosts[0].state == "asleep"
 
 
 def pass_time(served: Served) -> None:
     """Let it have been idle for long enough."""
-    (entry,) = served.server.models.entries
-    entry.keep_s = 0.0
+    (host,) = served.server.models.hosts
+    host.keep_s = 0.0
     assert served.wait_until(lambda: asleep(served))
-    entry.keep_s = 1000.0
+    host.keep_s = 1000.0
 
 
 def test_it_sleeps_when_idle_and_a_request_wakes_it_but_a_look_at_it_does_not(

@@ -347,8 +347,8 @@ def test_unload_is_offered_where_the_server_does_it(browser: Any, sleeps: bool) 
         assert offered.count() == sleeps
         if sleeps:
             offered.click()
-            entry = served.server.models.entries[0]
-            assert served.wait_until(lambda: entry.state == "sleeping")
+            host = served.server.models.hosts[0]
+            assert served.wait_until(lambda: host.state == "asleep")
 
 
 def test_what_a_model_thinks_is_folded_and_is_not_sent_back(browser: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quengine.serve.tools.options import BUILT_IN, ToolsOptions
+from quengine.serve.tool_options import BUILT_IN, ToolsOptions
 from tests.engine.serve.page.driving import (
     NARROW,
     act,

@@ -71,12 +71,12 @@ def unwritable(params: SamplingParams) -> SamplingParams:
 
 def events_of(served: Served, requests: list[GenerationRequest]) -> list[Event]:
     """The first events of a request that is given to the worker past the server's door."""
-    service = served.server.service
+    host = served.server.host
 
     async def submit() -> list[tuple[int, Event]]:
-        return await asyncio.wait_for(service.worker.submit(requests).events(), 20)
+        return await asyncio.wait_for(host.worker.submit(requests).events(), 20)
 
-    loop = service.worker._loop
+    loop = host.worker._loop
     return [event for _, event in asyncio.run_coroutine_threadsafe(submit(), loop).result(120)]
 
 
@@ -266,7 +266,7 @@ def test_a_server_whose_engine_hangs_ends_when_its_time_to_drain_is_over(path: s
         reading.join(120)
         assert not reading.is_alive() and b'"the server is shutting down"' in b"".join(received)
         assert served.wait_until(lambda: not psutil.pid_exists(engines[0].pid))
-        assert served.wait_until(lambda: served.server.worker.state == "stopped")
+        assert served.wait_until(lambda: served.server.host.state == "absent")
 
 
 def test_the_first_sigterm_ends_the_program_and_its_engine_that_hangs(path: str) -> None:

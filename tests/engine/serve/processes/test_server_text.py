@@ -48,7 +48,7 @@ def peer() -> Iterator[LlamaCppVocab]:
 
 
 def process_of(served: Served, very_long: bool) -> _TextProcess:
-    pool = served.server.service.text_pool
+    pool = served.server.host.text_pool
     process = (pool._very_long if very_long else pool._long)._process
     assert process is not None
     return process
@@ -138,7 +138,7 @@ def test_while_a_long_prompt_is_tokenized_everything_else_goes_on(served: Served
                 target=lambda: answers.append(httpx.post(f"{served.url}/tokenize", json=big, timeout=120))
             )
             asking.start()
-            lane = served.server.service.text_pool._very_long
+            lane = served.server.host.text_pool._very_long
             assert served.wait_until(lane._turn.locked)
             assert client.get("/health").status_code == 200
             assert client.post("/v1/completions", json={"prompt": "short"}).status_code == 200
@@ -155,7 +155,7 @@ def test_while_a_long_prompt_is_tokenized_everything_else_goes_on(served: Served
 def test_a_process_that_is_late_or_ends_fails_its_own_request_and_the_next_is_served() -> None:
     body = {"content": "word " * 4000}
     with serving(RealText) as served, served.http() as client:
-        pool = served.server.service.text_pool
+        pool = served.server.host.text_pool
 
         def stopped() -> _TextProcess:
             assert client.post("/tokenize", json=body).status_code == 200

@@ -30,10 +30,10 @@ from quengine.serve.processes.shared_engine import (
     Prefilled,
     TakeBlocks,
 )
+from quengine.serve.processes.shared_region import PARTS, BlockRegion
 from quengine.serve.replicas import launch, replica
 from quengine.serve.replicas.launch import start_replicas
 from quengine.serve.replicas.replica_engine import ReplicaEngine
-from quengine.serve.replicas.shared_region import PARTS, BlockRegion
 from quengine.serve.settings import ServerSettings
 from tests.engine.serve.serving import Served, serving
 from tests.gguf_builder import ModelSizes

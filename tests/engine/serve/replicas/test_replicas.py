@@ -246,10 +246,10 @@ def test_sleep_ends_all_of_them_and_a_request_wakes_them(
     served: Served, client: httpx.Client, engines: list[ReplicaEngine]
 ) -> None:
     before = pids(engines)
-    (entry,) = served.server.models.entries
-    entry.keep_s = 0.0
-    assert served.wait_until(lambda: entry.state == "sleeping")
-    entry.keep_s = 1000.0
+    (host,) = served.server.models.hosts
+    host.keep_s = 0.0
+    assert served.wait_until(lambda: host.state == "asleep")
+    host.keep_s = 1000.0
     assert not any(psutil.pid_exists(pid) for pid in before)
     assert client.get("/health").json() == {"status": "ok", "is_sleeping": True}
     assert len(post(client, body(prompt(81)))["tokens"]) == 12

@@ -10,7 +10,6 @@ import pytest
 from quengine.serve.routes.responses.input_items import messages_of
 from quengine.serve.routes.responses.output_items import OutputItems
 from quengine.serve.schemas.errors import ApiError
-from quengine.structured.answer_parser import TextParser
 from quengine.structured.calls.format import GENERIC_FORM
 from quengine.structured.calls.parser import CallFormParser
 from tests.engine.serve.serving import Served
@@ -165,9 +164,10 @@ def test_a_wrong_item_is_named_by_its_place() -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_text_and_calls_are_items_in_their_order_however_the_text_is_cut(size: int) -> None:
-    output = OutputItems(CallFormParser(GENERIC_FORM, (), iter(["c1", "c2"]).__next__))
-    events = [e for i in range(0, len(ANSWER), size) for e in output.push(ANSWER[i : i + size])]
-    events += output.finish(cut=False)
+    output, parser = OutputItems(), CallFormParser(GENERIC_FORM, (), iter(["c1", "c2"]).__next__)
+    cut = [ANSWER[at : at + size] for at in range(0, len(ANSWER), size)]
+    events = [event for text in cut for event in output.take(parser.push(text))]
+    events += output.take(parser.finish()) + output.finish(cut=False)
     assert [item["type"] for item in output.items] == ["message", "function_call", "function_call"]
     assert [item.get("arguments") for item in output.items] == [None, '{"a": 1}', '{"a": 2}']
     assert output.items[0]["content"][0]["text"] == "Let me see."
@@ -182,13 +182,12 @@ def test_text_and_calls_are_items_in_their_order_however_the_text_is_cut(size: i
 
 
 def test_an_answer_cut_in_a_call_is_incomplete_and_an_empty_one_is_a_message() -> None:
-    output = OutputItems(CallFormParser(GENERIC_FORM, (), lambda: "c1"))
-    output.push(ANSWER[:60])
+    output, parser = OutputItems(), CallFormParser(GENERIC_FORM, (), lambda: "c1")
+    output.take(parser.push(ANSWER[:60]) + parser.finish())
     output.finish(cut=True)
     assert [item["status"] for item in output.items] == ["completed", "incomplete"]
     assert output.items[1]["arguments"] == '{"a": '
-    empty = OutputItems(TextParser())
-    kinds = [kind for kind, _ in empty.push("") + empty.finish(cut=False)]
+    kinds = [kind for kind, _ in OutputItems().finish(cut=False)]
     assert kinds == [
         "output_item.added",
         "content_part.added",

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from quengine.serve.settings import Limits
-from tests.engine.serve.fake_engine import EMBEDDING, FIRST_BYTE, FakeEngine, expected_embedding
+from tests.engine.serve.fake_engine import FIRST_BYTE, FakeEngine, expected_embedding
 from tests.engine.serve.serving import serving
 from tests.engine.serve.test_streams import raw_connection
 
@@ -75,14 +75,6 @@ def test_hundreds_of_prompts_are_streamed(client: httpx.Client) -> None:
     assert lines.pop() == "[DONE]"
     ended = [c["index"] for line in lines for c in json.loads(line)["choices"] if c["finish_reason"]]
     assert sorted(ended) == list(range(200))
-
-
-def test_every_instance_of_a_prediction_is_answered() -> None:
-    limits = Limits(queue=0)
-    with serving(quick_engine, limits=limits, settings={"parallel": 2}) as served, served.http() as narrow:
-        instances = [{"@requestFormat": "embeddings", "input": text} for text in TEXTS[:100]]
-        answers = post(narrow, "/predict", instances=instances)["predictions"]
-    assert [len(answer["data"][0]["embedding"]) for answer in answers] == [EMBEDDING] * 100
 
 
 def test_more_inputs_than_the_limit_are_a_400() -> None:

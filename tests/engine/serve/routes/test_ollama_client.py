@@ -13,12 +13,13 @@ import ollama
 import pytest
 
 from quengine import LLM, SamplingParams
+from quengine.serve.http import LINES
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import Event, Failed
 from quengine.serve.routes.ollama.requests import openai_messages
+from quengine.serve.routes.openapi import document
 from quengine.serve.routes.shortening import with_longest_cut
 from quengine.serve.schemas.ollama import OllamaCall, OllamaFunction, OllamaMessage
-from quengine.serve.schemas.openapi import LINES, document
 from quengine.serve.settings import ServerSettings
 from tests.engine.serve.fake_engine import (
     FIRST_BYTE,
@@ -28,14 +29,14 @@ from tests.engine.serve.fake_engine import (
     expected_embedding,
     expected_tokens,
 )
-from tests.engine.serve.serving import Served, serving
+from tests.engine.serve.serving import TABLE, Served, serving
 from tests.engine.serve.speaking_engine import SpeakingEngine, ThinkingModel
 from tests.engine.serve.tool_model import SCHEMA, serving_tools
 from tests.tiny_models import write_tiny
 
 MODEL = FakeModel(4096)
 HI = [{"role": "user", "content": "hi"}]
-DOCUMENT = document(ServerSettings(("fake",)), FakeModel.vocab_size)
+DOCUMENT = document(TABLE, ServerSettings(("fake",)), FakeModel.vocab_size)
 
 THOUGHT, TEXT, PARIS = "They greet. “Hé!”", "Hello! “Ça va?”", '{"city": "Paris"}'
 ANALYSIS = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant"

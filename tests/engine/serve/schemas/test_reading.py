@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 
-from quengine.serve.schemas.anthropic import ANTHROPIC_BODIES
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.fields import Body
 from quengine.serve.schemas.messages import Message
-from quengine.serve.schemas.ollama import OLLAMA_BODIES
-from quengine.serve.schemas.openai import OPENAI_BODIES, ChatRequest, EmbeddingRequest, ResponseRequest
+from quengine.serve.schemas.openai import ChatRequest, EmbeddingRequest, ResponseRequest
 from quengine.serve.schemas.reading import read_body, read_part
-from quengine.serve.schemas.requests import BODIES, TokenizeRequest
+from quengine.serve.schemas.requests import TokenizeRequest
 from quengine.serve.schemas.response_items import InputItem
+from tests.engine.serve.serving import TABLE
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -170,5 +169,5 @@ def test_every_value_that_switches_a_sampler_off_is_taken() -> None:
 
 
 def test_no_two_bodies_share_a_name() -> None:
-    bodies = (*BODIES, *OPENAI_BODIES, *ANTHROPIC_BODIES, *OLLAMA_BODIES)
+    bodies = dict.fromkeys(route.request for route in TABLE if isinstance(route.request, type))
     assert len({kind.__name__ for kind in bodies}) == len(bodies) == len(set(bodies))

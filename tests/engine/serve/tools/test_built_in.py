@@ -15,7 +15,7 @@ from quengine import EngineError
 from quengine.errors import CannotRunError
 from quengine.kernels.confine import landlock
 from quengine.serve.settings import ServerSettings
-from quengine.serve.tools.options import BUILT_IN, ToolsOptions
+from quengine.serve.tool_options import BUILT_IN, ToolsOptions
 from quengine.serve.tools.search_main import Glob
 from quengine.serve.tools.toolset import Toolset
 from tests.engine.serve.serving import KEY, Served, serving
@@ -412,14 +412,13 @@ def test_without_flags_there_is_none() -> None:
     with serving() as served, served.http() as client:
         assert client.get("/tools").status_code == 403
         assert client.post("/tools", json={"tool": "get_info"}).status_code == 403
-        assert client.get("/cors-proxy", params={"url": served.url}).status_code == 403
         assert not [line for line in served.said if "warning" in line]
 
 
 def test_tools_that_others_could_reach_without_a_key_are_refused(tmp_path: Path) -> None:
-    tools, proxy = ToolsOptions(("read_file",), tmp_path), ToolsOptions(proxy=True)
+    tools = ToolsOptions(("read_file",), tmp_path)
     mcp = ToolsOptions(mcp_json='{"mcpServers": {}}')
-    for each in (tools, proxy, mcp):
+    for each in (tools, mcp):
         for opened in (
             {"host": "0.0.0.0", "insecure": True},
             {"cors_origins": ("*",)},
@@ -436,13 +435,11 @@ def test_the_flags_are_checked(tmp_path: Path) -> None:
         ToolsOptions(("read_file",))
     with pytest.raises(EngineError, match="there is no such folder"):
         ToolsOptions(folder=tmp_path / "none")
-    with pytest.raises(EngineError, match="needs --cors-proxy"):
-        ToolsOptions(proxy_private=True)
 
 
 def test_tools_are_named_on_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from quengine.cli.main import run
-    from quengine.serve.tools.options import _names
+    from quengine.serve.tool_options import _names
 
     assert _names(["edit_file,read_file", "get_info"]) == ("read_file", "edit_file", "get_info")
     assert _names(["all"]) == BUILT_IN

@@ -21,9 +21,9 @@ import pytest
 
 from quengine import EngineError
 from quengine.errors import CannotRunError
+from quengine.serve.tool_options import ToolsOptions
 from quengine.serve.tools import mcp_session
 from quengine.serve.tools.mcp_config import McpServer, mcp_servers
-from quengine.serve.tools.options import ToolsOptions
 from quengine.serve.tools.toolset import Toolset
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.tools.own_children import children, runs
@@ -135,7 +135,7 @@ def test_a_call_that_takes_too_long_is_given_up() -> None:
     )
     with serving(settings={"tools": config(silent=silent)}) as served, served.http() as client:
         assert [each["tool"] for each in client.get("/tools").json()] == ["silent_wait"]
-        (session,) = served.server.models.tools._sessions
+        (session,) = served.tools.toolset._sessions
         session.server = replace(session.server, seconds=0.5)
         assert "timed out" in tool(client, "silent_wait")["error"]
 
@@ -146,7 +146,7 @@ def test_a_server_that_ends_is_started_again(client: httpx.Client, served: Serve
     assert tool(client, "tests_add", a=1, b=1) == {"plain_text_response": "2"}
     (process,) = children() - before
     process.kill()  # while nobody calls it
-    (session, *_) = served.server.models.tools._sessions
+    (session, *_) = served.tools.toolset._sessions
     assert served.wait_until(lambda: session._process.ended)
     assert tool(client, "tests_add", a=1, b=2) == {"plain_text_response": "3"}
 
@@ -166,7 +166,7 @@ def test_what_a_server_has_started_ends_with_it_and_a_call_holds_up_no_end() -> 
         child = psutil.Process(int(tool(client, "tests_leave_a_child")["plain_text_response"]))
         with ThreadPoolExecutor(1) as pool:
             late = pool.submit(tool, client, "tests_sleep", seconds=1000)
-            (session,) = served.server.models.tools._sessions
+            (session,) = served.tools.toolset._sessions
             assert served.wait_until(lambda: session._calls == 1)
             served.server.drain()  # SIGTERM
             assert late.result(120) == {"error": "the server is shutting down"}

@@ -160,7 +160,7 @@ def run_prefill(
     batch = prefill_batch(
         [[0] * length for length in lengths], starts, [[table] for table in tables.tolist()], qkv.device
     )
-    tiles = prefill_tiles(batch, spec.head_dim, batch_invariant)
+    tiles = prefill_tiles(batch, batch_invariant)
     q = rotate(qkv, spec, layer, batch.positions, batch.block_tables_of(0), tiles.sequences)
     out = torch.full((len(qkv), spec.heads * spec.head_dim), float("nan"), device=qkv.device)
     gates = qkv if spec.gated else None

@@ -39,14 +39,22 @@ def _hopper(device: torch.device) -> None:
         pytest.skip("needs a GPU of compute capability 9")
 
 
-def long_spec(device: torch.device, heads: int, kv_heads: int, window: int | None = None) -> AttentionSpec:
-    spec = make_spec(device, CONTEXT, heads, kv_heads, 128, window)
+@pytest.fixture(params=[128, 256])
+def size(request: pytest.FixtureRequest) -> int:
+    """Elements of a head."""
+    return int(request.param)
+
+
+def long_spec(
+    device: torch.device, size: int, heads: int, kv_heads: int, window: int | None = None
+) -> AttentionSpec:
+    spec = make_spec(device, CONTEXT, heads, kv_heads, size, window)
     return replace(spec, mask_band=causal_mask_band(CHUNK, CONTEXT, window, device))
 
 
-def random_qkv(device: torch.device, tokens: int, heads: int, kv_heads: int) -> torch.Tensor:
+def random_qkv(device: torch.device, size: int, tokens: int, heads: int, kv_heads: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(tokens)
-    return torch.randn(tokens, (heads + 2 * kv_heads) * 128, generator=generator).to(device)
+    return torch.randn(tokens, (heads + 2 * kv_heads) * size, generator=generator).to(device)
 
 
 @pytest.mark.gpu
@@ -65,14 +73,14 @@ def random_qkv(device: torch.device, tokens: int, heads: int, kv_heads: int) -> 
     ],
 )
 def test_chunks_are_as_defined(
-    heads: int, kv_heads: int, chunks: list[int], window: int | None, device: torch.device
+    heads: int, kv_heads: int, chunks: list[int], window: int | None, size: int, device: torch.device
 ) -> None:
-    spec = long_spec(device, heads, kv_heads, window)
-    cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, 128)
+    spec = long_spec(device, size, heads, kv_heads, window)
+    cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, size)
     last = prefill_batch([[0] * chunks[-1]], [0], [[table] for table in cache.tables.tolist()], device)
     taken = window is None or window > BLOCK_SIZE
-    assert stores_wgmma_layout(spec, cache.layer, prefill_tiles(last, 128)) == taken
-    qkv = random_qkv(device, sum(chunks), heads, kv_heads)
+    assert stores_wgmma_layout(spec, cache.layer, prefill_tiles(last)) == taken
+    qkv = random_qkv(device, size, sum(chunks), heads, kv_heads)
     out = run_chunks(spec, cache.layer, qkv, chunks, cache.tables)
     expected = expected_rows(spec, cache, qkv)
     assert torch.isfinite(out).all()
@@ -82,13 +90,13 @@ def test_chunks_are_as_defined(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 150])
-def test_results_are_multiplied_by_output_gates(window: int | None, device: torch.device) -> None:
-    plain = long_spec(device, 4, 2, window)
+def test_results_are_multiplied_by_output_gates(window: int | None, size: int, device: torch.device) -> None:
+    plain = long_spec(device, size, 4, 2, window)
     spec = replace(plain, gated=True)
-    cache = PagedCache.empty(device, 1, CONTEXT, 2, 128)
+    cache = PagedCache.empty(device, 1, CONTEXT, 2, size)
     qkv = torch.randn(560, qkv_width(spec), generator=torch.Generator().manual_seed(7)).to(device)
     out = run_chunks(spec, cache.layer, qkv, [300, 260], cache.tables)
-    rows, gates = split_gates(qkv, 4, 128)
+    rows, gates = split_gates(qkv, 4, size)
     expected = gate_output(expected_rows(plain, cache, rows), gates.double())
     error = (out.double() - expected).norm(dim=1) / expected.norm(dim=1)
     assert torch.isfinite(out).all() and error.max() < 1e-3, f"relative error {error.max():.2e}"
@@ -98,9 +106,9 @@ def in_wgmma_layout(
     q: torch.Tensor, spec: AttentionSpec, cache: PagedCache, batch: ForwardBatch
 ) -> torch.Tensor:
     """The values of an fp16 operand, zeros where nothing was written."""
-    tiles = prefill_tiles(batch, 128)
+    tiles = prefill_tiles(batch)
     assert stores_wgmma_layout(spec, cache.layer, tiles)
-    shape = operand_shape(len(q), spec.heads * 128, OperandLayout.WGMMA)
+    shape = operand_shape(len(q), spec.heads * spec.head_dim, OperandLayout.WGMMA)
     room = torch.zeros(shape, dtype=torch.float16, device=q.device)
     return attention_prefill(
         q, spec, cache.layer, batch.block_tables_of(0), tiles, room, wgmma_layout=True, pdl=True
@@ -111,12 +119,12 @@ def in_wgmma_layout(
 @pytest.mark.parametrize("sink", [-1e30, -1.0, 0.7, 1e4])
 @pytest.mark.parametrize("window", [None, 150])
 def test_sinks_are_in_the_denominator_of_every_row(
-    window: int | None, sink: float, device: torch.device
+    window: int | None, sink: float, size: int, device: torch.device
 ) -> None:
-    plain = long_spec(device, 4, 2, window)
+    plain = long_spec(device, size, 4, 2, window)
     spec = replace(plain, sinks=sinks_near(sink, 4).to(device))
-    cache = PagedCache.empty(device, 1, CONTEXT, 2, 128)
-    qkv = random_qkv(device, 560, 4, 2)
+    cache = PagedCache.empty(device, 1, CONTEXT, 2, size)
+    qkv = random_qkv(device, size, 560, 4, 2)
     out = run_chunks(spec, cache.layer, qkv, [300, 260], cache.tables)
     expected = expected_rows(spec, cache, qkv)
     error = (out.double() - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)
@@ -128,14 +136,14 @@ def test_sinks_are_in_the_denominator_of_every_row(
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 200])
 def test_blocks_anywhere_and_the_wgmma_layout_have_the_same_bits(
-    window: int | None, device: torch.device
+    window: int | None, size: int, device: torch.device
 ) -> None:
-    spec = long_spec(device, 4, 2, window)
-    own = PagedCache.empty(device, 1, CONTEXT, 2, 128)
+    spec = long_spec(device, size, 4, 2, window)
+    own = PagedCache.empty(device, 1, CONTEXT, 2, size)
     pool = own.shuffled(3)
     for tensor in pool.layer.tensors:
         tensor.fill_(float("nan"))
-    qkv = random_qkv(device, 605, 4, 2)
+    qkv = random_qkv(device, size, 605, 4, 2)
     start = 0
     for length in (205, 400):
         results = []
@@ -143,12 +151,12 @@ def test_blocks_anywhere_and_the_wgmma_layout_have_the_same_bits(
             batch = prefill_batch(
                 [[0] * length], [start], [[table] for table in cache.tables.tolist()], device
             )
-            tiles = prefill_tiles(batch, 128)
+            tiles = prefill_tiles(batch)
             rows = qkv[start : start + length]
             q = rope_store(
                 rows, spec, cache.layer, batch.positions, batch.block_tables_of(0), tiles.sequences
             )
-            plain = torch.empty(length, 512, dtype=torch.float16, device=device)
+            plain = torch.empty(length, 4 * size, dtype=torch.float16, device=device)
             attention_prefill(q, spec, cache.layer, batch.block_tables_of(0), tiles, plain, pdl=cache is pool)
             results.append((q, plain))
         (q, plain), (again, paged) = results
@@ -156,41 +164,41 @@ def test_blocks_anywhere_and_the_wgmma_layout_have_the_same_bits(
         room = in_wgmma_layout(q, spec, pool, batch)
         assert torch.equal(room[:length], Fp16Operand(plain, plain[:, 0]).as_wgmma().values[:length])
         assert not room[length:].any(), "rows behind the last were written"
-        in_place = q.view(length, 512)
+        in_place = q.view(length, 4 * size)
         attention_prefill(q, spec, pool.layer, batch.block_tables_of(0), tiles, in_place)
         assert torch.equal(in_place, plain)
         start += length
 
 
 @pytest.mark.gpu
-def test_chunks_of_several_prompts_are_each_its_own(device: torch.device) -> None:
-    spec = long_spec(device, 4, 2)
+def test_chunks_of_several_prompts_are_each_its_own(size: int, device: torch.device) -> None:
+    spec = long_spec(device, size, 4, 2)
     starts, lengths = (0, 61, 32), (267, 1, 140)
-    own = PagedCache.empty(device, 3, CONTEXT, 2, 128)
+    own = PagedCache.empty(device, 3, CONTEXT, 2, size)
     pool = own.shuffled()
     for tensor in pool.layer.tensors:
         tensor.fill_(float("nan"))
     for sequence, start in enumerate(starts):  # what earlier chunks have left
         if start:
-            before = random_qkv(device, start, 4, 2)
+            before = random_qkv(device, size, start, 4, 2)
             for cache in (own, pool):
                 run_prefill(spec, cache.layer, before, [0], [start], cache.sequence(sequence))
-    qkv = random_qkv(device, sum(lengths), 4, 2)
+    qkv = random_qkv(device, size, sum(lengths), 4, 2)
     batch = prefill_batch(
         [[0] * length for length in lengths], starts, [[table] for table in pool.tables.tolist()], device
     )
-    tiles = prefill_tiles(batch, 128)
+    tiles = prefill_tiles(batch)
     q = rope_store(qkv, spec, pool.layer, batch.positions, batch.block_tables_of(0), tiles.sequences)
     room = in_wgmma_layout(q, spec, pool, batch)
-    together = Fp16Operand(room, torch.ones(len(qkv), device=device), OperandLayout.WGMMA).row_major(512)
+    together = Fp16Operand(room, torch.ones(len(qkv), device=device), OperandLayout.WGMMA).row_major(4 * size)
     for sequence, (rows, start, _) in enumerate(batch.chunks(0)):
         length = lengths[sequence]
         alone = prefill_batch(
             [[0] * length], [start], [[table] for table in own.sequence(sequence).tolist()], device
         )
-        tiles = prefill_tiles(alone, 128)
+        tiles = prefill_tiles(alone)
         q = rope_store(qkv[rows], spec, own.layer, alone.positions, alone.block_tables_of(0), tiles.sequences)
-        expected = torch.empty(length, 512, dtype=torch.float16, device=device)
+        expected = torch.empty(length, 4 * size, dtype=torch.float16, device=device)
         attention_prefill(q, spec, own.layer, alone.block_tables_of(0), tiles, expected)
         if length > 128:
             assert torch.equal(together[rows], expected)
@@ -200,12 +208,14 @@ def test_chunks_of_several_prompts_are_each_its_own(device: torch.device) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window,start,rows", [(40, 300, 130), (150, 256, 300), (1, 200, 140)])
-def test_no_block_behind_the_window_is_read(window: int, start: int, rows: int, device: torch.device) -> None:
+def test_no_block_behind_the_window_is_read(
+    window: int, start: int, rows: int, size: int, device: torch.device
+) -> None:
     """The first key tile begins before the first key that a row sees, in blocks that may have been released."""
-    spec = long_spec(device, 2, 1, window)
-    cache = PagedCache.empty(device, 1, CONTEXT, 1, 128, padding=1)
-    run_chunks(spec, cache.layer, random_qkv(device, start, 2, 1), [start], cache.tables)
-    qkv = random_qkv(device, rows, 2, 1)
+    spec = long_spec(device, size, 2, 1, window)
+    cache = PagedCache.empty(device, 1, CONTEXT, 1, size, padding=1)
+    run_chunks(spec, cache.layer, random_qkv(device, size, start, 2, 1), [start], cache.tables)
+    qkv = random_qkv(device, size, rows, 2, 1)
     _, expected = run_prefill(spec, cache.layer, qkv, [start], [rows], cache.tables)
     assert torch.isfinite(expected).all()
     tables = released(cache, start + 1 - window)

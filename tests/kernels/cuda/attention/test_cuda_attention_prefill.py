@@ -7,10 +7,10 @@ import torch
 
 from quengine.kernels.attention import attention, causal_mask_band, mask_slice
 from quengine.kernels.backend import AttentionSpec
-from quengine.kernels.cuda.attention.attention_prefill import attention_prefill, prefill_tiles
+from quengine.kernels.cuda.attention import attention_prefill as prefill
+from quengine.kernels.cuda.attention.attention_prefill import PrefillShape
 from quengine.kernels.cuda.attention.rope_store import heads_per_block, rope_store, rope_warps
 from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
-from quengine.kernels.forward_batch import prefill_batch
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeSpec, apply_rope, rope_table
@@ -105,15 +105,16 @@ def test_soft_capped_scores_of_prompts(device: torch.device) -> None:
     assert (out.double() - expected).norm() / expected.norm() < 6e-4
 
 
-def test_layers_of_a_model_share_the_tiles_of_its_widest_heads(device: torch.device) -> None:
+@pytest.mark.parametrize("rows", [40, 70, 64])
+def test_parts_of_a_tile_are_programs(
+    rows: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Of a tile that a chunk does not fill some parts have no rows."""
+    monkeypatch.setattr(prefill, "prefill_shape", lambda *_: PrefillShape(32, 16, 4, 2))
     spec = make_spec(device, CONTEXT, 2, 1, 64)
-    qkv = torch.randn(40, 4 * 64, generator=torch.Generator().manual_seed(3)).to(device)
+    qkv = torch.randn(rows, 4 * 64, generator=torch.Generator().manual_seed(3)).to(device)
     cache = PagedCache.empty(device, 1, CONTEXT, 1, 64)
-    batch = prefill_batch([[0] * 40], [0], cache.tables[None].tolist(), device)
-    tiles = prefill_tiles(batch, 512)
-    q = rope_store(qkv, spec, cache.layer, batch.positions, cache.tables, tiles.sequences)
-    out = torch.empty(40, 128, device=device)
-    attention_prefill(q, replace(spec, widest_head=512), cache.layer, cache.tables, tiles, out)
+    out = run_chunks(spec, cache.layer, qkv, [rows], cache.tables)
     expected = expected_rows(spec, cache, qkv)
     assert (out.double() - expected).norm() / expected.norm() < 6e-4
 

@@ -97,7 +97,7 @@ def test_prompts(
         given = ScaledProduct(qkv / (4.0 * scale)[:, None], scale, 0.25)
     cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, head_dim)
     batch = prefill_batch([[0] * 70], [0], [[table] for table in cache.tables.tolist()], device)
-    tiles = prefill_tiles(batch, head_dim, batch_invariant)
+    tiles = prefill_tiles(batch, batch_invariant)
     q = rope_store(given, spec, cache.layer, batch.positions, cache.tables, tiles.sequences)
     plain, gates = split_gates(qkv, heads, head_dim)
     expected = gate_output(expected_rows(spec, cache, plain), gates.double())

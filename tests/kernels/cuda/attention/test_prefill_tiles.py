@@ -55,7 +55,7 @@ def test_chunks_of_several_prompts_are_each_its_own(
 def test_tiles_that_see_the_most_keys_come_first() -> None:
     tables = [[[1, 2, 3]], [[4, 5, 6, 7]]]
     batch = prefill_batch([[0] * 70, [0] * 40], (0, 64), tables, torch.device("cpu"))
-    rows = prefill_tiles(batch, 64)
+    rows = prefill_tiles(batch)
     assert rows.block_rows == 64 and rows.tiles.tolist() == [
         [0, 64, 70, 0, 0],
         [70, 0, 40, 64, 1],

@@ -1,5 +1,7 @@
 """Packed planes give back what was stored, bit for bit, and take hardly more room than the file."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -44,7 +46,10 @@ def test_unpacking_gives_back_the_stored_integers(
     weight = random_weight(name, rows, blocks * FORMATS[name].block, seed=rows)
     (part,) = pack(weight, device).parts
     assert isinstance(part, PackedPart)
-    assert_same(unpack_part(part), unpack(weight.format, weight.data))
+    stored = unpack(weight.format, weight.data)
+    if name.startswith("NVFP4"):  # the code of NaN is 0
+        stored = replace(stored, d=stored.d.masked_fill((stored.d & 127) == 127, 0))
+    assert_same(unpack_part(part), stored)
 
 
 @pytest.mark.parametrize("name", PACKED_FORMATS)

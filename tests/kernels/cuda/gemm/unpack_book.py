@@ -32,6 +32,8 @@ def unpack_book(part: PackedPart) -> Groups:
             if layout.even_signs:
                 sums = [0, *found[1:], 0]
                 found = [sums[k] ^ sums[k + 1] for k in range(8)]
+            if layout.book == Book.IQ3:
+                found = [found[(0, 4, 1, 5, 2, 6, 3, 7).index(column)] for column in range(8)]
             signs[row, first // 8 + step] = sum(bit << k for k, bit in enumerate(found))
         d[row, chunk] = halves[tile, chunk].reshape(8, 2)[lane // 4, run % 2]
     stored = torch.from_numpy(index[: part.rows]), torch.from_numpy(signs[: part.rows])

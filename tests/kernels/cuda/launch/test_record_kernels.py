@@ -2,7 +2,7 @@
 
 import torch
 
-from quengine.kernels.cuda.launch.record_kernels import _specialized_on
+from quengine.kernels.cuda.launch.record_kernels import specialized_on
 from tests.fork_server import without_interpreter
 
 RECORDED = """
@@ -60,7 +60,7 @@ assert list(Path(sys.argv[1], kernel.key).glob("*.cubin"))
 def test_arguments_of_the_same_machine_code_are_looked_up_once() -> None:
     x, y, half = torch.zeros(4), torch.ones(8), torch.zeros(4).half()
     different = [x, half, x[1:], 32, 33, 1, 2**40, 0.5, True, None, (x, half), (x, x[1:])]
-    assert len({_specialized_on(argument) for argument in different}) == len(different)
+    assert len({specialized_on(argument) for argument in different}) == len(different)
     same = [(x, y), (32, 64), (33, 35), (0.5, 2.5), ((x, half), (y, half))]
     for one, other in same:
-        assert _specialized_on(one) == _specialized_on(other)
+        assert specialized_on(one) == specialized_on(other)

@@ -6,7 +6,7 @@ import pytest
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from quengine.kernels.cuda.launch.stable_keys import use_stable_keys
+from quengine.kernels.cuda.launch.triton_changes import use_stable_keys
 
 _FACTOR = tl.constexpr(3)
 

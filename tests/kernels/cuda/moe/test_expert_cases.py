@@ -3,11 +3,20 @@
 from tests.fork_server import without_interpreter
 
 LAUNCHES = """
-from quengine.kernels.cuda.aot import aot
-from quengine.kernels.cuda.aot.aot_compile import compile_launch
+from benchmarks.checks import aot
+from benchmarks.checks.aot_cases import DEFAULT, plan_of
+from quengine.kernels.cuda.aot.aot_compile import compile_launch, record
 from quengine.kernels.cuda.aot.aot_ptx import before_wait
-(number,) = [n for n, case in enumerate(aot.cases()) if case.name == "qwen3-30b-a3b, experts of Q4_K, decode"]
-launches = aot.launches(number, 90)
+from quengine.kernels.cuda.aot.meta_backend import gpu_for
+from quengine.kernels.cuda.launch.gpu import assuming
+from quengine.models.synthetic.presets import PRESETS
+from quengine.runners.graph_keys import decode_key
+with assuming(gpu_for(90)):
+    (graphs,) = plan_of(PRESETS["qwen3-30b-a3b-2l"]).graphs()
+    step = record(lambda: graphs.run_padding(decode_key(1, DEFAULT)))
+names = [launch.name for launch in step]
+first = names.index("route_kernel")
+launches = step[first : names.index("matvec_kernel", first)]
 print(*(launch.name for launch in launches))
 for launch in launches:
     made = compile_launch(launch, 90)

@@ -94,12 +94,11 @@ def test_masses_are_the_definitions_to_the_last_bit(temperature: float, device: 
 
 
 COMPILE = """
-from quengine.kernels.cuda.aot import aot
+from benchmarks.checks import aot
 from quengine.kernels.cuda.aot.aot_compile import compile_launch
-for v in aot.variants([90], "sample any of 32768"):
-    launch = aot.launches(v.case, 90)[v.launch]
-    if launch.name == "tally_kernel":
-        ptx = compile_launch(launch, 90).ptx
+for v in aot.variants([90], "mistral-7b, all steps"):
+    if v.launch.name == "tally_kernel":
+        ptx = compile_launch(v.launch, 90).ptx
         print(ptx.count("mul.rn.f64"), ptx.count("fma.rn.f64"))
 """
 

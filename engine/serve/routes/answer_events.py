@@ -1,0 +1,128 @@
+"""The events of a completion, from which every API encodes its answer: parts while it grows, and its end.
+
+A completion is taken apart here alone: what is thought, said and called, how it ended, and whether it is valid under
+the schema that it was held to.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quengine.serve.models.model_host import ModelHost
+from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
+from quengine.structured.answer_format import AnswerFormat, answer_violation
+from quengine.structured.tool_calls import Delta, TextDelta, ToolUse, collect
+
+logger = logging.getLogger("quengine.serve")
+
+
+@dataclass(frozen=True)
+class Part:
+    """More of a completion.
+
+    Attributes:
+        choice: the completion's number in its request.
+        piece: its tokens and text, their log-probabilities, and the progress of its prompt.
+        deltas: what it makes certain; a token may leave all open.
+    """
+
+    choice: int
+    piece: Piece
+    deltas: list[Delta]
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a completion.
+
+    Attributes:
+        finished: as the engine reports it.
+        deltas: what had been held back.
+        reason: why it has ended.
+        checked: the field `schema_violation` of an answer that ended by itself and is not valid under its schema.
+    """
+
+    choice: int
+    finished: Finished
+    deltas: list[Delta]
+    reason: Literal["stop", "length", "tool_calls"]
+    checked: dict[str, Any]
+
+
+class Answer:
+    """One completion as it grows.
+
+    Args:
+        request: what the engine computes.
+        choice: the completion's number among those of its request.
+        form: takes the text apart, with the tools of `use`; None: it is all text.
+        prompt: the prompt's end (`ServedModel.end_of`).
+    """
+
+    def __init__(
+        self,
+        host: ModelHost,
+        request: GenerationRequest,
+        choice: int = 0,
+        form: AnswerFormat | None = None,
+        use: ToolUse | None = None,
+        prompt: str = "",
+    ) -> None:
+        self.request = request
+        self.use = use or ToolUse()
+        self._host, self._model = host, host.model
+        self._choice = choice
+        self._form = form
+        self._prompt = prompt
+        self._parser = None if form is None else form.parser(self.use, prompt)
+        self._tokens: list[int] = []
+        self._kept: list[Delta] = []
+        """For the check of the finished answer."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        form = self._form
+        return (
+            0
+            if form is None
+            else form.reasoning_tokens(self.use, self._tokens, self._model.decode, self._prompt)
+        )
+
+    def part(self, piece: Piece) -> Part:
+        """The event of a piece."""
+        if self._parser is None:
+            deltas: list[Delta] = [TextDelta(piece.text)] if piece.text else []
+        else:
+            self._tokens += piece.tokens
+            deltas = self._parser.push(piece.text)
+        return Part(self._choice, piece, self._held(deltas))
+
+    def end(self, finished: Finished) -> End:
+        """The event of the end."""
+        deltas = [] if self._parser is None else self._held(self._parser.finish())
+        called = self._parser is not None and self._parser.calls and finished.reason == "stop"
+        reason: Any = "tool_calls" if called else finished.reason
+        return End(self._choice, finished, deltas, reason, self._checked(finished))
+
+    def _held(self, deltas: list[Delta]) -> list[Delta]:
+        if self.request.params.constraint is not None:
+            self._kept += deltas
+        return deltas
+
+    def _checked(self, finished: Finished) -> dict[str, Any]:
+        constraint = self.request.params.constraint
+        if finished.reason != "stop" or constraint is None:
+            return {}
+        text, calls = collect(self._kept)
+        violation = answer_violation(constraint, None if self._form is None else self.use, text, calls)
+        if violation is None:
+            return {}
+        self._host.metrics.violated()
+        logger.warning("a finished answer is not valid under its schema: %s", violation)
+        return {"schema_violation": violation}
+
+
+def text_answers(host: ModelHost, requests: Sequence[GenerationRequest]) -> list[Answer]:
+    """The completions of these requests, which are all text."""
+    return [Answer(host, request, choice) for choice, request in enumerate(requests)]

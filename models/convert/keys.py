@@ -1,0 +1,503 @@
+"""Metadata keys of a converted file beside those of all architectures: each architecture's, in parts that several have.
+
+A part writes what llama.cpp's converter does, from the configuration that was read of the folder.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, TypeAlias
+
+import torch
+
+from quengine.models.config import ModelConfig
+
+Writer: TypeAlias = Any
+"""A `gguf.GGUFWriter` without a file, which collects keys."""
+
+Keys: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a part reads and where it writes: `keys` are those of the text model in config.json, with the defaults of
+    its type."""
+
+    writer: Writer
+    config: ModelConfig
+    keys: Keys
+
+
+Part: TypeAlias = Callable[[Source], None]
+
+_QWEN35_SECTIONS = (11, 11, 10)
+"""Frequencies of each axis where config.json does not say."""
+
+_LONGEST = 1 << 20
+"""Positions that files of hybrids say that they have, whatever the folder does."""
+
+
+_RAISED = 1 << 18
+"""Positions of Hunyuan models whose base is raised."""
+
+
+def _rope(source: Source) -> Keys:
+    """What config.json says of the rotation, by its newer name or the older."""
+    return source.keys.get("rope_parameters") or source.keys.get("rope_scaling") or {}
+
+
+def _vocab_size(source: Source) -> None:
+    source.writer.add_vocab_size(source.config.vocab_size)
+
+
+def _rope_dim(source: Source) -> None:
+    source.writer.add_rope_dimension_count(
+        source.config.latent.rotated if source.config.latent is not None else source.config.rope_dim
+    )
+
+
+def _head_size(source: Source) -> None:
+    source.writer.add_key_length(source.config.head_dim)
+    source.writer.add_value_length(source.config.head_dim)
+
+
+def _given_head_size(source: Source) -> None:
+    if source.keys.get("head_dim") is not None:
+        _head_size(source)
+
+
+def _llama_head_size(source: Source) -> None:
+    # The classes of these two give a head size where config.json has none.
+    if source.keys["model_type"] in ("llama", "mistral") or source.keys.get("head_dim") is not None:
+        _head_size(source)
+
+
+def _window(source: Source) -> None:
+    if source.config.sliding_window is not None:
+        source.writer.add_sliding_window(source.config.sliding_window)
+
+
+def _window_or_zero(source: Source) -> None:
+    source.writer.add_sliding_window(source.config.sliding_window or 0)
+
+
+def _window_pattern(source: Source) -> None:
+    if source.config.sliding_window is not None:
+        source.writer.add_sliding_window_pattern(
+            [window is not None for window in source.config.layer_windows]
+        )
+
+
+def _window_base(source: Source) -> None:
+    if source.config.sliding_window is not None:
+        source.writer.add_rope_freq_base_swa(source.config.rope_freq_base_swa or source.config.rope_freq_base)
+
+
+def _softcaps(source: Source) -> None:
+    if source.config.attention_softcap:
+        source.writer.add_attn_logit_softcapping(source.config.attention_softcap)
+    if source.config.logit_softcap:
+        source.writer.add_final_logit_softcapping(source.config.logit_softcap)
+
+
+def _rope_axes(source: Source) -> None:
+    sections = list(_rope(source).get("mrope_section", _QWEN35_SECTIONS))
+    source.writer.add_rope_dimension_sections((sections + [0] * 4)[:4])
+
+
+def _deepstack(source: Source) -> None:
+    source.writer.add_num_deepstack_layers(len(source.keys["vision_config"]["deepstack_visual_indexes"]))
+
+
+def _expert_length(source: Source) -> None:
+    if source.config.experts is not None:
+        source.writer.add_expert_feed_forward_length(source.config.experts.feed_forward_length)
+
+
+def _shared_length(source: Source) -> None:
+    if source.config.experts is not None and source.config.experts.shared_feed_forward_length:
+        source.writer.add_expert_shared_feed_forward_length(source.config.experts.shared_feed_forward_length)
+
+
+def _no_experts(source: Source) -> None:
+    """What files of a model that has a shared expert alone say of the others."""
+    if source.config.experts is None:
+        source.writer.add_expert_count(0)
+        source.writer.add_expert_used_count(source.keys.get("num_experts_per_tok", 0))
+        source.writer.add_expert_shared_feed_forward_length(source.config.feed_forward_length)
+
+
+def _shared_count(source: Source) -> None:
+    assert source.config.experts is not None
+    source.writer.add_expert_shared_count(
+        source.config.experts.shared_feed_forward_length // source.config.experts.feed_forward_length
+    )
+
+
+def _dense_first(source: Source) -> None:
+    """The layers before the first one with experts, which are dense."""
+    assert source.config.experts is not None
+    dense = frozenset(source.config.experts.dense_layers)
+    first = next(layer for layer in range(source.config.block_count) if layer not in dense)
+    source.writer.add_leading_dense_block_count(first)
+
+
+def _expert_groups(source: Source) -> None:
+    for key, add in (
+        ("n_group", source.writer.add_expert_group_count),
+        ("topk_group", source.writer.add_expert_group_used_count),
+    ):
+        if source.keys.get(key) is not None:
+            add(source.keys[key])
+
+
+def _expert_weights(source: Source) -> None:
+    assert source.config.experts is not None
+    router = source.config.experts.router
+    source.writer.add_expert_weights_norm(router.normalized)
+    source.writer.add_expert_weights_scale(router.scale)
+
+
+def _sigmoid(source: Source) -> None:
+    import gguf
+
+    source.writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _expert_step(source: Source) -> None:
+    step = source.keys.get("interleave_moe_layer_step", source.keys.get("moe_layer_interval", 1))
+    source.writer.add_interleave_moe_layer_step(step)
+
+
+def _drafts(source: Source) -> None:
+    if source.config.draft_layers:
+        source.writer.add_nextn_predict_layers(source.config.draft_layers)
+
+
+def _drafts_or_zero(source: Source) -> None:
+    if source.keys.get("num_nextn_predict_layers") is not None:
+        source.writer.add_nextn_predict_layers(source.config.draft_layers)
+
+
+_ROUTED: Sequence[Part] = (_expert_length, _shared_count, _expert_groups, _expert_weights, _dense_first)
+
+
+def _latent(source: Source) -> None:
+    sizes = source.config.latent
+    assert sizes is not None
+    if sizes.query_rank:
+        source.writer.add_q_lora_rank(sizes.query_rank)
+    source.writer.add_kv_lora_rank(sizes.rank)
+    source.writer.add_key_length(sizes.rank + sizes.rotated)
+    source.writer.add_value_length(sizes.rank)
+    source.writer.add_key_length_mla(sizes.plain + sizes.rotated)
+    source.writer.add_value_length_mla(sizes.values)
+
+
+def _short_conv(source: Source) -> None:
+    source.writer.add_shortconv_l_cache(source.config.conv_taps)
+
+
+def _gated_delta(source: Source) -> None:
+    sizes = source.config.gated_delta
+    assert sizes is not None
+    source.writer.add_ssm_conv_kernel(sizes.taps)
+    source.writer.add_ssm_state_size(sizes.head_dim)
+    source.writer.add_ssm_group_count(sizes.key_heads)
+    source.writer.add_ssm_time_step_rank(sizes.value_heads)
+    source.writer.add_ssm_inner_size(sizes.values)
+    recurrent = [layer in source.config.recurrent_layers for layer in range(source.config.block_count)]
+    source.writer.add_full_attention_interval(source.keys.get("full_attention_interval", 4))
+    drafts = [False] * source.config.draft_layers
+    source.writer.add_array(f"{source.config.architecture}.attention.recurrent_layers", recurrent + drafts)
+
+
+def _mamba2(source: Source) -> None:
+    sizes = source.config.mamba2
+    assert sizes is not None
+    source.writer.add_ssm_conv_kernel(sizes.taps)
+    source.writer.add_ssm_state_size(sizes.state_dim)
+    source.writer.add_ssm_group_count(sizes.groups)
+    source.writer.add_ssm_time_step_rank(sizes.heads)
+    source.writer.add_ssm_inner_size(sizes.inner)
+
+
+def _kv_heads_by_layer(source: Source) -> None:
+    """0 in layers without attention."""
+    none = {*source.config.recurrent_layers, *source.config.mixerless_layers}
+    heads = [
+        0 if layer in none else source.config.head_count_kv for layer in range(source.config.block_count)
+    ]
+    _replace(source, "attention.head_count_kv", heads)
+
+
+def _lengths_by_layer(source: Source) -> None:
+    """Feed-forward lengths, 0 in layers without one."""
+    lengths = [_inner(source.config, layer) for layer in range(source.config.block_count)]
+    _replace(source, "feed_forward_length", lengths)
+
+
+def _inner(config: ModelConfig, layer: int) -> int:
+    if config.experts is not None and config.has_experts(layer) and layer in config.mixerless_layers:
+        return config.experts.feed_forward_length
+    return config.sizes(layer).feed_forward_length
+
+
+def _lone_lengths(source: Source) -> None:
+    """Feed-forward lengths of layers that are a feed-forward alone, 0 in the others."""
+    lengths = [
+        _inner(source.config, layer) if layer in source.config.mixerless_layers else 0
+        for layer in range(source.config.block_count)
+    ]
+    _replace(source, "feed_forward_length", lengths)
+
+
+def _long_context(source: Source) -> None:
+    del source.writer.kv_data[0][f"{source.config.architecture}.context_length"]
+    source.writer.add_context_length(_LONGEST)
+
+
+def _unrotated(source: Source) -> None:
+    """Layers are not rotated where the file says that they are not trained so."""
+    source.writer.add_rope_scaling_finetuned(len(source.config.unrotated_layers) < source.config.block_count)
+
+
+def _sharing(source: Source) -> None:
+    source.writer.add_shared_kv_layers(source.config.shared_kv_layers)
+
+
+def _layer_inputs(source: Source) -> None:
+    source.writer.add_embedding_length_per_layer_input(
+        source.config.layer_input.length if source.config.layer_input else 0
+    )
+
+
+def _altup(source: Source) -> None:
+    assert source.config.altup is not None
+    source.writer.add_altup_active_idx(source.keys.get("altup_active_idx", 0))
+    source.writer.add_altup_num_inputs(source.config.altup.streams)
+    shares = torch.tensor(source.keys["activation_sparsity_pattern"], dtype=torch.float32)
+    source.writer.add_activation_sparsity_scale((torch.erfinv(2 * shares - 1) * sqrt(2)).tolist())
+
+
+def _head_sizes_by_window(source: Source) -> None:
+    """Of layers without a window and of those with one."""
+    windows = source.config.layer_windows
+    full = next((layer for layer, window in enumerate(windows) if window is None), None)
+    seen = next((layer for layer, window in enumerate(windows) if window is not None), None)
+    if full is not None:
+        source.writer.add_key_length(source.config.head_size(full))
+        source.writer.add_value_length(source.config.head_size(full))
+        source.writer.add_rope_dimension_count(source.config.head_size(full))
+    if seen is not None:
+        source.writer.add_key_length_swa(source.config.head_size(seen))
+        source.writer.add_value_length_swa(source.config.head_size(seen))
+        source.writer.add_rope_dimension_count_swa(
+            source.config.rope_dim_swa or source.config.head_size(seen)
+        )
+
+
+def _kv_heads(source: Source) -> None:
+    """The number of key and value heads of each layer, where they differ."""
+    heads = [source.config.sizes(layer).head_count_kv for layer in range(source.config.block_count)]
+    if len({*heads}) > 1 or source.keys.get("num_global_key_value_heads") is not None:
+        _replace(source, "attention.head_count_kv", heads)
+
+
+def _layered_lengths(source: Source) -> None:
+    if source.keys.get("use_double_wide_mlp"):
+        _lengths_by_layer(source)
+
+
+def _one_kv_head(source: Source) -> None:
+    """Latent attention has one head of keys, that of all."""
+    del source.writer.kv_data[0][f"{source.config.architecture}.attention.head_count_kv"]
+    source.writer.add_head_count_kv(1)
+
+
+def _latent_experts(source: Source) -> None:
+    if source.config.experts is None:
+        return
+    router = source.config.experts.router
+    _expert_length(source)
+    _shared_count(source)
+    _expert_groups(source)
+    source.writer.add_expert_weights_scale(router.scale)
+    if router.normalized:
+        source.writer.add_expert_weights_norm(True)
+    if source.keys.get("scoring_func") == "sigmoid":
+        _sigmoid(source)
+    _dense_first(source)
+
+
+def _yarn_log(source: Source) -> None:
+    multiplier = _rope(source).get("mscale_all_dim")
+    if multiplier is not None:
+        source.writer.add_rope_scaling_yarn_log_mul(0.1 * multiplier)
+
+
+def _temperature(source: Source) -> None:
+    """Of Ministral 3, whose files have the multiplier of YaRN's factor as it is."""
+    if source.config.rope_scaling.kind == "yarn":
+        source.writer.add_rope_scaling_yarn_log_mul(_rope(source)["mscale_all_dim"])
+    if source.config.attention_temperature_scale:
+        source.writer.add_attn_temperature_scale(source.config.attention_temperature_scale)
+
+
+def _raised_base(source: Source) -> None:
+    """A base that `alpha` raises: files have it raised, for the context that it is made for."""
+    if _rope(source).get("alpha") is None:
+        return
+    _no_rope_scaling(source)
+    source.writer.add_rope_scaling_factor(1)
+    source.writer.add_rope_scaling_orig_ctx_len(_RAISED)
+    del source.writer.kv_data[0][f"{source.config.architecture}.context_length"]
+    source.writer.add_context_length(_RAISED)
+
+
+def _without_base(source: Source) -> None:
+    _replace(source, "rope.freq_base", None)
+
+
+def _replace(source: Source, key: str, values: Sequence[int] | None) -> None:
+    """Another value of a key that files of all architectures have; None: it is left out."""
+    name = f"{source.config.architecture}.{key}"
+    del source.writer.kv_data[0][name]
+    if values is not None:
+        source.writer.add_array(name, values)
+
+
+def _granite(source: Source) -> None:
+    for key, add in (
+        ("attention_multiplier", source.writer.add_attention_scale),
+        ("embedding_multiplier", source.writer.add_embedding_scale),
+        ("residual_multiplier", source.writer.add_residual_scale),
+        ("logits_scaling", source.writer.add_logit_scale),
+    ):
+        add(source.keys.get(key, 1.0))
+
+
+def _logit_scale(source: Source) -> None:
+    source.writer.add_logit_scale(source.config.logit_scale)
+
+
+def _no_rope_scaling(source: Source) -> None:
+    import gguf
+
+    source.writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+def _layer_norm_eps(source: Source) -> None:
+    source.writer.add_layer_norm_eps(source.config.rms_eps)
+
+
+def _layer_norm(source: Source) -> None:
+    _replace(source, "attention.layer_norm_rms_epsilon", None)
+    _layer_norm_eps(source)
+
+
+def _long_rope(source: Source) -> None:
+    rope = _rope(source)
+    original = source.keys.get(
+        "original_max_position_embeddings", rope.get("original_max_position_embeddings")
+    )
+    source.writer.add_rope_scaling_orig_ctx_len(original)
+    if source.config.rope_scaling.kind == "longrope":
+        source.writer.add_rope_scaling_attn_factors(source.config.rope_scaling.attention_factor)
+
+
+LLAMA_PARTS: Sequence[Part] = (_llama_head_size, _vocab_size, _rope_dim)
+_PLAIN: Sequence[Part] = (_given_head_size,)
+_LATENT: Sequence[Part] = (_vocab_size, _rope_dim, _one_kv_head, _latent, _latent_experts, _yarn_log, _drafts)
+_NEMOTRON: Sequence[Part] = (
+    *_PLAIN,
+    _vocab_size,
+    _rope_dim,
+    _kv_heads_by_layer,
+    _lone_lengths,
+    _mamba2,
+    _long_context,
+    _unrotated,
+    _without_base,
+    _layer_norm_eps,
+    _expert_groups,
+)
+_GRANITE: Sequence[Part] = (_vocab_size, _rope_dim, _granite)
+_GEMMA3N: Sequence[Part] = (_head_size, _window, _window_base, _window_pattern, _softcaps, _lengths_by_layer)
+_QWEN35: Sequence[Part] = (_given_head_size, _rope_dim, _gated_delta, _drafts)
+
+PARTS: Mapping[str, Sequence[Part]] = {
+    "llama": LLAMA_PARTS,
+    "mistral3": (*LLAMA_PARTS, _temperature),
+    "arcee": LLAMA_PARTS,
+    "smollm3": LLAMA_PARTS,
+    "granite": _GRANITE,
+    "granitemoe": (*_GRANITE, _shared_length),
+    "granitehybrid": (
+        _vocab_size,
+        _rope_dim,
+        _granite,
+        _shared_length,
+        _no_experts,
+        _kv_heads_by_layer,
+        _mamba2,
+        _long_context,
+        _unrotated,
+    ),
+    "cohere2": (*_PLAIN, _vocab_size, _rope_dim, _window, _logit_scale, _no_rope_scaling, _layer_norm),
+    "deepseek2": _LATENT,
+    "mistral4": _LATENT,
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": (*_NEMOTRON, _expert_length, _shared_length, _shared_count, _expert_weights),
+    "gemma3n": (*_GEMMA3N, _sharing, _layer_inputs, _altup),
+    "dots1": (*_PLAIN, *_ROUTED),
+    "ernie4_5": _PLAIN,
+    "ernie4_5-moe": (*_PLAIN, _expert_length, _shared_count, _shared_length, _dense_first, _expert_step),
+    "exaone4": (*_PLAIN, _vocab_size, _window, _window_pattern),
+    "gemma2": (_head_size, _window, _softcaps, _without_base),
+    "gemma3": (_head_size, _window, _window_base, _softcaps),
+    "gemma4": (
+        _head_sizes_by_window,
+        _kv_heads,
+        _layered_lengths,
+        _window,
+        _window_base,
+        _window_pattern,
+        _softcaps,
+        _sharing,
+        _layer_inputs,
+        _expert_length,
+    ),
+    "glm4": (*_PLAIN, _rope_dim),
+    "glm4moe": (*_PLAIN, _rope_dim, *_ROUTED, _sigmoid, _drafts_or_zero),
+    "gpt-oss": (*_PLAIN, _window, _expert_length),
+    "hunyuan-dense": (*_PLAIN, _raised_base),
+    "hunyuan-moe": (*_PLAIN, _expert_length, _shared_count, _shared_length),
+    "lfm2": (*_PLAIN, _vocab_size, _kv_heads_by_layer, _short_conv),
+    "lfm2moe": (
+        *_PLAIN,
+        _vocab_size,
+        _kv_heads_by_layer,
+        _short_conv,
+        _expert_length,
+        _sigmoid,
+        _dense_first,
+    ),
+    "llama4": (*LLAMA_PARTS, _expert_step, _expert_length),
+    "minimax-m2": (*_PLAIN, _rope_dim, _expert_length),
+    "olmo2": (*_PLAIN, _window, _window_pattern, _window_base),
+    "olmoe": _PLAIN,
+    "phi3": (*_PLAIN, _rope_dim, _window_or_zero, _long_rope),
+    "qwen2": _PLAIN,
+    "qwen2moe": (*_PLAIN, _expert_length, _shared_length),
+    "qwen2vl": (*_PLAIN, _rope_axes),
+    "qwen3": (_head_size,),
+    "qwen3moe": (*_PLAIN, _expert_length),
+    "qwen3next": (*_QWEN35, _expert_length, _shared_length),
+    "qwen3vl": (*_PLAIN, _rope_axes, _deepstack),
+    "qwen3vlmoe": (*_PLAIN, _rope_axes, _deepstack, _expert_length),
+    "qwen35": (*_QWEN35, _rope_axes),
+    "qwen35moe": (*_QWEN35, _rope_axes, _expert_length, _shared_length),
+    "seed_oss": (_head_size,),
+}
+"""Architecture -> its parts. An architecture that is not here is not converted."""
