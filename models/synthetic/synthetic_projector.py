@@ -19,7 +19,6 @@ from quengine.models.synthetic.random_blocks import random_rows
 from quengine.models.synthetic.synthetic import add_metadata
 from quengine.models.synthetic.synthetic_vocabulary import Metadata
 from quengine.models.vision.files import GGUFSource, Weights
-from quengine.models.vision.matrix import Matrix, Q8Matrix
 from quengine.models.vision.projectors import PROJECTORS
 from quengine.models.vision.settings import VisionSettings
 
@@ -83,14 +82,6 @@ class TakenWeights(Weights):
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         self.shapes[name] = shape, dtype is not None
         return torch.empty(shape, dtype=dtype or self.vector, device="meta")
-
-    def stored(self, name: str, rows: int, cols: int) -> Matrix:
-        """A matrix of Q8_0 where its rows are whole blocks: floats launch the same kernels but for one."""
-        floats = self.tensor(name, rows, cols, dtype=self.matrix)
-        if cols % 32:
-            return floats
-        codes = torch.empty(rows, cols // 32, 32, dtype=torch.int8, device="meta")
-        return Q8Matrix(codes, codes[..., :1].to(torch.float16))
 
 
 def _type(shape: tuple[int, ...], quant: str) -> str:

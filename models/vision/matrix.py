@@ -45,7 +45,7 @@ class Q8Matrix:
 
     def expanded(self, kind: torch.dtype) -> Tensor:
         """[N, K] of this float type, each value rounded once."""
-        if self.device.type != "cpu" and kind == torch.float16:
+        if self.codes.is_cuda and kind == torch.float16:
             from quengine.kernels.cuda.vision_rows import expanded_blocks as on_cuda  # imports Triton
 
             return on_cuda(self.codes, self.scales)
