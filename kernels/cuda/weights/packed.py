@@ -107,7 +107,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one pass over the weight reads."""
+        """Bytes of the weight, which a pass over it reads once."""
         return sum(part.nbytes for part in self.parts)
 
 
