@@ -163,7 +163,9 @@ def _option_cases() -> Iterator[Case]:
         wide = partial(model_steps, spec if own else narrow(spec), FEW, **given)
         yield Case(f"{name}, {option}", (90,), wide)
         if "several" not in option:
-            yield Case(f"{name}, narrow, {option}", (80, 89), partial(model_steps, narrow(spec), FEW, **given))
+            yield Case(
+                f"{name}, narrow, {option}", (80, 89), partial(model_steps, narrow(spec), FEW, **given)
+            )
     for name in ("gpt-oss-20b", "gemma-4-31b", "mistral-small-4"):
         steps = partial(model_steps, narrow(PRESETS[name]), FEW, cache_type="q8_0")
         yield Case(f"{name}, a cache of q8_0", (90,), steps)
