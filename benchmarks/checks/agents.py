@@ -42,7 +42,8 @@ TASKS = ("What is in notes.txt? (first task)", "And in notes.txt now? (second ta
 ANSWERS = ("First-answer.", "Second-answer.")
 BESIDE = "A-title."
 """The answer to a request beside the conversation, as for its title."""
-TIMEOUT = 300
+TIMEOUT = float(os.environ.get("AGENT_SECONDS", 300))
+"""Of a task; a machine with other work takes more."""
 KEPT = 0.99
 """Of the prompt before, the part with which a client's next one begins; the newest message may be written anew."""
 
