@@ -103,7 +103,7 @@ class ScriptedEngine(LLMEngine):
     def __init__(self, llm: LLM, client: Client, folder: Path) -> None:
         super().__init__(llm)
         self._client, self._folder = client, folder
-        self._prompts: dict[int, Sequence[int]] = {}
+        self._told: dict[int, Sequence[int]] = {}
         self.turns: list[Turn] = []
 
     def add(self, request: EngineWork) -> None:
@@ -113,14 +113,14 @@ class ScriptedEngine(LLMEngine):
             params = replace(request.params, constraint=constraint)
             request = msgspec.structs.replace(request, params=params)
             if text != BESIDE:
-                self._prompts[request.id] = request.prompt
+                self._told[request.id] = request.prompt
         super().add(request)
 
     def step(self) -> list[Event]:
         events = super().step()
         for event in events:
-            if isinstance(event, Finished) and event.request_id in self._prompts:
-                prompt = self._prompts.pop(event.request_id)
+            if isinstance(event, Finished) and event.request_id in self._told:
+                prompt = self._told.pop(event.request_id)
                 self.turns.append(Turn(prompt, event.timings.cached_tokens))
         return events
 

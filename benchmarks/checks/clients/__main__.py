@@ -26,8 +26,6 @@ CLIENTS: Mapping[str, tuple[str, str]] = {
     "pydantic-ai-slim": ("pydantic-ai-slim[openai]", "pydantic_ai.py"),
     "llama-index-llms-openai-like": ("llama-index-llms-openai-like", "llama_index.py"),
     "lm-eval": ("lm-eval[api]", "lm_eval.py"),
-    "guidellm": ("guidellm", "guidellm.py"),
-    "aiperf": ("aiperf", "aiperf.py"),
     "open-webui": ("httpx", "open_webui.py"),
 }
 """Package: what pip installs, and the script. Open WebUI is too large to install: its calls are written down."""
