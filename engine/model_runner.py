@@ -119,8 +119,6 @@ class ModelRunner:
         self.packs_prompts = packs_prompts
         self.ranks: RankGroup | None = None
         self._has_states = any(pool.is_state for pool in cache.pools)
-        if device_decoder is not None and self._has_states:
-            device_decoder.before_launch = self._keep_states
 
     def lead(self, ranks: "RankGroup") -> None:
         """Makes this the runner of rank 0, which sends every step to the other ranks of the group."""
@@ -158,6 +156,8 @@ class ModelRunner:
             plan.outcome = self._pooled_or_scored(plan)
             if plan.outcome is not None:
                 return plan
+        elif self._has_states:
+            self._keep_states(plan)
         given, device = plan.given, self.device_decoder
         if device is not None and not on_host:
             with ProfilerRange(f"launch {_NAMES[plan.phase]}"):
@@ -166,8 +166,6 @@ class ModelRunner:
                     return plan
                 if device.launch(plan):
                     return plan
-        if plan.phase == "decode" and self._has_states:
-            self._keep_states(list(zip(plan.sequences, plan.starts, strict=True)))
         with ProfilerRange(_NAMES[plan.phase]):
             logits = self.forward(plan.phase, plan.rows, given=given).float().cpu()
         plan.sampled, plan.logits = plan.sampled_rows, dict(enumerate(logits))
@@ -281,8 +279,9 @@ class ModelRunner:
         steps = [[SequenceRows([token], start + n, tables)] for n, token in enumerate(ids)]
         return torch.cat([self.forward("decode", rows).float().cpu().clone() for rows in steps])
 
-    def _keep_states(self, rows: Seq[tuple[Sequence, int]]) -> None:
-        """Copy states that a decode step changes, given each sequence with the position of its first row."""
+    def _keep_states(self, plan: StepPlan) -> None:
+        """Copies states that a decode step changes."""
+        rows = zip(plan.sequences, plan.starts, strict=True)
         copies = [copy for each, at in rows for copy in copies_before(self.cache.pools, each, at)]
         if copies:
             self.copy_blocks(copies)

@@ -62,3 +62,11 @@ def scaled_below_one(x: Tensor) -> tuple[Tensor, Tensor]:
     _, exponent = torch.frexp(x.abs().amax(-1, keepdim=True))
     scale = torch.ldexp(torch.ones_like(x[..., :1]), exponent)
     return x / scale, scale
+
+
+def expanded_blocks(codes: Tensor, scales: Tensor, kind: torch.dtype) -> Tensor:
+    """A matrix of Q8_0 as floats of this type, each rounded once: [N, K].
+
+    codes: int8 [N, K / 32, 32]; scales: fp16 [N, K / 32, 1].
+    """
+    return torch.mul(codes, scales.to(kind)).flatten(1)

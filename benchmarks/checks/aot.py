@@ -20,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from math import gcd
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -91,11 +92,20 @@ def variants(archs: Sequence[int], only: str = "") -> list[Variant]:
     for case in cases():
         for arch in set(archs) & set(case.archs) if only in case.name else ():
             for key, (decode, launch) in launches(case, arch).items():
-                key = f"{SAME_PTX.get(arch, arch)} {key}"
+                key = f"{SAME_PTX.get(arch, arch)} {_COLUMNS.sub(_aligned, key)}"
                 first = chosen.get(key, Variant(case.name, launch, (), decode))
                 met = tuple(sorted({*first.archs, arch}))
                 chosen[key] = replace(first, archs=met, decode=first.decode or decode)
     return list(chosen.values())
+
+
+_COLUMNS = re.compile(r"\bcols=(\d+)")
+"""The columns of a packed weight, a constant of its matmuls: they loop over more of them, and are compiled once for all
+that are equally aligned."""
+
+
+def _aligned(columns: re.Match[str]) -> str:
+    return f"cols={gcd(int(columns[1]), 256)}"
 
 
 _BATCHED = re.compile(r"\.gemm\.matmul_|\.grouped_")

@@ -10,10 +10,13 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, empty
+from quengine.kernels.cuda.vision_rows import expanded_blocks
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kv_cache import pools_of_one
 from quengine.models.checkpoint import open_checkpoint
@@ -46,30 +49,34 @@ DEFAULT = SamplingKind(64, bias=False, penalties=False)
 RARE = (SamplingKind(0, bias=True, penalties=True), SamplingKind(128, bias=True, penalties=True))
 """Sampling that no warm-up compiles."""
 
-KEYS = (
-    decode_key(1, DEFAULT), decode_key(16, GREEDY),
-    *(GraphKey("prefill", rows, 1) for rows in (16, 512)),
-)  # fmt: skip
-PROMPTS = (130, 8, CHUNK)
-"""Rows of prompts that are not captured. Triton specializes on multiples of 16, so the first is none."""
 
-ALL_KEYS = (
-    *KEYS, *(decode_key(rows, DEFAULT) for rows in (2, 32, 64, 128)), *(decode_key(1, kind) for kind in RARE),
-    *(GraphKey("prefill", rows, 1) for rows in (32, 64, 128)),
+class Sizes(NamedTuple):
+    """The steps of a case: keys of captured ones, and rows of prompts that are not captured."""
+
+    keys: tuple[GraphKey, ...]
+    prompts: tuple[int, ...] = ()
+
+
+FEW = Sizes((decode_key(1, DEFAULT), decode_key(16, GREEDY), GraphKey("prefill", 512, 1)))
+"""One for each way to dequantize: in q-dot, with rounded scales, and exactly."""
+
+SOME = Sizes((*FEW.keys, GraphKey("prefill", 16, 1)), (130,))
+"""Triton specializes on multiples of 16, so the last is none."""
+
+ALL = Sizes(
+    (
+        *SOME.keys, *(decode_key(rows, DEFAULT) for rows in (2, 32, 64, 128)), *(decode_key(1, kind) for kind in RARE),
+        *(GraphKey("prefill", rows, 1) for rows in (32, 64, 128)),
+    ),
+    (*SOME.prompts, 8, CHUNK),
 )  # fmt: skip
 """Also one number of rows for each width of the matrix instruction."""
-
-FEW_KEYS = (decode_key(1, DEFAULT), decode_key(16, GREEDY), GraphKey("prefill", 512, 1))
-"""One for each way to dequantize: in q-dot, with rounded scales, and exactly."""
 
 COMMON_TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0")
 """Types that are compiled for every GPU. The others skip sm_89, which has the instructions and registers of sm_80."""
 
-WIDE = (
-    "gemma-3n-e2b", "gemma-4-26b-a4b", "nemotron-3-nano", "glm-4.7-flash", "qwen3.6-35b-a3b", "gpt-oss-20b",
-    "qwen3-30b-a3b", "gemma3-4b", "lfm2-1.2b",
-)  # fmt: skip
-"""Compiled at their own widths: one model for each kind of layer and of experts."""
+WIDE = ("mistral-7b", "gemma-4-26b-a4b", "glm-4.7-flash", "qwen3.6-35b-a3b", "gpt-oss-20b", "qwen3-30b-a3b")
+"""Compiled at their own widths: dense, experts of several sizes, latent attention, a gated delta net."""
 
 LAYER_KINDS = (
     "mistral-7b", "gemma3-4b", "lfm2-1.2b", "gemma-3n-e2b", "gemma-4-26b-a4b", "nemotron-3-nano", "glm-4.7-flash",
@@ -79,7 +86,8 @@ LAYER_KINDS = (
 
 SHAPES = (
     "olmo2-7b", "phi3-mini", "qwen2.5-vl-7b", "hunyuan-7b", "qwen3.6-27b", "gemma2-9b", "gemma-4-31b", "gemma-4-e2b",
-    "command-r7b", "nemotron-nano-9b-v2", "llama4-scout", "mistral-small-4", "llama-3.2-1b",
+    "command-r7b", "nemotron-nano-9b-v2", "llama4-scout", "mistral-small-4", "llama-3.2-1b", "gemma3-4b", "lfm2-1.2b",
+    "gemma-3n-e2b", "nemotron-3-nano",
 )  # fmt: skip
 """Other shapes and blocks of attention, states and norms, for sm_90 alone."""
 
@@ -90,6 +98,7 @@ OF_TYPES = replace(
 """A layer without experts and two with them, at a width that fills the prefetch depth: every type is compiled in it."""
 
 DENSE_OF_TYPES = replace(OF_TYPES, architecture="llama", experts=0, dense_layers=0, rope_dim=None)
+"""The same without experts, whose matmuls of sm_80 are compiled in the common types alone."""
 
 
 @dataclass(frozen=True)
@@ -118,29 +127,30 @@ def cases() -> list[Case]:
 
 def _model_cases() -> Iterator[Case]:
     mistral = PRESETS["mistral-7b"]
-    yield Case("mistral-7b, all steps", (90,), partial(model_steps, mistral, ALL_KEYS))
+    yield Case("mistral-7b, all steps", (90,), partial(model_steps, mistral, ALL))
     yield Case("mistral-7b", (80, 89), partial(model_steps, mistral))
-    for name in WIDE:
-        yield Case(name, (90,), partial(model_steps, PRESETS[name], FEW_KEYS))
+    for name in WIDE[1:]:
+        yield Case(name, (90,), partial(model_steps, PRESETS[name], FEW))
     for name in LAYER_KINDS:
-        yield Case(f"{name}, narrow", (80, 89), partial(model_steps, narrow(PRESETS[name])))
+        yield Case(f"{name}, narrow", (80, 89), partial(model_steps, narrow(PRESETS[name]), FEW))
     for name in SHAPES:
         yield Case(f"{name}, narrow", (90,), partial(model_steps, narrow(PRESETS[name])))
     gated = replace(narrow(PRESETS["qwen3.5-4b"]), head_dim=128)
-    yield Case("gated attention with heads of 128", (90,), partial(model_steps, gated, FEW_KEYS))
+    yield Case("gated attention with heads of 128", (90,), partial(model_steps, gated, FEW))
 
 
 def _type_cases() -> Iterator[Case]:
     for name in FORMATS:
-        steps = partial(model_steps, replace(OF_TYPES, quant=name), FEW_KEYS)
+        steps = partial(model_steps, replace(OF_TYPES, quant=name), FEW)
         yield Case(f"{name}, every matrix", ARCHS if name in COMMON_TYPES else (90,), steps)
         if name not in COMMON_TYPES:
-            dense = partial(model_steps, replace(DENSE_OF_TYPES, quant=name), FEW_KEYS)
+            dense = partial(model_steps, replace(DENSE_OF_TYPES, quant=name), FEW)
             yield Case(f"{name}, dense", (80,), dense)
 
 
 def _option_cases() -> Iterator[Case]:
-    """Models with options of the engine that choose other kernels, of attention and of states most of all."""
+    """Models with options of the engine that choose other kernels, of attention and of states most of all: at widths
+    that are compiled already."""
     options: dict[str, dict[str, Any]] = {
         "a cache of q8_0": {"cache_type": "q8_0"},
         "several rows of a sequence": {"shares": True},
@@ -148,12 +158,18 @@ def _option_cases() -> Iterator[Case]:
         "deterministic": {"batch_invariant": True},
     }
     for (option, given), name in product(options.items(), LAYER_KINDS):
-        steps = partial(model_steps, narrow(PRESETS[name]), FEW_KEYS, **given)
-        yield Case(f"{name}, {option}", ARCHS, steps)
+        spec = PRESETS[name]
+        own = name in WIDE and option != "deterministic"
+        wide = partial(model_steps, spec if own else narrow(spec), FEW, **given)
+        yield Case(f"{name}, {option}", (90,), wide)
+        if "several" not in option:
+            yield Case(
+                f"{name}, narrow, {option}", (80, 89), partial(model_steps, narrow(spec), FEW, **given)
+            )
     for name in ("gpt-oss-20b", "gemma-4-31b", "mistral-small-4"):
-        steps = partial(model_steps, narrow(PRESETS[name]), FEW_KEYS, cache_type="q8_0")
+        steps = partial(model_steps, narrow(PRESETS[name]), FEW, cache_type="q8_0")
         yield Case(f"{name}, a cache of q8_0", (90,), steps)
-    floats = partial(model_steps, replace(OF_TYPES, quant="F16"), batch_invariant=True)
+    floats = partial(model_steps, replace(OF_TYPES, quant="F16"), FEW, batch_invariant=True)
     yield Case("F16, every matrix, deterministic", ARCHS, floats)
 
 
@@ -161,21 +177,21 @@ def _rank_and_draft_cases() -> Iterator[Case]:
     for ranks in (2, 8):
         steps = partial(rank_steps, narrow(PRESETS["gemma3-4b" if ranks == 2 else "mistral-7b"]), ranks)
         yield Case(f"{ranks} ranks", (80, 90), steps)
-    yield Case("tiny, rows that are given", (80, 90), partial(given_steps, PRESETS["tiny"]))
-    yield Case("qwen3.5-mtp-tiny, drafts", ARCHS, partial(draft_steps, PRESETS["qwen3.5-mtp-tiny"]))
-    yield Case("tiny, drafts of EAGLE-3", ARCHS, partial(eagle_steps, PRESETS["tiny"]))
+    yield Case(
+        "mistral-7b, rows that are given", (80, 90), partial(given_steps, narrow(PRESETS["mistral-7b"]))
+    )
+    yield Case("qwen3.5-mtp-tiny, drafts", (80, 90), partial(draft_steps, PRESETS["qwen3.5-mtp-tiny"]))
+    yield Case("tiny, drafts of EAGLE-3", (80, 90), partial(eagle_steps, PRESETS["tiny"]))
 
 
 def narrow(spec: SyntheticModel) -> SyntheticModel:
-    """The model with the widths of `OF_TYPES`, so that its matmuls are those of other models: what is its own is what
-    it does between them."""
+    """The model with the widths of `OF_TYPES` but for experts, in a type for rows of any length: its dense matmuls are
+    those of other models, and its own is what it does between them."""
     of = OF_TYPES
     return replace(
         spec, embedding_length=of.embedding_length, feed_forward_length=of.feed_forward_length,
-        vocab_size=of.vocab_size, expert_feed_forward_length=of.expert_feed_forward_length if spec.experts else 0,
-        shared_feed_forward_length=of.feed_forward_length if spec.shared_feed_forward_length else 0,
+        vocab_size=of.vocab_size, quant="Q4_0",
         layer_sizes=tuple(each._replace(feed_forward_length=of.feed_forward_length) for each in spec.layer_sizes),
-        quant="Q8_0",
     )  # fmt: skip
 
 
@@ -189,7 +205,7 @@ def plan_of(spec: SyntheticModel, **options: Any) -> KernelPlan:
 
 
 def model_steps(
-    spec: SyntheticModel, keys: Sequence[GraphKey] = KEYS, *, shares: bool = False, **options: Any
+    spec: SyntheticModel, sizes: Sizes = SOME, *, shares: bool = False, **options: Any
 ) -> Iterator[Step]:
     """Steps of decode and of prompts. shares: rather one of decode in which a sequence may have several rows."""
     (graphs,) = plan_of(spec, shares_sequences=shares, **options).graphs()
@@ -197,16 +213,18 @@ def model_steps(
     # thread are spilled, which is no failure.
     fits = options.get("cache_type") != "q8_0" or graphs.decoder.config.head_dim <= 256
     if shares:
-        yield fits, partial(graphs.run_padding, decode_key(8, DEFAULT, shares=True))
+        yield fits, partial(graphs.run_padding, decode_key(16, DEFAULT, shares=True))
         return
-    for decode, step in _steps(graphs, keys):
+    for decode, step in _steps(graphs, sizes):
         yield decode and fits, step
 
 
-def _steps(graphs: CudaGraphs, keys: Sequence[GraphKey]) -> Iterator[Step]:
-    for key in keys:
-        yield key.phase == "decode" and key.rows == 1, partial(graphs.run_padding, key)
-    for rows in PROMPTS if keys == ALL_KEYS else PROMPTS[: keys == KEYS]:
+def _steps(graphs: CudaGraphs, sizes: Sizes) -> Iterator[Step]:
+    for key in sizes.keys:
+        # Choosing among more than the default candidates spills, which is no failure.
+        fits = key.sampling is not None and key.sampling.top_k <= DEFAULT.top_k
+        yield key.phase == "decode" and key.rows == 1 and fits, partial(graphs.run_padding, key)
+    for rows in sizes.prompts:
         yield False, partial(graphs.run_prompts, graphs.lengths_of(rows))
 
 
@@ -217,7 +235,7 @@ def rank_steps(spec: SyntheticModel, ranks: int) -> Iterator[Step]:
     split = ModelSplit(whole.config, tensors, Rank(0, ranks))
     part = replace(whole, config=split.config, tensors=SplitTensors(tensors, split).stored())
     (graphs,) = part.graphs()
-    yield from _steps(graphs, FEW_KEYS)
+    yield from _steps(graphs, FEW)
     # Ranks of other layers sum what no launch joins with more.
     yield True, partial(graphs.decoder.backend.communicator.all_reduce, empty(1, 128))
 
@@ -228,7 +246,7 @@ def given_steps(spec: SyntheticModel) -> Iterator[Step]:
     graphs = CudaGraphs(plain.decoder, plain.cache, 64, CHUNK, shares_sequences=True, takes_embeds=True)
     graphs.drafted = graphs.history
     yield False, partial(graphs.run_padding, GraphKey("prefill", 16, 1))
-    yield True, partial(graphs.run_padding, decode_key(8, DEFAULT, shares=True))
+    yield True, partial(graphs.run_padding, decode_key(16, DEFAULT, shares=True))
 
 
 def draft_steps(spec: SyntheticModel) -> Iterator[Step]:
@@ -264,7 +282,7 @@ def encoder_steps(spec: SyntheticModel) -> Iterator[Step]:
     """A text of an encoder, which makes embeddings."""
     plan = plan_of(spec)
     encoder = Encoder(plan.config, meta_tensors(plan.tensors), MetaBackend(META), plan.ctx_size)
-    for rows in (16, PROMPTS[0]):
+    for rows in (16, SOME.prompts[0]):
         batch = forward_batch("prefill", [SequenceRows([0] * rows, 0, [[PADDING_BLOCK]])], META)
         yield False, partial(encoder.hidden, batch)
 
@@ -276,3 +294,6 @@ def image_steps(model: str) -> Iterator[Step]:
     side = settings.image_size // settings.patch if settings.projector == "gemma3" else 4 * settings.merge
     pixels = empty(1, 3, side * settings.patch, side * settings.patch)
     yield False, lambda: list(encoder.layers(pixels, encoder.grid(side, side)))
+    if model == "gemma-3":  # a projector of Q8_0, whose matrices are expanded where they multiply
+        codes, scales = empty(64, 36, 32, dtype=torch.int8), empty(64, 36, 1, dtype=torch.float16)
+        yield False, lambda: expanded_blocks(codes, scales)

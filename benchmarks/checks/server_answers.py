@@ -27,7 +27,7 @@ _JOINED = frozenset(
 )
 _CALLS = frozenset(("tool_calls", "function", "function_call"))
 """The first piece of a call has its name too, and as much of its arguments as there was."""
-_COUNTED = frozenset(("tokens", "tokens_predicted"))
+_COUNTED = frozenset(("tokens", "tokens_predicted", "predicted_n"))
 
 _SAID = {
     "speak": "<think>\nIt is clear.\n</think>\n\nHello there.",
@@ -36,6 +36,12 @@ _SAID = {
 _PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array"}}}
 _FUNCTION = {"name": "add", "description": "Adds.", "parameters": _PARAMETERS}
 _TOOL = {"type": "function", "function": _FUNCTION}
+_LIVE = {
+    "stream": True,
+    "timings_per_token": True,
+    "return_progress": True,
+    "stream_options": {"include_usage": True},
+}
 _WEIGHED = {"logprobs": True, "top_logprobs": 2}
 
 
@@ -52,6 +58,15 @@ _FAKE: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("POST", "/v1/chat/completions", {"messages": _messages("hi"), "n": 2}),
     ("POST", "/v1/chat/completions", {"messages": _messages("hi"), **_WEIGHED}),
     ("POST", "/v1/chat/completions", {"messages": _messages("hi"), "stream": True, **_WEIGHED}),
+    ("POST", "/v1/chat/completions", {"messages": _messages("hi"), "verbose": True, **_WEIGHED}),
+    ("POST", "/v1/chat/completions", {"messages": _messages("hi"), "verbose": True, "stream": True}),
+    ("POST", "/v1/chat/completions", {"messages": _messages("hi"), **_LIVE}),
+    ("POST", "/v1/completions", {"prompt": "a", **_LIVE}),
+    ("POST", "/v1/completions", {"prompt": "a", "logprobs": 2, "echo": True, "stream": True}),
+    ("POST", "/v1/completions", {"prompt": "a", "verbose": True, "stream": True}),
+    ("POST", "/v1/completions", {"prompt": ["a", "b"], "verbose": True}),
+    ("POST", "/completion", {"prompt": "a", **_LIVE}),
+    ("POST", "/v1/responses", {"input": "hi", **_LIVE}),
     ("POST", "/v1/chat/completions", {"messages": _messages("please fail")}),
     ("POST", "/v1/chat/completions", {"messages": _messages("please fail"), "stream": True}),
     ("POST", "/v1/chat/completions", {"messages": []}),

@@ -1,6 +1,6 @@
 """Models for EleutherAI's lm-evaluation-harness (`pip install lm-eval`), under the name `quengine`.
 
-    python -m quengine.evaluation.lm_eval_model --model quengine --model_args pretrained=smollm2-135m --tasks arc_easy
+    python -m quengine.evaluation.lm_eval_model --model quengine --model_args pretrained=MODEL --batch_size auto ...
 
 Importing this module registers the name; run as a program it then is `lm_eval`, with all of its arguments.
 """
@@ -164,7 +164,5 @@ def _progress(progress: BatchProgress) -> None:
 
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
-
-    from quengine.evaluation import lm_eval_model  # noqa: F401  (registers under its own name)
 
     cli_evaluate()

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from quengine.models.vision import PreparedImage
 
 
-_COMMON_SIDE = 1024
-
-
 class Vision(Encoder, Protocol):
     """`models.vision.VisionModel`, as far as prompts need it."""
 
@@ -42,6 +39,8 @@ class Vision(Encoder, Protocol):
     def text_size(self) -> int: ...
     @property
     def deepstack(self) -> int: ...
+    @property
+    def workspace(self) -> int: ...
     def prepare(self, data: bytes) -> "PreparedImage": ...
 
 
@@ -93,7 +92,9 @@ class ImagePrompts:
         """Encodes a picture of a common size as often as it takes to have its steps captured, on a CUDA device: the
         first image of that size then takes the time of the next."""
         if self._on_cuda:
-            image = self._vision.prepare(blank_image(_COMMON_SIDE))
+            from quengine.models.vision.vision_model import COMMON_SIDE  # a third of a second
+
+            image = self._vision.prepare(blank_image(COMMON_SIDE))
             for _ in range(2):
                 self.encode(image)
 

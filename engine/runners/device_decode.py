@@ -10,9 +10,6 @@ slots, and are launched ahead too.
 In steps of many rows every row costs the host Python time: nearly all are continued as they are.
 """
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
-
 from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_rows import DeviceRows, Drafted
@@ -25,12 +22,10 @@ from quengine.step_plan import TOKENS_ALONE, GivenRows, SequenceRows, StepPlan, 
 class DeviceDecoder:
     """See the module docstring. With `graphs.shares_sequences` sequences may have drafts.
 
-    before_launch: called before each decode step with the sequences and the positions of their first rows.
     drafting: launches steps that draft on the device; None: there are none.
     """
 
     def __init__(self, graphs: CudaGraphs) -> None:
-        self.before_launch: Callable[[Seq[tuple[Sequence, int]]], None] | None = None
         self.drafting: DraftGraphs | None = None
         self.most_rows = graphs.rows
         self._drafts = graphs.shares_sequences
@@ -49,8 +44,6 @@ class DeviceDecoder:
             for slot in plan.slots:
                 slot.has_token, slot.undrafted = False, 0
             return False
-        if self.before_launch is not None:
-            self.before_launch(list(zip(plan.sequences, plan.starts, strict=True)))
         self._decoding = plan.slots
         for slot in plan.slots if self.drafting is not None else ():
             slot.undrafted += slot.undrafted > 0
@@ -63,8 +56,6 @@ class DeviceDecoder:
     def _launch_drafting(self, plan: StepPlan) -> None:
         """Launches a step that drafts on the device, where the host gives what it knows of sequences that join."""
         assert self.drafting is not None
-        if self.before_launch is not None:
-            self.before_launch(list(zip(plan.sequences, plan.starts, strict=True)))
         self._decoding = plan.slots
         for sequence, slot in zip(plan.sequences, plan.slots, strict=True):
             self._send_tables(sequence, slot)

@@ -27,7 +27,13 @@ from quengine.serve.routes.responses.route import (
 from quengine.serve.routes.route import COMPUTES, NOTHING, READS, READS_ALONE, OfModel, OfServer
 from quengine.serve.routes.vectors.embeddings import embeddings, native_embeddings
 from quengine.serve.routes.vectors.rerank import rerank
-from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest, TokenCount
+from quengine.serve.schemas.anthropic import (
+    AnthropicEvent,
+    AnthropicMessage,
+    CountTokensRequest,
+    MessagesRequest,
+    TokenCount,
+)
 from quengine.serve.schemas.llama import (
     DetokenizedText,
     Health,
@@ -39,6 +45,7 @@ from quengine.serve.schemas.llama import (
     Success,
 )
 from quengine.serve.schemas.ollama import (
+    OllamaChat,
     OllamaChatRequest,
     OllamaCopyRequest,
     OllamaCreateRequest,
@@ -47,6 +54,7 @@ from quengine.serve.schemas.ollama import (
     OllamaEmbeddings,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
+    OllamaGenerate,
     OllamaGenerateRequest,
     OllamaProcesses,
     OllamaPullLine,
@@ -150,9 +158,7 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
         ResponseRequest,
         READS,
     ),
-    OfModel(
-        "POST /v1/messages", messages, "AnthropicMessage", MessagesRequest, _ANTHROPICS, "AnthropicEvent"
-    ),
+    OfModel("POST /v1/messages", messages, AnthropicMessage, MessagesRequest, _ANTHROPICS, AnthropicEvent),
     OfModel("POST /v1/messages/count_tokens", count_tokens, TokenCount, CountTokensRequest, _ANTHROPICS),
     OfServer("GET /v1/responses/{id}", stored_response, "Response", errors=(400, 404)),
     OfServer("GET /v1/responses/{id}/input_items", response_input_items, "InputItemList", errors=(400, 404)),
@@ -170,13 +176,13 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     OfModel("POST /tokenize", token_routes.tokenize, "Tokens", TokenizeRequest, READS),
     OfModel("POST /detokenize", token_routes.detokenize, DetokenizedText, DetokenizeRequest, READS),
     OfModel("POST /apply-template", token_routes.apply_template, RenderedPrompt, TemplateRequest, READS),
-    OfModel("POST /api/chat", generation.chat, "OllamaChat", OllamaChatRequest, line="OllamaChatLine"),
+    OfModel("POST /api/chat", generation.chat, OllamaChat, OllamaChatRequest, line=OllamaChat),
     OfModel(
         "POST /api/generate",
         generation.generate,
-        "OllamaGenerate",
+        OllamaGenerate,
         OllamaGenerateRequest,
-        line="OllamaGenerateLine",
+        line=OllamaGenerate,
     ),
     OfModel("POST /api/embed", ollama_embeddings.embed, OllamaEmbed, OllamaEmbedRequest),
     OfModel(

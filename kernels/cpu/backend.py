@@ -214,7 +214,8 @@ class CpuBackend(PlainRows):
         activation: Activation = "silu",
     ) -> ExpertRows:
         if batch.phase == "prefill":
-            return prompt_experts_glu(cpu.normed(x, norm), routing, gate_up, activation)
+            with cpu.joined():
+                return prompt_experts_glu(cpu.normed(x, norm), routing, gate_up, activation)
         with recorded(batch, len(x)) as step:
             return step.experts_glu(x, norm, routing, gate_up, activation)
 

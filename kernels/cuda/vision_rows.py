@@ -21,6 +21,8 @@ _CODES: dict[PatchActivation, int] = {
 }
 _COLUMNS = 1024
 """Columns of a feed-forward that a program has at once."""
+_BLOCKS = 128
+"""Blocks of a matrix that a program expands."""
 
 
 @triton.jit
@@ -227,3 +229,27 @@ def hidden_rows(
         WIDTH=up.shape[1], BLOCK=_COLUMNS, CODE=_CODES[activation], num_warps=4,
     )  # fmt: skip
     return out, scale
+
+
+@DirectLaunch
+@triton.jit
+def _expand_kernel(codes_ptr, scales_ptr, out_ptr, blocks, BLOCKS: tl.constexpr):
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < blocks
+    at = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    scale = tl.load(scales_ptr + block, mask=inside, other=0.0).to(tl.float32)
+    code = tl.load(codes_ptr + at, mask=inside[:, None], other=0).to(tl.float32)
+    tl.store(out_ptr + at, (code * scale[:, None]).to(tl.float16), mask=inside[:, None])
+
+
+def expanded_blocks(codes: Tensor, scales: Tensor) -> Tensor:
+    """A matrix of Q8_0 in fp16, [N, K].
+
+    codes: int8 [N, K / 32, 32], contiguous; scales: fp16 [N, K / 32, 1], contiguous.
+    """
+    assert codes.is_contiguous() and scales.is_contiguous() and codes.numel() < 1 << 31
+    out = torch.empty(len(codes), codes[0].numel(), dtype=torch.float16, device=codes.device)
+    _expand_kernel[(triton.cdiv(scales.numel(), _BLOCKS),)](
+        codes, scales, out, scales.numel(), BLOCKS=_BLOCKS, num_warps=4
+    )
+    return out

@@ -6,7 +6,7 @@ one launch for a slice.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -54,22 +54,23 @@ class EncoderGraphs:
         self._pool: Any = None
         self._has_memory = True
 
-    def rows(self, pixels: Tensor, grid: UnitGrid, layers: int, turn: Turn) -> Tensor:
-        """pixels [B, 3, H, W] in host memory -> rows [B, rows, N]; `layers` layers are launched within a `turn`."""
-        captured = self._graphs_of(pixels, grid, layers)
+    def rows(self, units: Sequence[Tensor], grid: UnitGrid, layers: int, turn: Turn) -> Tensor:
+        """units [3, H, W] of one size in host memory -> rows [units, rows, N]; `layers` layers are launched within a
+        `turn`."""
+        captured = self._graphs_of((len(units), *units[0].shape), grid, layers)
         if captured is None:
-            return in_slices(self._encoder.layers(pixels.to(self._device), grid), layers, turn)
-        return self._replayed(captured, pixels, turn)
+            pixels = torch.stack(list(units)).to(self._device)
+            return in_slices(self._encoder.layers(pixels, grid), layers, turn)
+        return self._replayed(captured, units, turn)
 
-    def _graphs_of(self, pixels: Tensor, grid: UnitGrid, layers: int) -> _Captured | None:
-        key = tuple(pixels.shape)
+    def _graphs_of(self, key: tuple[int, ...], grid: UnitGrid, layers: int) -> _Captured | None:
         if self._is_default_stream or (key not in self._captured and not self._may_capture(key)):
             return None
         if key not in self._captured:
             while len(self._captured) >= CLASSES:
                 self._captured.popitem(last=False)
             try:
-                self._captured[key] = self._capture(pixels, grid, layers)
+                self._captured[key] = self._capture(key, grid, layers)
             except torch.OutOfMemoryError:
                 self._has_memory = False
                 logger.warning(
@@ -92,9 +93,9 @@ class EncoderGraphs:
             self._seen.popitem(last=False)
         return False
 
-    def _replayed(self, captured: _Captured, pixels: Tensor, turn: Turn) -> Tensor:
+    def _replayed(self, captured: _Captured, units: Sequence[Tensor], turn: Turn) -> Tensor:
         captured.copied.synchronize()  # the units before have left the host
-        captured.host.copy_(pixels)
+        torch.stack(list(units), out=captured.host)
         captured.pixels.copy_(captured.host, non_blocking=True)
         captured.copied.record()
         for graph in captured.graphs:
@@ -102,10 +103,10 @@ class EncoderGraphs:
                 graph.replay()
         return captured.rows.clone()
 
-    def _capture(self, pixels: Tensor, grid: UnitGrid, layers: int) -> _Captured:
-        """The graphs of units like these, of which some were encoded before: all kernels are loaded."""
-        host = torch.empty(pixels.shape, dtype=pixels.dtype, pin_memory=True)
-        given = torch.empty(pixels.shape, dtype=pixels.dtype, device=self._device)
+    def _capture(self, shape: tuple[int, ...], grid: UnitGrid, layers: int) -> _Captured:
+        """The graphs of units [B, 3, H, W], of which some were encoded before: all kernels are loaded."""
+        host = torch.empty(shape, dtype=torch.float32, pin_memory=True)
+        given = torch.empty(shape, dtype=torch.float32, device=self._device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graphs, computed = list[torch.cuda.CUDAGraph](), self._encoder.layers(given, grid)

@@ -8,6 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from quengine.kernels.vision_rows import expanded_blocks
+
 _BLOCK, _BLOCK_BYTES = 32, 34
 
 
@@ -43,7 +45,11 @@ class Q8Matrix:
 
     def expanded(self, kind: torch.dtype) -> Tensor:
         """[N, K] of this float type, each value rounded once."""
-        return torch.mul(self.codes, self.scales.to(kind)).flatten(1)
+        if self.codes.is_cuda and kind == torch.float16:
+            from quengine.kernels.cuda.vision_rows import expanded_blocks as on_cuda  # imports Triton
+
+            return on_cuda(self.codes, self.scales)
+        return expanded_blocks(self.codes, self.scales, kind)
 
 
 Matrix: TypeAlias = Tensor | Q8Matrix

@@ -15,6 +15,8 @@ from quengine.models.vision.projector import ImageEncoder
 
 MAX_PATCHES = 1 << 14
 """Patches that are encoded at once: four images of 1024 x 1024 pixels with patches of 16."""
+COMMON_SIDE = 1024
+"""Pixels of a side of images that memory is left for."""
 SLICE = 1 << 14
 """Patches times layers of a slice: 2 ms of an H200 for layers of 1,152."""
 _GRIDS = 16
@@ -40,6 +42,18 @@ class VisionModel:
         self._graphs = EncoderGraphs(encoder, device) if device.type == "cuda" else None
         self._grids: OrderedDict[tuple[int, int], UnitGrid] = OrderedDict()
 
+    @property
+    def workspace(self) -> int:
+        """Bytes that encoding an image of COMMON_SIDE takes on a CUDA device beside the weights, launched kernel by
+        kernel and captured, which have memory of their own."""
+        settings = self.processor.settings
+        if self.device.type != "cuda":
+            return 0
+        # A row's fp32 stream and its fp16 norm, product and parts of queries, keys and values, attention, and result;
+        # fp16 products of up and gate, and what is made of them.
+        row = 22 * settings.width + 6 * settings.feed_forward
+        return 2 * row * (COMMON_SIDE // settings.patch) ** 2
+
     def prepare(self, data: bytes) -> PreparedImage:
         """The image file `data` as the encoder takes it, made on the CPU. Raises ImageError."""
         return self.processor.prepare(data)
@@ -61,21 +75,21 @@ class VisionModel:
         for shape, members in groups.items():
             left = iter(members)
             while part := list(islice(left, self._units_at_once(shape))):
-                made = self._rows(torch.stack([units[at][1] for at in part]), turn)
+                made = self._rows([units[at][1] for at in part], turn)
                 rows |= dict(zip(part, made, strict=True))
         of_image: list[list[Tensor]] = [[] for _ in images]
         for at, (index, _) in enumerate(units):
             of_image[index].append(rows[at])
         return [torch.cat(parts) for parts in of_image]
 
-    def _rows(self, pixels: Tensor, turn: Turn) -> Tensor:
-        """pixels [B, 3, H, W] in host memory -> [B, rows, N] on the device."""
+    def _rows(self, units: Sequence[Tensor], turn: Turn) -> Tensor:
+        """units [3, H, W] of one size in host memory -> [units, rows, N] on the device."""
         patch = self.processor.settings.patch
-        grid = self._grid(pixels.shape[-2] // patch, pixels.shape[-1] // patch)
-        layers = max(1, SLICE // (len(pixels) * grid.height * grid.width))
+        grid = self._grid(units[0].shape[-2] // patch, units[0].shape[-1] // patch)
+        layers = max(1, SLICE // (len(units) * grid.height * grid.width))
         if self._graphs is not None:
-            return self._graphs.rows(pixels, grid, layers, turn)
-        return in_slices(self._encoder.layers(pixels, grid), layers, turn)
+            return self._graphs.rows(units, grid, layers, turn)
+        return in_slices(self._encoder.layers(torch.stack(list(units)), grid), layers, turn)
 
     def _grid(self, height: int, width: int) -> UnitGrid:
         key = height, width

@@ -54,7 +54,7 @@ class FakeVision:
     """`table`: the embeddings of all tokens [vocab, K]. encoded: the images of each call. gate: what each call waits
     for."""
 
-    projector, marker, deepstack = "fake", "<image>", 0
+    projector, marker, deepstack, workspace = "fake", "<image>", 0, 0
 
     def __init__(self, table: Tensor) -> None:
         self.table, self.text_size = table, table.shape[1]

@@ -177,11 +177,11 @@ def test_room_is_asked_for_until_nothing_more_is_freed_and_the_context_takes_wha
         return len(asked) < 3
 
     loaded = load_model(path, EngineConfig("cpu", 64, 1, parallel=4, make_room=make_room))
-    loaded.close()
     assert [there for _, there, _ in asked] == [2**28 + 2**20, 2**29, 2**30]
     ((needed, device),) = {(needed, device) for needed, _, device in asked}
     assert device == "cpu" and needed >= loaded.nbytes > loaded.checkpoint.nbytes
     assert max(pool.num_blocks for pool in loaded.cache.pools) >= 4 * 2
+    loaded.close()
 
 
 def test_experts_that_host_memory_does_not_hold_are_refused_before_weights_are_read(

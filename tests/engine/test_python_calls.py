@@ -267,19 +267,20 @@ def test_a_closed_model_frees_its_memory_processes_and_threads(model: Path) -> N
 @pytest.mark.gpu
 def test_on_a_gpu_processors_hold_and_close_frees_the_memory(tmp_path: Path) -> None:
     path = write_synthetic(tmp_path / "tiny.gguf", "tiny")
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    left = list[int]()
 
     def odd(_ids: list[int], logits: NDArray[np.float32]) -> NDArray[np.float32]:
         logits[::2] = -np.inf
         return logits
 
-    with LLM(path, "cuda", 256, parallel=4) as llm:
-        prompts = [[n, n + 1, n + 2] for n in range(4)]
-        alone = [llm.generate([prompt], GREEDY)[0].tokens for prompt in prompts]
-        params = [GREEDY, GREEDY, replace(GREEDY, logits_processors=(odd,)), GREEDY]
-        together = [each.tokens for each in llm.generate(prompts, params)]
-        assert [together[n] for n in (0, 1, 3)] == [alone[n] for n in (0, 1, 3)]
-        assert all(token % 2 for token in together[2])
-        assert torch.cuda.memory_allocated() > before
-    assert torch.cuda.memory_allocated() == before
+    for _ in range(2):  # what kernels share within a process is there after the first time
+        with LLM(path, "cuda", 256, parallel=4, deterministic=True) as llm:
+            prompts = [[n, n + 1, n + 2] for n in range(4)]
+            alone = [llm.generate([prompt], GREEDY)[0].tokens for prompt in prompts]
+            params = [GREEDY, GREEDY, replace(GREEDY, logits_processors=(odd,)), GREEDY]
+            together = [each.tokens for each in llm.generate(prompts, params)]
+            assert [together[n] for n in (0, 1, 3)] == [alone[n] for n in (0, 1, 3)]
+            assert all(token % 2 for token in together[2])
+            held = torch.cuda.memory_allocated()
+        left.append(torch.cuda.memory_allocated())
+    assert left[1] <= left[0] < held

@@ -10,7 +10,6 @@ import pytest
 
 from quengine import LLM, SamplingParams
 from quengine.request.output import Completion
-from quengine.runners.device_decode import DeviceDecoder
 from tests.engine.states import states_that_count, write_small
 from tests.engine.test_steps_ahead import Device, load, on_device
 
@@ -54,9 +53,6 @@ def alone(tiny: Path) -> list[Completion]:
 def ahead(tiny: Path, **options: object) -> Iterator[tuple[LLM, Device]]:
     with load(tiny, ctx_size=192, **options) as llm:
         device = on_device(llm)
-        decoder = DeviceDecoder(device)  # type: ignore[arg-type]
-        decoder.before_launch = llm.runner._keep_states
-        llm.runner.device_decoder = decoder
         llm.scheduler = llm._make_scheduler()
         yield llm, device
         assert all(pool.num_free == pool.shape.num_blocks for pool in llm.scheduler.blocks._pools)

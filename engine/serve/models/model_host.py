@@ -70,7 +70,7 @@ _NEXT: Mapping[State, frozenset[State]] = {
     State.DRAINING: frozenset((State.READY, State.FAILED, State.ABSENT, State.ASLEEP)),
     State.ASLEEP: frozenset((State.LOADING,)),
 }
-"""Any of a model's ends is ABSENT when the server stops."""
+"""The states that may follow each."""
 
 
 class ModelHost:
@@ -166,9 +166,10 @@ class ModelHost:
         self.worker.stop()
 
     def fail_to_load(self, error: Exception) -> None:
-        """It cannot be loaded: those who wait get the error."""
+        """It cannot be loaded, or not begun to be: those who wait get the error."""
         self.failure = str(error)
-        self._enter(State.FAILED)
+        if self.state is State.ABSENT:
+            self._enter(State.FAILED)
         self.refuse(self.load_error(error))
 
     def _engine_ready(self) -> None:

@@ -6,7 +6,7 @@ that of one event or line, as is the use before OpenAPI 3.2 has a word of its ow
 
 import re
 from collections.abc import Sequence
-from types import GenericAlias
+from types import GenericAlias, UnionType
 from typing import Any
 
 from quengine import __version__
@@ -102,13 +102,13 @@ def _operation_id(method: str, path: str) -> str:
 
 
 def _structs(routes: Sequence[OfModel | OfServer]) -> list[Any]:
-    """The types of all answers and lines that are structs."""
-    kinds = [each for route in routes for each in (route.answer, route.line) if _is_type(each)]
+    """The types of all answers, events and lines that are structs."""
+    kinds = [each for route in routes for each in (route.answer, route.event, route.line) if _is_type(each)]
     return list(dict.fromkeys(kinds))
 
 
 def _is_type(answer: Any) -> bool:
-    return isinstance(answer, type | GenericAlias)
+    return isinstance(answer, type | GenericAlias | UnionType)
 
 
 def _schema(answer: Any) -> Schema:
@@ -141,7 +141,7 @@ def _success(route: OfModel | OfServer) -> dict[str, Any]:
 def _event(route: OfModel | OfServer) -> Schema:
     """An event whose data is JSON, or the end of the stream."""
     assert route.event is not None
-    inner = {"anyOf": [ref(route.event), ref(route.error)]}
+    inner = {"anyOf": [_schema(route.event), ref(route.error)]}
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": inner}
     return {
         "type": "object",

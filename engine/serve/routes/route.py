@@ -37,7 +37,7 @@ class Route(Generic[H]):
         answer: its struct, or a list of such; a schema, the name of one, a media type for what is no JSON, or NOTHING.
         request: the struct of its body, or the name of a schema.
         errors: the statuses of its errors, beside those of access.
-        event: the name of the schema of a stream's events (EVENTS).
+        event: the struct of a stream's events (EVENTS), several of them, or the name of a schema.
         line: the struct of a stream's lines (LINES), or the name of a schema.
         query: names and schemas of parameters behind the path, all of them required.
         apps: apps of this machine may use it where no key guards anything: generating, and what they look at before.
@@ -50,7 +50,7 @@ class Route(Generic[H]):
     answer: Schema | str | type[Any]
     request: type[Body] | str | None = None
     errors: tuple[int, ...] = ()
-    event: str | None = None
+    event: Any = None
     line: str | type[Written] | None = None
     query: tuple[tuple[str, Schema], ...] = ()
     apps: bool = False

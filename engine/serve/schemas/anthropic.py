@@ -8,25 +8,16 @@ server's names. What a block or a tool has beside these fields (cache_control, c
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from quengine.request.sampling_params import RANGES
 from quengine.serve.schemas.fields import Fields, JSONSchema, Sampling, SomeText
 from quengine.serve.schemas.messages import TextContent
 from quengine.serve.schemas.openapi_parts import (
-    CHECKED,
-    COUNT,
-    OBJECT,
-    STRING,
-    TEXT_OR_NULL,
     Schema,
-    array,
     const,
-    enum,
     error_schema,
-    or_null,
     record,
-    ref,
 )
 from quengine.serve.schemas.written import Count, Written
 from quengine.structured.tool_calls import MAX_TOOLS
@@ -225,45 +216,123 @@ class TokenCount(Written):
     input_tokens: Count
 
 
-def anthropic_answers() -> dict[str, Schema]:
-    """The schemas of answers and of their parts, by component name."""
-    text = record(type=const("text"), text=STRING)
-    thinking = record(type=const("thinking"), thinking=STRING, signature=STRING)
-    call = record(type=const("tool_use"), id=STRING, name=STRING, input=OBJECT)
-    counts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
-    thought = {"output_tokens_details": record(thinking_tokens=COUNT)}
-    usage = record(thought, **dict.fromkeys(counts, COUNT))
-    reasons = ("end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded")
-    stop = {"stop_reason": or_null(enum(*reasons)), "stop_sequence": TEXT_OR_NULL}
-    message = record(
-        CHECKED,
-        id=STRING,
-        type=const("message"),
-        role=const("assistant"),
-        model=STRING,
-        content=array(ref("AnthropicBlock")),
-        **stop,
-        usage=usage,
-    )
-    deltas = {"text_delta": "text", "thinking_delta": "thinking"}
-    deltas |= {"signature_delta": "signature", "input_json_delta": "partial_json"}
-    delta = {"anyOf": [record(type=const(kind), **{key: STRING}) for kind, key in deltas.items()]}
+class _Typed(Written, tag_field="type"):
+    """One of several kinds of an object, which its `type` names."""
 
-    def event(kind: str, **fields: Schema) -> Schema:
-        return record(type=const(kind), **fields)
 
-    events = [
-        event("message_start", message=ref("AnthropicMessage")),
-        event("ping"),
-        event("content_block_start", index=COUNT, content_block=ref("AnthropicBlock")),
-        event("content_block_delta", index=COUNT, delta=delta),
-        event("content_block_stop", index=COUNT),
-        event("message_delta", delta=record(CHECKED, **stop), usage=usage),
-        event("message_stop"),
-    ]
-    return {
-        "AnthropicBlock": {"anyOf": [text, thinking, call]},
-        "AnthropicError": record(type=const("error"), error=error_schema()["properties"]["error"]),
-        "AnthropicEvent": {"anyOf": events},
-        "AnthropicMessage": message,
-    }
+class AnthropicText(_Typed, tag="text"):
+    text: str = ""
+
+
+class AnthropicThinking(_Typed, tag="thinking"):
+    thinking: str = ""
+    signature: str = ""
+
+
+class AnthropicToolUse(_Typed, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnthropicBlock = AnthropicText | AnthropicThinking | AnthropicToolUse
+
+
+class AnthropicTextDelta(_Typed, tag="text_delta"):
+    text: str
+
+
+class AnthropicThinkingDelta(_Typed, tag="thinking_delta"):
+    thinking: str
+
+
+class AnthropicSignatureDelta(_Typed, tag="signature_delta"):
+    signature: str
+
+
+class AnthropicInputDelta(_Typed, tag="input_json_delta"):
+    partial_json: str
+
+
+AnthropicDelta = AnthropicTextDelta | AnthropicThinkingDelta | AnthropicSignatureDelta | AnthropicInputDelta
+
+
+class AnthropicThinkingTokens(Written):
+    thinking_tokens: Count
+
+
+class AnthropicUsage(Written):
+    input_tokens: Count
+    cache_creation_input_tokens: Count
+    cache_read_input_tokens: Count
+    output_tokens: Count
+    output_tokens_details: AnthropicThinkingTokens | UnsetType = UNSET
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class AnthropicStop(Written):
+    """Why an answer has ended; None while it goes on."""
+
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    schema_violation: str | UnsetType = UNSET
+
+
+class AnthropicMessage(Written, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[AnthropicBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    schema_violation: str | UnsetType = UNSET
+    usage: AnthropicUsage
+
+
+class AnthropicMessageStart(_Typed, tag="message_start"):
+    message: AnthropicMessage
+
+
+class AnthropicPing(_Typed, tag="ping"):
+    pass
+
+
+class AnthropicBlockStart(_Typed, tag="content_block_start"):
+    index: Count
+    content_block: AnthropicBlock
+
+
+class AnthropicBlockDelta(_Typed, tag="content_block_delta"):
+    index: Count
+    delta: AnthropicDelta
+
+
+class AnthropicBlockStop(_Typed, tag="content_block_stop"):
+    index: Count
+
+
+class AnthropicMessageDelta(_Typed, tag="message_delta"):
+    delta: AnthropicStop
+    usage: AnthropicUsage
+
+
+class AnthropicMessageStop(_Typed, tag="message_stop"):
+    pass
+
+
+AnthropicEvent = (
+    AnthropicMessageStart
+    | AnthropicPing
+    | AnthropicBlockStart
+    | AnthropicBlockDelta
+    | AnthropicBlockStop
+    | AnthropicMessageDelta
+    | AnthropicMessageStop
+)
+
+
+def anthropic_error() -> Schema:
+    return record(type=const("error"), error=error_schema()["properties"]["error"])

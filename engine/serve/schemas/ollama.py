@@ -1,5 +1,5 @@
 """The bodies of Ollama's API as structs (https://github.com/ollama/ollama/blob/main/docs/api.md), read as those in
-`requests` are, and its answers: as structs, and those of chats as JSON schemas.
+`requests` are, and its answers.
 
 Sampling parameters have Ollama's names in the engine too: `options` are `Sampling`, with Ollama's own beside it.
 """
@@ -20,19 +20,7 @@ from quengine.serve.schemas.fields import (
     in_range,
     only,
 )
-from quengine.serve.schemas.openapi_parts import (
-    CHECKED,
-    COUNT,
-    NUMBER,
-    OBJECT,
-    STRING,
-    Schema,
-    array,
-    const,
-    enum,
-    record,
-)
-from quengine.serve.schemas.written import Count, Vector, Written
+from quengine.serve.schemas.written import Count, TokenScores, Vector, Written
 from quengine.structured.tool_calls import MAX_TOOLS
 
 Images = Annotated[
@@ -296,33 +284,56 @@ class OllamaPullLine(Written):
     completed: Count | UnsetType = UNSET
 
 
-def ollama_answers() -> dict[str, Schema]:
-    """The schemas of answers and of their parts, by component name."""
-    function = record(index=COUNT, name=STRING, arguments=OBJECT)
-    message = record(
-        {"thinking": STRING, "tool_calls": array(record(id=STRING, function=function))},
-        role=const("assistant"),
-        content=STRING,
-    )
-    chat, chat_line = _ollama_answer({}, {"message": message})
-    generate, generate_line = _ollama_answer({"thinking": STRING}, {"response": STRING})
-    return {
-        "OllamaError": record(error=STRING),
-        "OllamaChat": chat,
-        "OllamaChatLine": chat_line,
-        "OllamaGenerate": generate,
-        "OllamaGenerateLine": generate_line,
-    }
+class OllamaAnswerFunction(Written):
+    index: Count
+    name: str
+    arguments: dict[str, Any]
 
 
-def _ollama_answer(optional: dict[str, Schema], given: dict[str, Schema]) -> tuple[Schema, Schema]:
-    """The whole answer (or the last line), or that to an empty request; and a line of a stream."""
-    token = {"id": COUNT, "token": STRING, "logprob": NUMBER, "bytes": array(COUNT)}
-    logprobs = {"logprobs": array(record(**token, top_logprobs=array(record(**token))))}
-    head = {"model": STRING, "created_at": STRING, **given}
-    durations = [f"{what}_duration" for what in ("total", "load", "prompt_eval", "eval")]
-    counts = dict.fromkeys((*durations, "prompt_eval_count", "eval_count"), COUNT)
-    optional = {**optional, **logprobs}
-    end = record(optional | CHECKED, **head, done=const(True), done_reason=enum("stop", "length"), **counts)
-    empty = record(**head, done=const(True), done_reason=enum("load", "unload"))
-    return {"anyOf": [end, empty]}, {"anyOf": [record(optional, **head, done=const(False)), end]}
+class OllamaAnswerCall(Written):
+    id: str
+    function: OllamaAnswerFunction
+
+
+class OllamaAnswer(Written, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaAnswerCall] | UnsetType = UNSET
+
+
+class OllamaChat(Written, kw_only=True):
+    """An answer, or a line of one: counts, durations (nanoseconds) and the reason are those of the end."""
+
+    model: str
+    created_at: str
+    message: OllamaAnswer
+    logprobs: TokenScores | UnsetType = UNSET
+    done: bool
+    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
+    total_duration: Count | UnsetType = UNSET
+    load_duration: Count | UnsetType = UNSET
+    prompt_eval_count: Count | UnsetType = UNSET
+    prompt_eval_duration: Count | UnsetType = UNSET
+    eval_count: Count | UnsetType = UNSET
+    eval_duration: Count | UnsetType = UNSET
+    schema_violation: str | UnsetType = UNSET
+
+
+class OllamaGenerate(Written, kw_only=True):
+    """As `OllamaChat`, of a prompt."""
+
+    model: str
+    created_at: str
+    response: str
+    thinking: str | UnsetType = UNSET
+    logprobs: TokenScores | UnsetType = UNSET
+    done: bool
+    done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
+    total_duration: Count | UnsetType = UNSET
+    load_duration: Count | UnsetType = UNSET
+    prompt_eval_count: Count | UnsetType = UNSET
+    prompt_eval_duration: Count | UnsetType = UNSET
+    eval_count: Count | UnsetType = UNSET
+    eval_duration: Count | UnsetType = UNSET
+    schema_violation: str | UnsetType = UNSET

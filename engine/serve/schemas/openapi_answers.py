@@ -4,8 +4,7 @@ Those of llama-server's API and of the server's own are here, the others beside 
 """
 
 from quengine.request.sampling_params import RANGES
-from quengine.serve.schemas.anthropic import anthropic_answers
-from quengine.serve.schemas.ollama import ollama_answers
+from quengine.serve.schemas.anthropic import anthropic_error
 from quengine.serve.schemas.openai import openai_answers
 from quengine.serve.schemas.openapi_parts import (
     ANY,
@@ -43,8 +42,8 @@ def answer_schemas() -> dict[str, Schema]:
         **_native(),
         **_status(),
         **openai_answers(),
-        **anthropic_answers(),
-        **ollama_answers(),
+        "AnthropicError": anthropic_error(),
+        "OllamaError": record(error=STRING),
         "RankedDocuments": {"anyOf": [_ranked(), array(record({"text": STRING}, index=COUNT, score=NUMBER))]},
         "Tokens": record(tokens=array({"anyOf": [TOKEN, record(id=TOKEN, piece=_piece())]})),
     }

@@ -64,10 +64,11 @@ def float_matvec_kernel(format_name: str) -> bytes:
         w, row_bytes, rows, step = args.weights, args.row_bytes, args.rows, args.task_rows
         cols, x, x_stride, last = args.length, args.x, args.x_stride, args.last_x
         y, y_stride = args.y, args.y_stride
-        for row in range(task * step, min(rows, (task + 1) * step)):
-            for i in range(last + 1):
-                dot = dot_float_row(format_name, access, w + row * row_bytes, cols, x + i * x_stride)
-                store_f32(dot, y + 4 * row + i * y_stride)
+        for first in range(0, last + 1, _RECORDS):
+            for row in range(task * step, min(rows, (task + 1) * step)):
+                for i in range(first, min(first + _RECORDS, last + 1)):
+                    dot = dot_float_row(format_name, access, w + row * row_bytes, cols, x + i * x_stride)
+                    store_f32(dot, y + 4 * row + i * y_stride)
 
     return compile_kernel(float_matvec, MatvecArguments)
 

@@ -21,6 +21,8 @@ from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED
 from quengine.kernels.quant_tensor import QuantTensor
 
 _TASKS = 4  # per thread
+_PROMPT_ROWS = 64  # rows per kernel, of more
+_PROMPT_TASKS = 8  # of each
 
 
 @dataclass
@@ -58,12 +60,16 @@ def logits_width(router: Router) -> int:
 
 def logits_launches(x: Tensor, router: Router, logits: Tensor) -> list[Launch]:
     """Independent kernels for the logits, fp32 [T, logits_width], of rows x fp32 [T, K]; the bias is added later."""
-    count = router.weight.shape[0]
-    step = -(-count // (_TASKS * get_threads()))
-    launches = [matvec_launch(x, _matrix(router.weight), logits, 0, step=step)]
-    if router.shared_gate is not None:
-        gate = _matrix(router.shared_gate.view(1, -1))
-        launches.append(matvec_launch(x, gate, logits, count, after_previous=False))
+    count, weight, launches = router.weight.shape[0], _matrix(router.weight), list[Launch]()
+    gate = None if router.shared_gate is None else _matrix(router.shared_gate.view(1, -1))
+    # A task's weights, and the rows of a prompt that it multiplies them with, stay in the L2 cache.
+    tasks = _PROMPT_TASKS if len(x) > _PROMPT_ROWS else _TASKS * get_threads()
+    most, step = min(max(1, len(x)), _PROMPT_ROWS), -(-count // tasks)
+    for first in range(0, max(1, len(x)), most):
+        some, found = x[first : first + most], logits[first : first + most]
+        launches.append(matvec_launch(some, weight, found, 0, after_previous=not launches, step=step))
+        if gate is not None:
+            launches.append(matvec_launch(some, gate, found, count, after_previous=False))
     return launches
 
 

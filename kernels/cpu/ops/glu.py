@@ -50,7 +50,7 @@ def glu_launch(
     arguments = GLUArguments(
         gate_up=gate_up.data_ptr(),
         rows=rows,
-        task_rows=task_rows or rows,
+        task_rows=task_rows or max(1, rows),
         cols=width,
         task_cols=step,
         out=out.data_ptr(),

@@ -33,7 +33,9 @@ class WgmmaMatrix(NamedTuple):
 @gluon.jit
 def wgmma_matrix(planes, tiles, rows, weight_scale, P: gl.constexpr):
     """A WgmmaMatrix whose codebook, if it has one, this program's P.warps warps have copied to shared memory."""
-    return WgmmaMatrix(with_staged_book(planes, P.layout, 32 * P.warps), tiles, rows, weight_scale)
+    FMT: gl.constexpr = P.layout
+    THREADS: gl.constexpr = 32 * P.warps
+    return WgmmaMatrix(with_staged_book(planes, FMT, THREADS), tiles, rows, weight_scale)
 
 
 @gluon.jit

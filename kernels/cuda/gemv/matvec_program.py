@@ -86,9 +86,10 @@ def begin_rows(matrix, tile0, P: tl.constexpr):
     THREADS: tl.constexpr = 32 * P.tiles * P.k_warps
     thread = tl.arange(0, THREADS)
     warp = thread >> 5
-    begun = begin_book(matrix.planes[1], P.layout, THREADS, P.asm)
+    FMT: tl.constexpr = P.layout
+    begun = begin_book(matrix.planes[1], FMT, THREADS, P.asm)
     queue = start_tile(matrix, tile0 + warp // P.k_warps, warp % P.k_warps, thread & 31, P)
-    return queue, end_book(begun, P.layout, THREADS, P.asm)
+    return queue, end_book(begun, FMT, THREADS, P.asm)
 
 
 @triton.jit

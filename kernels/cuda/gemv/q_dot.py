@@ -243,6 +243,7 @@ def tile_dots(queue, book, matrix, x, tile, k_warp, lane, P: tl.constexpr):
     whatever P.early is.
     """
     ROUNDS: tl.constexpr = P.rounds
+    FMT: tl.constexpr = P.layout
     plane = tl.where((lane & 4) == 0, x.high.to(tl.int64), x.low.to(tl.int64)).to(tl.pointer_type(tl.int64))
     nothing = (lane & 0).to(tl.float32)
     acc = (nothing, nothing)
@@ -259,24 +260,25 @@ def tile_dots(queue, book, matrix, x, tile, k_warp, lane, P: tl.constexpr):
             queue = queue + (_tile_chunk(matrix, tile, k_warp, (i + P.ahead) * P.k_warps, lane, P.even, P),)
         if not P.early:
             now = _load_activations(plane, x, k_warp, lane, i, P)
-        acc = _add_chunk(acc, with_book(queue[i], book, P.layout), now, P)
+        acc = _add_chunk(acc, with_book(queue[i], book, FMT), now, P)
     return acc
 
 
 @triton.jit
 def _in_a_loop(acc, words, book, matrix, plane, x, tile, k_warp, lane, P: tl.constexpr):
     """`tile_dots` as a loop, one chunk ahead, starting from `words`: unrolled, ten chunks take minutes to compile."""
+    FMT: tl.constexpr = P.layout
     c = k_warp
     for _ in range(P.rounds - 1):
         # Before the weights, which arrive later: loads complete in order.
         loaded = _chunk_activations(plane, x, c, lane, P)
         later = _tile_chunk(matrix, tile, c + P.k_warps, 0, lane, P.even, P)
-        acc = _add_chunk(acc, with_book(words, book, P.layout), loaded, P)
+        acc = _add_chunk(acc, with_book(words, book, FMT), loaded, P)
         words = later
         c += P.k_warps
     # Past the edge codes are zero, but the activations read there must exist.
     loaded = _chunk_activations(plane, x, tl.minimum(c, P.chunks - 1), lane, P)
-    return _add_chunk(acc, with_book(words, book, P.layout), loaded, P)
+    return _add_chunk(acc, with_book(words, book, FMT), loaded, P)
 
 
 @triton.jit

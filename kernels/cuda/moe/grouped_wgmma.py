@@ -163,7 +163,9 @@ def _grouped_few_kernel(
     if expert >= 0:
         token0 = block * P.block
         planes = expert_planes(low, high, scales, supers, expert, tiles, P)
-        planes = with_staged_book(planes, P.layout, 32 * P.warps)
+        FMT: gl.constexpr = P.layout
+        THREADS: gl.constexpr = 32 * P.warps
+        planes = with_staged_book(planes, FMT, THREADS)
         rings = ()
         for i in gl.static_range(CHUNKS):
             rings = rings + (allocate_ring(planes, SLOTS, P),)

@@ -106,9 +106,10 @@ def _experts_add_kernel(
     thread = tl.arange(0, THREADS)
     k_warp = (thread >> 5) % P.k_warps
     matrix, tile, pair = _experts_from(0, row, known_experts_ptr, planes, expert_tiles, USED, SLOTS, P)
-    begun = begin_book(high, P.layout, THREADS, P.asm)
+    FMT: tl.constexpr = P.layout
+    begun = begin_book(high, FMT, THREADS, P.asm)
     queue = start_tile(matrix, tile, k_warp, thread & 31, P)
-    book = end_book(begun, P.layout, THREADS, P.asm)
+    book = end_book(begun, FMT, THREADS, P.asm)
     column = tl.program_id(0) * (16 * P.tiles) + tl.arange(0, 16 * P.tiles)[None, :]
     inside = column < N
     if norm_ptr is not None:

@@ -169,7 +169,7 @@ def test_a_rank_that_is_slow_is_waited_for_and_ends_with_the_model(failing: LLM)
     began = time.monotonic()
     failing.close()
     assert not psutil.pid_exists(pid) and time.monotonic() - began < END_SECONDS
-    with pytest.raises(RankFailedError, match="the model is closed"):
+    with pytest.raises(EngineError, match="this LLM is closed"):
         failing.generate("a", GREEDY)
 
 

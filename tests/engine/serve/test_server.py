@@ -1,9 +1,12 @@
 """Limits, bodies, states, draining, and the routes that describe the server."""
 
+import asyncio
 import json
 import re
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -122,6 +125,28 @@ def test_draining_refuses_what_is_new_finishes_what_runs_and_then_stops() -> Non
             assert client.post("/v1/completions", json={"prompt": "b"}).status_code == 503
             received = b"".join(iter(lambda: running.recv(65536), b""))
         assert len(re.findall(rb"w\d+ ", received)) == 100 and b"[DONE]" in received
+        assert served.wait_until(lambda: served.server.should_exit)
+
+
+def test_a_request_whose_prompt_is_still_read_when_the_server_ends_is_answered() -> None:
+    with serving() as served, served.http() as client, ThreadPoolExecutor(1) as asking:
+        texts, read = served.server.host.text_pool, threading.Event()
+        perform = texts.perform
+
+        async def slow(*given: Any) -> Any:
+            while not read.is_set():
+                await asyncio.sleep(0.002)
+            return await perform(*given)
+
+        texts.perform = slow  # type: ignore[method-assign]
+        answer = asking.submit(lambda: client.post("/completion", json={"prompt": "hi", "n_predict": 2}))
+        assert served.wait_until(lambda: served.server.host.uses == 1)
+        served.server.drain()
+        with served.http() as other:
+            new = other.post("/detokenize", json={"tokens": [1]})
+        assert error(new) == (503, "the server is shutting down")
+        read.set()
+        assert answer.result(60).json()["tokens_predicted"] == 2
         assert served.wait_until(lambda: served.server.should_exit)
 
 

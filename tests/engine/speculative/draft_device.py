@@ -110,8 +110,6 @@ def drafts_on_device(llm: LLM, most: int, rows: int = 32) -> tuple[Device, Draft
     decoder = DeviceDecoder(device)  # type: ignore[arg-type]
     drafting = DraftDevice(llm, device, most, rows)
     decoder.drafting = drafting  # type: ignore[assignment]
-    if llm.runner._has_states:
-        decoder.before_launch = llm.runner._keep_states
     llm.runner.device_decoder = decoder
     assert isinstance(llm.loaded.draft, MtpDrafts)
     llm.loaded.draft._on_device = drafting

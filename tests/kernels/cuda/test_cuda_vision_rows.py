@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quengine.kernels.cuda.vision_rows import add_normed, hidden_rows, split_heads
+from quengine.kernels.cuda.vision_rows import add_normed, expanded_blocks, hidden_rows, split_heads
 from quengine.kernels.vision_rows import Norm, PatchActivation, activated
+from quengine.kernels.vision_rows import expanded_blocks as definition
 from quengine.models.vision.blocks import Linear, Mlp, VisionAttention, Windows
 from quengine.models.vision.blocks import rotation_of_halves as halves
 from quengine.models.vision.blocks import rotation_of_pairs as pairs
@@ -43,6 +44,18 @@ def test_added_rows_and_their_norm(width: int, centred: bool, device: torch.devi
         torch.testing.assert_close(normed.double(), wide(norm)(wanted), rtol=2e-3, atol=2e-3)
         kept = ours.clone()
         assert torch.equal(normed, add_normed(ours, None, norm)) and torch.equal(ours, kept)
+
+
+def test_blocks_are_expanded_to_the_definitions_bits(device: torch.device) -> None:
+    rows, blocks = 5, 31  # more than a program's, and not whole ones
+    codes = (random(device, rows, blocks, 32) * 60).clamp(-128, 127).to(torch.int8)
+    scales = random(device, rows, blocks, 1).half()
+    codes[0, 0, :3] = torch.tensor([-128, 127, 0])
+    ours = expanded_blocks(codes, scales)
+    assert ours.shape == (rows, 32 * blocks) and ours.dtype == torch.float16
+    assert torch.equal(ours, definition(codes, scales, torch.float16))
+    wide = codes.double() * scales.double()
+    assert torch.equal(ours, wide.flatten(1).half())  # rounded once
 
 
 def wide(norm: Norm) -> Norm:

@@ -1,15 +1,20 @@
 """Encoders on a CUDA device, with fp16 matrices, against the CPU's fp32."""
 
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.vision_encoder import model_of
+from quengine.models.synthetic.projector_presets import PROJECTORS_OF
 from quengine.models.vision import load_vision
 from quengine.models.vision.blocks import UnitGrid
 from quengine.models.vision.encoder_graphs import EncoderGraphs
+from quengine.models.vision.vision_model import COMMON_SIDE
+from quengine.request.image_prompts import blank_image
 from tests.models.vision import (
     test_gemma3,
     test_gemma4v,
@@ -44,6 +49,24 @@ def test_rows_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     for ours, theirs in zip(device.encode(images), host.encode(images), strict=True):
         assert ours.dtype == torch.float32 and ours.is_cuda
         assert nmse(ours.cpu(), theirs) < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mistral-small", "qwen3.5"])
+def test_an_image_of_a_common_size_is_encoded_in_the_workspace(name: str) -> None:
+    """Of released shapes with one layer: all layers take the same memory."""
+    settings = replace(PROJECTORS_OF[name], layers=1, text_size=64)
+    vision = model_of(settings, torch.device("cuda"))
+    image = vision.prepare(blank_image(COMMON_SIDE))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        for _ in range(3):
+            vision.encode([image])
+    torch.cuda.synchronize()
+    taken = torch.cuda.max_memory_allocated() - before
+    assert vision.workspace / 10 < taken < vision.workspace
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
 """POST /v1/messages and /v1/messages/count_tokens."""
 
-from typing import Any
+from collections.abc import Sequence
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,13 +12,28 @@ from quengine.serve.processes.shared_engine import Finished
 from quengine.serve.routes.answer_events import Answer, End, Part
 from quengine.serve.routes.answers import new_id, token_counts
 from quengine.serve.routes.anthropic.chat_form import chat_request
-from quengine.serve.routes.anthropic.content_blocks import ContentBlocks, Event
+from quengine.serve.routes.anthropic.content_blocks import ContentBlocks
 from quengine.serve.routes.chat import chat_prompt, prepare_chat
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.images import counted
 from quengine.serve.routes.sampling import sampling_params
 from quengine.serve.routes.streaming import ChunkForm, named_event, stream_answer, whole_answer
-from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest, TokenCount
+from quengine.serve.schemas.anthropic import (
+    AnthropicBlock,
+    AnthropicEvent,
+    AnthropicMessage,
+    AnthropicMessageDelta,
+    AnthropicMessageStart,
+    AnthropicMessageStop,
+    AnthropicPing,
+    AnthropicStop,
+    AnthropicThinkingTokens,
+    AnthropicUsage,
+    CountTokensRequest,
+    MessagesRequest,
+    StopReason,
+    TokenCount,
+)
 from quengine.serve.schemas.error_forms import AnthropicError
 from quengine.serve.schemas.errors import ApiError
 
@@ -59,67 +75,61 @@ class _Form(ChunkForm):
     def __init__(self, host: ModelHost, answer: Answer, content: ContentBlocks) -> None:
         self._answer = answer
         self._content = content
-        self._head = {
-            "id": new_id("msg_"),
-            "type": "message",
-            "role": "assistant",
-            "model": host.name,
-        }
+        self._id, self._name = new_id("msg_"), host.name
 
-    def whole(self, part: Part, end: End) -> dict[str, Any]:
+    def whole(self, part: Part, end: End) -> AnthropicMessage:
         self._content.take(part.deltas + end.deltas)
         self._content.finish()
-        usage = self._usage(end.finished)
         content = self._content.whole() if end.reason == "length" else self._content.blocks
-        return {**self._head, "content": content, **self._stop(end), "usage": usage}
+        return self._message(content, self._stop(end), self._usage(end.finished))
 
     def begin(self) -> bytes:
-        no_stop = {"stop_reason": None, "stop_sequence": None}
-        message: dict[str, Any] = {**self._head, "content": [], **no_stop, "usage": self._usage(None)}
-        return _event({"type": "message_start", "message": message}) + _event({"type": "ping"})
+        message = self._message([], AnthropicStop(), self._usage(None))
+        return _events([AnthropicMessageStart(message), AnthropicPing()])
 
     def part(self, part: Part) -> bytes:
         return _events(self._content.take(part.deltas))
 
     def finished(self, end: End) -> bytes:
         rest = self._content.take(end.deltas) + self._content.finish()
-        last: list[Event] = [
-            {"type": "message_delta", "delta": self._stop(end), "usage": self._usage(end.finished)},
-            {"type": "message_stop"},
-        ]
-        return _events(rest + last)
+        delta = AnthropicMessageDelta(self._stop(end), self._usage(end.finished))
+        return _events([*rest, delta, AnthropicMessageStop()])
 
     def failed(self, error: ApiError) -> bytes:
-        return _event(AnthropicError(error).body)
+        return named_event("error", AnthropicError(error).body)
 
-    def _stop(self, end: End) -> dict[str, Any]:
+    def _message(
+        self, content: list[AnthropicBlock], stop: AnthropicStop, usage: AnthropicUsage
+    ) -> AnthropicMessage:
+        return AnthropicMessage(
+            id=self._id,
+            model=self._name,
+            content=content,
+            stop_reason=stop.stop_reason,
+            stop_sequence=stop.stop_sequence,
+            schema_violation=stop.schema_violation,
+            usage=usage,
+        )
+
+    def _stop(self, end: End) -> AnthropicStop:
         reason, stop_text = _STOP_REASONS[end.reason], end.finished.stop_text
         limit = self._answer.request.params.max_tokens or 0
         if stop_text is not None:
             reason = "stop_sequence"
         elif reason == "max_tokens" and end.finished.timings.generated_tokens < limit:
             reason = "model_context_window_exceeded"
-        return {"stop_reason": reason, "stop_sequence": stop_text, **end.checked}
+        return AnthropicStop(reason, stop_text, **end.checked)
 
-    def _usage(self, end: Finished | None) -> dict[str, Any]:
+    def _usage(self, end: Finished | None) -> AnthropicUsage:
         """Tokens from the cache, which are known at the end, are not among those of the input."""
         prompt, cached, generated = token_counts([self._answer.request], [] if end is None else [end])
         thinking = 0 if end is None else self._answer.reasoning_tokens
-        return {
-            "input_tokens": prompt - cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
-            "output_tokens": generated,
-            **({"output_tokens_details": {"thinking_tokens": thinking}} if thinking else {}),
-        }
+        details = AnthropicThinkingTokens(thinking) if thinking else UNSET
+        return AnthropicUsage(prompt - cached, 0, cached, generated, details)
 
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS: dict[str, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def _event(event: Event) -> bytes:
-    return named_event(event["type"], event)
-
-
-def _events(events: list[Event]) -> bytes:
-    return b"".join(map(_event, events))
+def _events(events: Sequence[AnthropicEvent]) -> bytes:
+    return b"".join(named_event(str(event.__struct_config__.tag), event) for event in events)

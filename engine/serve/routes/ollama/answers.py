@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from msgspec import UNSET
+
 from quengine.serve.http import LINES, to_json
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import GenerationRequest, Piece
@@ -21,6 +23,13 @@ from quengine.serve.routes.model_route import seconds_of
 from quengine.serve.routes.streaming import ChunkForm
 from quengine.serve.schemas.error_forms import OllamaError
 from quengine.serve.schemas.errors import ApiError
+from quengine.serve.schemas.ollama import (
+    OllamaAnswer,
+    OllamaAnswerCall,
+    OllamaAnswerFunction,
+    OllamaChat,
+    OllamaGenerate,
+)
 from quengine.structured.tool_calls import CallDelta, Delta, ReasoningDelta, ToolCall
 
 
@@ -30,7 +39,7 @@ class AnswerPart:
 
     content: str = ""
     thinking: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[OllamaAnswerCall] = field(default_factory=list)
 
 
 def now() -> str:
@@ -66,8 +75,8 @@ class AnswerLines(ChunkForm, ABC):
 
     @staticmethod
     @abstractmethod
-    def part_body(part: AnswerPart) -> dict[str, Any]:
-        """The fields that a part of the answer is in."""
+    def written(name: str, part: AnswerPart, done: bool = False, **more: Any) -> OllamaChat | OllamaGenerate:
+        """A part of the answer of a model, with `more` fields."""
 
     def part(self, part: Part) -> bytes:
         parts = self._parts(part.deltas)
@@ -78,12 +87,12 @@ class AnswerLines(ChunkForm, ABC):
 
     def finished(self, end: End) -> bytes:
         held = b"".join(self._line(each, {}) for each in self._rest(end))
-        return held + line(self._head() | self.part_body(AnswerPart()) | self._tail(end))
+        return held + line(self.written(self._host.name, AnswerPart(), **self._tail(end)))
 
     def failed(self, error: ApiError) -> bytes:
         return line(OllamaError(error).body)
 
-    def whole(self, part: Part, end: End) -> dict[str, Any]:
+    def whole(self, part: Part, end: End) -> OllamaChat | OllamaGenerate:
         """The answer that is not streamed."""
         parts = self._parts(part.deltas) + self._rest(end)
         said = AnswerPart(
@@ -91,13 +100,10 @@ class AnswerLines(ChunkForm, ABC):
             "".join(each.thinking for each in parts),
             [call for each in parts for call in each.calls],
         )
-        return self._head() | self.part_body(said) | self._logprobs(part.piece) | self._tail(end)
+        return self.written(self._host.name, said, **self._logprobs(part.piece), **self._tail(end))
 
     def _line(self, part: AnswerPart, scores: dict[str, Any]) -> bytes:
-        return line(self._head() | self.part_body(part) | scores | {"done": False})
-
-    def _head(self) -> dict[str, Any]:
-        return {"model": self._host.name, "created_at": now()}
+        return line(self.written(self._host.name, part, **scores))
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         if self._request.params.logprobs is None or not piece.logprobs:
@@ -147,32 +153,32 @@ class AnswerLines(ChunkForm, ABC):
             return []
         if not isinstance(arguments, dict):
             return []
-        function = {"index": self._calls, "name": call.name, "arguments": arguments}
+        function = OllamaAnswerFunction(self._calls, call.name, arguments)
         self._calls += 1
-        return [AnswerPart(calls=[{"id": call.id, "function": function}])]
+        return [AnswerPart(calls=[OllamaAnswerCall(call.id, function)])]
 
 
 class ChatLines(AnswerLines):
     @staticmethod
-    def part_body(part: AnswerPart) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": part.content}
-        if part.thinking:
-            message["thinking"] = part.thinking
-        if part.calls:
-            message["tool_calls"] = part.calls
-        return {"message": message}
+    def written(name: str, part: AnswerPart, done: bool = False, **more: Any) -> OllamaChat:
+        message = OllamaAnswer(
+            content=part.content, thinking=part.thinking or UNSET, tool_calls=part.calls or UNSET
+        )
+        return OllamaChat(model=name, created_at=now(), message=message, done=done, **more)
 
 
 class GenerateLines(AnswerLines):
     @staticmethod
-    def part_body(part: AnswerPart) -> dict[str, Any]:
-        return {"response": part.content, **({"thinking": part.thinking} if part.thinking else {})}
+    def written(name: str, part: AnswerPart, done: bool = False, **more: Any) -> OllamaGenerate:
+        thinking = part.thinking or UNSET
+        return OllamaGenerate(
+            model=name, created_at=now(), response=part.content, thinking=thinking, done=done, **more
+        )
 
 
-def loaded(host: ModelHost, empty: dict[str, Any], keep_alive: Any = None) -> dict[str, Any]:
+def loaded(host: ModelHost, lines: type[AnswerLines], keep_alive: Any = None) -> OllamaChat | OllamaGenerate:
     """The answer to a request that only wants the model to be there, or to go. Raises ApiError while it is not."""
     goes = keep_alive is not None and seconds_of(keep_alive) == 0
     if not goes:
         _ = host.model
-    reason = "unload" if goes else "load"
-    return {"model": host.name, "created_at": now(), **empty, "done": True, "done_reason": reason}
+    return lines.written(host.name, AnswerPart(), done=True, done_reason="unload" if goes else "load")

@@ -15,7 +15,6 @@ from quengine.serve.routes.chat import prepare_chat
 from quengine.serve.routes.completions import prepare_completions
 from quengine.serve.routes.ollama.answers import (
     AnswerLines,
-    AnswerPart,
     ChatLines,
     GenerateLines,
     loaded,
@@ -58,7 +57,7 @@ async def _answered(
     body = await read_request(request, kind, host.limits)
     host.check_model_name(served_name(host, body.model))
     if body.asks_nothing:
-        return json_response(loaded(host, form.part_body(AnswerPart()), body.keep_alive))
+        return json_response(loaded(host, form, body.keep_alive))
     notes: list[str] = []
     given = converted(host, body)
     prepare = _prepared(host, given) if body.truncate is False else _fitting(host, given, notes)

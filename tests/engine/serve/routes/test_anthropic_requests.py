@@ -157,13 +157,17 @@ def test_a_last_turn_of_the_assistants_is_continued() -> None:
 def test_blocks_of_one_kind_are_apart_and_an_empty_answer_has_one() -> None:
     content = ContentBlocks(thinking=True)
     said = [TextDelta("a"), CallDelta(0, '{"x": ', "c1", "f"), CallDelta(0, "1}"), TextDelta("\n\nb")]
-    events = content.take([ReasoningDelta("t"), *said]) + content.finish()
-    assert [block["type"] for block in content.blocks] == ["thinking", "text", "tool_use", "text"]
-    assert (content.blocks[2]["input"], content.blocks[3]["text"]) == ({"x": 1}, "b")
+    events = msgspec.to_builtins(content.take([ReasoningDelta("t"), *said]) + content.finish())
+    blocks = msgspec.to_builtins(content.blocks)
+    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "text"]
+    assert (blocks[2]["input"], blocks[3]["text"]) == ({"x": 1}, "b")
     assert [e["index"] for e in events if e["type"] == "content_block_stop"] == [0, 1, 2, 3]
     empty = ContentBlocks(thinking=False)
     assert not empty.take([ReasoningDelta("t")])
-    assert [event["type"] for event in empty.finish()] == ["content_block_start", "content_block_stop"]
+    assert [event["type"] for event in msgspec.to_builtins(empty.finish())] == [
+        "content_block_start",
+        "content_block_stop",
+    ]
 
 
 WRONG: tuple[tuple[str, tuple[Any, ...]], ...] = (
