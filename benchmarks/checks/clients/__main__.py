@@ -4,7 +4,7 @@
 
 `--install` makes the environments, of PyPI's newest versions; they stay. A client is a script beside this file, which
 gets the server's address, the model's name and its folder, and fails by itself. Prints a line for each client with its
-version; exits with 1 where one has failed..
+version; exits with 1 where one has failed.
 """
 
 import argparse
