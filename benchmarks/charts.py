@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quengine.cli.charts import DARK, LIGHT, Bar, Cell, Chart, Row, svg
+from quengine.cli.parity_page import error_bar
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -45,8 +46,46 @@ def _beside(row: dict[str, Any]) -> Cell:
     return Cell(bars, f"{row['quengine'] / row['llama.cpp']:.1f}x")
 
 
+def quality(results: dict[str, Any]) -> Chart:
+    """A row for each type, by size: how far its predictions are from those of the file that it was made of."""
+    most = max(row["kl"] for row in results["rows"])
+    largest = max(row["bytes"] for row in results["rows"])
+    rows = [
+        Row(
+            row["type"],
+            f"perplexity {row['perplexity']:.2f}",
+            [
+                Cell([Bar(row["bytes"] / largest, f"{row['bytes'] / 1e6:.0f} MB", 1)]),
+                Cell([Bar(row["kl"] / most, f"{row['kl']:.4f}")]),
+                Cell([Bar(row["same_top"], f"{100 * row['same_top']:.1f}%", mark=1.0)]),
+            ],
+        )
+        for row in results["rows"]
+    ]
+    about = f"{results['model']}, its file written in other types; {results['tokens']:,} tokens of {results['text']}"
+    columns = ("Size of the file", "Mean divergence, nats", "Same most likely token")
+    return Chart("Divergence from the file that it was made of", about, columns, rows)
+
+
+def parity(results: dict[str, Any]) -> Chart:
+    """A row for each run and phase: errors beside their budgets, in powers of ten."""
+    names = ("nmse_median", "nmse_p99", "nmse_max", "cached_p99")
+    rows = []
+    for run in results["runs"]:
+        for phase in run["phases"]:
+            limits = (*phase["budget"], phase["budget"][1])
+            values = zip((phase[name] for name in names), limits, strict=True)
+            cells = [None if value is None else Cell([error_bar(value, limit)]) for value, limit in values]
+            rows.append(Row(phase["phase"], run["sides"], cells))
+    columns = ("NMSE, median", "NMSE, 99th percentile", "NMSE, largest", "Keys and values, p99")
+    about = f"{results['model']}: error of logits in powers of ten; the line is the budget"
+    return Chart("Errors beside their budgets", about, columns, rows)
+
+
 CHARTS: Mapping[str, tuple[str, Callable[[dict[str, Any]], Chart]]] = {
     "speed": ("h200_models.json", speed),
+    "quality": ("quality_smollm2.json", quality),
+    "parity": ("parity_smollm2.json", parity),
 }
 """Names of pictures: the file of their figures, and what draws them."""
 

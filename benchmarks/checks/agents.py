@@ -42,7 +42,8 @@ TASKS = ("What is in notes.txt? (first task)", "And in notes.txt now? (second ta
 ANSWERS = ("First-answer.", "Second-answer.")
 BESIDE = "A-title."
 """The answer to a request beside the conversation, as for its title."""
-TIMEOUT = 300
+TIMEOUT = float(os.environ.get("AGENT_SECONDS", 300))
+"""Of a task; a machine with other work takes more."""
 KEPT = 0.99
 """Of the prompt before, the part with which a client's next one begins; the newest message may be written anew."""
 
@@ -102,7 +103,7 @@ class ScriptedEngine(LLMEngine):
     def __init__(self, llm: LLM, client: Client, folder: Path) -> None:
         super().__init__(llm)
         self._client, self._folder = client, folder
-        self._prompts: dict[int, Sequence[int]] = {}
+        self._told: dict[int, Sequence[int]] = {}
         self.turns: list[Turn] = []
 
     def add(self, request: EngineWork) -> None:
@@ -112,14 +113,14 @@ class ScriptedEngine(LLMEngine):
             params = replace(request.params, constraint=constraint)
             request = msgspec.structs.replace(request, params=params)
             if text != BESIDE:
-                self._prompts[request.id] = request.prompt
+                self._told[request.id] = request.prompt
         super().add(request)
 
     def step(self) -> list[Event]:
         events = super().step()
         for event in events:
-            if isinstance(event, Finished) and event.request_id in self._prompts:
-                prompt = self._prompts.pop(event.request_id)
+            if isinstance(event, Finished) and event.request_id in self._told:
+                prompt = self._told.pop(event.request_id)
                 self.turns.append(Turn(prompt, event.timings.cached_tokens))
         return events
 

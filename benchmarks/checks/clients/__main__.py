@@ -4,7 +4,7 @@
 
 `--install` makes the environments, of PyPI's newest versions; they stay. A client is a script beside this file, which
 gets the server's address, the model's name and its folder, and fails by itself. Prints a line for each client with its
-version; exits with 1 where one has failed. Those of docs/agents.md's table have been seen to pass.
+version; exits with 1 where one has failed.
 """
 
 import argparse
@@ -26,8 +26,6 @@ CLIENTS: Mapping[str, tuple[str, str]] = {
     "pydantic-ai-slim": ("pydantic-ai-slim[openai]", "pydantic_ai.py"),
     "llama-index-llms-openai-like": ("llama-index-llms-openai-like", "llama_index.py"),
     "lm-eval": ("lm-eval[api]", "lm_eval.py"),
-    "guidellm": ("guidellm", "guidellm.py"),
-    "aiperf": ("aiperf", "aiperf.py"),
     "open-webui": ("httpx", "open_webui.py"),
 }
 """Package: what pip installs, and the script. Open WebUI is too large to install: its calls are written down."""
