@@ -157,7 +157,7 @@ class _Request:
 
     def news(self) -> _News | None:
         """What is new since the last call, if anything is."""
-        if self._to() is None:
+        if self._to() is None or self.stream.closed:
             self.stream.close()
             self.ended = True
             return None
@@ -208,11 +208,16 @@ class AsyncLLM(Configured):
 
     def _use(self, llm: LLM) -> None:
         self.llm = llm
-        self._new = list[_Request]()
+        self._new, self._active = list[_Request](), list[_Request]()
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._compute, name="quengine-async", daemon=True)
         self._thread.start()
+
+    @property
+    def running(self) -> int:
+        """Number of requests of streams that are under way, queued ones among them."""
+        return len(self._new) + len(self._active)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, index: int = 0
@@ -300,19 +305,18 @@ class AsyncLLM(Configured):
 
     def _compute(self) -> None:
         """Computes requests as long as there are any; in a thread of its own."""
-        active = list[_Request]()
         while True:
             with self._changed:
-                while not (self._new or active or self._closing):
+                while not (self._new or self._active or self._closing):
                     self._changed.wait()
                 new, self._new = self._new, []
             if self._closing:
                 break
             _send({request: _queue(request) for request in new})
-            active += new
-            _send(self._step([request for request in active if not request.ended]))
-            active = [request for request in active if not request.ended]
-        _send({request: request.failed(EngineError(_CLOSED)) for request in (*active, *new)})
+            self._active = [request for request in (*self._active, *new) if not request.ended]
+            _send(self._step(self._active))
+            self._active = [request for request in self._active if not request.ended]
+        _send({request: request.failed(EngineError(_CLOSED)) for request in (*self._active, *new)})
 
     def _step(self, active: Seq[_Request]) -> dict[_Request, _News | None]:
         """Computes one step; returns what is new of each request. An error concerns all of them."""

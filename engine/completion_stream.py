@@ -103,6 +103,11 @@ class CompletionStream:
         """What was generated, as it is; of a stream that was read to its end also once the engine is closed."""
         return self._ended or self._engine.completion(self.sequence)
 
+    @property
+    def closed(self) -> bool:
+        """Whether the request was cancelled, or failed."""
+        return self._closed
+
     def start(self) -> None:
         """Queues the request now instead of at the first iteration. It must then be finished or closed.
 

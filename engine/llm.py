@@ -3,7 +3,6 @@
 import gc
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -42,7 +41,7 @@ from quengine.request.chat_format import ChatFormat
 from quengine.request.chat_options import ReasoningFormat
 from quengine.request.content_parts import flattened, has_images, images_of, why_text_alone
 from quengine.request.image_prompts import ImagePrompts
-from quengine.request.output import BatchProgress, Completion, ShowProgress, show_progress
+from quengine.request.output import Completion, ShowProgress
 from quengine.request.pooling import (
     RANK,
     Pool,
@@ -66,6 +65,7 @@ from quengine.scoring.choices import ChoiceScore, score_choices
 from quengine.scoring.perplexity import Perplexity, last, text_chunks, whole_text
 from quengine.speculative.speculation import Speculation
 from quengine.step_plan import StepPlan
+from quengine.stream_batch import finish_all
 from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.tool_calls import ToolUse
@@ -170,7 +170,8 @@ class LLM(Configured):
                 ids, or contains half a surrogate pair; or logits were not finite.
         """
         listed = as_prompts(prompts)
-        return self._finish(
+        return finish_all(
+            self,
             [
                 self.stream(prompt, each, index=index)
                 for prompt, each in zip(listed, params_of_each(params or _LIMITED, len(listed)), strict=True)
@@ -178,37 +179,6 @@ class LLM(Configured):
             ],
             progress,
         )
-
-    def _finish(self, streams: Seq[CompletionStream], progress: bool | ShowProgress) -> list[Completion]:
-        """Computes requests to their end, together."""
-        sequences = [stream.sequence for stream in streams]
-        try:
-            for stream in streams:
-                stream.start()
-            if progress:
-                self._report(sequences, show_progress if progress is True else progress)
-            return [stream.finish() for stream in streams]
-        finally:
-            self.dropped.extend(sequences)
-            for stream in streams:
-                stream.close()
-
-    def _report(self, sequences: Seq[Sequence], report: ShowProgress) -> None:
-        """Computes requests to their end; reports each time that some have ended."""
-        began, done = time.perf_counter(), 0
-        while done < len(sequences):
-            try:
-                stepped = self.step()
-            except Exception as error:
-                if (problem := out_of_memory(error)) is not None:
-                    raise problem from error
-                raise
-            if stepped and not any(sequence.finished for sequence, _ in stepped):
-                continue
-            ended = sum(sequence.finished for sequence in sequences)
-            if ended > done:
-                done, tokens = ended, sum(len(sequence.generated) for sequence in sequences)
-                report(BatchProgress(done, len(sequences), tokens, time.perf_counter() - began))
 
     def stream(
         self,
@@ -271,7 +241,8 @@ class LLM(Configured):
 
         `params` are for all conversations, or one for each; the other arguments are those of `chat` and `generate`.
         """
-        return self._finish(
+        return finish_all(
+            self,
             [
                 self.stream_chat(messages, each, tools=tools, tool_choice=tool_choice, index=index)
                 for messages, each in zip(

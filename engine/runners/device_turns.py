@@ -16,9 +16,12 @@ import torch
 LEAST_SHARE = 0.2
 """Of the device's time, the encoder's while steps run, however many streams there are."""
 
-_IDLE = 0.002
-"""Seconds after a step's launch from which on a device that has no step left is idle. Before, the next one may be about
-to be launched."""
+_IDLE = 0.01
+"""Seconds after a step's launch from which on a device that has no step left is idle. Before, the host may be about to
+launch the next one."""
+
+_LOOK = 0.001
+"""Seconds after which the encoder looks again whether it is."""
 
 _SAVED = 0.02
 """Seconds of its time that the encoder may have left unused and take later. It waits for steps in flight before its
@@ -115,4 +118,4 @@ class DeviceTurns:
             if now >= self._due:
                 self._due = max(self._due, now - _SAVED)
                 return
-            self._sleep(min(self._due - now, _IDLE / 2))
+            self._sleep(min(self._due - now, _LOOK))

@@ -66,7 +66,11 @@ from quengine.serve.schemas.ollama import (
     OllamaVersion,
 )
 from quengine.serve.schemas.openai import (
+    ChatChunk,
+    ChatCompletion,
     ChatRequest,
+    Completion,
+    CompletionChunk,
     CompletionRequest,
     DeletedResponse,
     EmbeddingList,
@@ -137,12 +141,12 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     OfModel(
         "POST /v1/chat/completions /chat/completions",
         chat_completions,
-        "ChatCompletion",
+        ChatCompletion,
         ChatRequest,
-        event="ChatChunk",
+        event=ChatChunk,
         resumable=True,
     ),
-    OfModel("POST /v1/completions", completions, "Completion", CompletionRequest, event="CompletionChunk"),
+    OfModel("POST /v1/completions", completions, Completion, CompletionRequest, event=CompletionChunk),
     OfModel(
         "POST /v1/chat/completions/input_tokens /chat/completions/input_tokens",
         chat_tokens,

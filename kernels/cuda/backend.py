@@ -695,7 +695,7 @@ class CudaBackend:
         return quantize_activations(x) if isinstance(x, Tensor) and self._takes_q_dot(x.shape[0]) else x
 
     def _norms_in_groups(self, norm: RMSNorm, rows: int) -> bool:
-        """Whether `rows` rows are normalised by the launch that copies them to their experts' places."""
+        """Whether one launch normalises `rows` rows and copies them to their experts' places."""
         return norms_in_groups(rows, norm.experts, self.device) and not self._takes_q_dot(rows)
 
     def _takes_q_dot(self, rows: int) -> bool:
@@ -739,8 +739,8 @@ class CudaBackend:
         return self._scratch
 
     def _decode_workspace(self, spec: AttentionSpec, rows: int) -> DecodeWorkspace:
-        """Room for the largest batch that layers of these heads met. A smaller one is kept: a captured graph may write
-        to it."""
+        """The workspace of layers with these heads, enlarged to the largest batch so far. Smaller ones stay allocated:
+        captured graphs may write to them."""
         shape = (spec.heads, spec.kv_heads, spec.head_dim)
         held = self._decode_workspaces.setdefault(shape, [])
         if not held or held[-1].acc.shape[0] < rows:
@@ -753,7 +753,7 @@ def _stream(x: Residual) -> Tensor:
 
 
 def _begun(norm: Norm | None) -> RMSNorm | None:
-    """The norm, if the launch that makes the rows that it reads begins or computes it."""
+    """An RMSNorm, which the launch before it begins or computes; None for a LayerNorm, which is a launch of its own."""
     return norm if isinstance(norm, RMSNorm) else None
 
 

@@ -36,7 +36,7 @@ def _rows_before(
     table_stride,
     ALL_ROWS: tl.constexpr,
 ):
-    """The rows [R] of the step that are `back` positions before rows `row` [R], and which of them there are.
+    """The rows of the step `back` positions before rows `row` [R], and which of them exist: [R] each.
 
     Rows of a prompt follow each other. Where ALL_ROWS is not 0, a power of two at least the step's rows, each row has a
     table of its own, and those of one slot are in any order.
@@ -62,7 +62,7 @@ def rows_sum(
     row, channel, rows, x_stride, table_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr, ALL_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of channels [N] of rows `row` [R], of which the step has `rows`; and the rows' scales: [R, N], [R].
+    """The convolution of channels [N] at rows `row` [R] of a step of `rows` rows: sums [R, N], and row scales [R].
 
     x_ptr: of the step's first row, where its channels begin; scales, positions and tables as in StepRows.
     """

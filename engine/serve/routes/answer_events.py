@@ -6,8 +6,9 @@ the schema that it was held to.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
+
+import msgspec
 
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
@@ -17,8 +18,7 @@ from quengine.structured.tool_calls import Delta, TextDelta, ToolUse, collect
 logger = logging.getLogger("quengine.serve")
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """More of a completion.
 
     Attributes:
@@ -32,8 +32,7 @@ class Part:
     deltas: list[Delta]
 
 
-@dataclass(frozen=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """The end of a completion.
 
     Attributes:

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
+from msgspec import UNSET
+
 from quengine import __version__
 from quengine.request.output import Timings
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece, PromptProgress
 from quengine.serve.routes.streaming import DONE, data
+from quengine.serve.schemas import llama
 from quengine.serve.schemas.fields import Generation
+from quengine.serve.schemas.openai import CachedTokens, ReasoningTokens, Usage
 
 FINGERPRINT = f"b{__version__}-quengine"
 """`system_fingerprint` and `build_info`: of another form than b1234-commit, but it begins as llama-server's do."""
@@ -37,13 +41,8 @@ def answer_tail(
 ) -> dict[str, Any]:
     """Usage, seed and timings, once all completions have ended; `reasoning` tokens are among the generated ones."""
     prompt, cached, generated = token_counts(requests, ends)
-    usage = {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        **({"completion_tokens_details": {"reasoning_tokens": reasoning}} if reasoning else {}),
-    }
+    details = ReasoningTokens(reasoning) if reasoning else UNSET
+    usage = Usage(prompt, generated, prompt + generated, CachedTokens(cached), details)
     return {"usage": usage, "seed": ends[0].seed, "timings": timings_body(ends[0].timings)}
 
 
@@ -114,29 +113,25 @@ class LiveTimings:
         return {"timings": timings_body(times)}
 
 
-def timings_body(timings: Timings) -> dict[str, Any]:
-    """An engine's timings as llama-server's clients read them; drafts and context shifts only where there were any."""
+def timings_body(timings: Timings) -> llama.Timings:
+    """An engine's timings as an answer has them."""
     computed = timings.prompt_tokens - timings.cached_tokens
     decoded = max(0, timings.generated_tokens - 1)
-    body = {
-        "cache_n": timings.cached_tokens,
-        "prompt_n": computed,
-        "prompt_ms": 1e3 * timings.prompt_s,
-        "prompt_per_token_ms": 1e3 * timings.prompt_s / computed if computed else 0.0,
-        "prompt_per_second": timings.prompt_tok_s,
-        "predicted_n": timings.generated_tokens,
-        "predicted_ms": 1e3 * timings.decode_s,
-        "predicted_per_token_ms": 1e3 * timings.decode_s / decoded if decoded else 0.0,
-        "predicted_per_second": timings.decode_tok_s,
-    }
+    body = llama.Timings(
+        cache_n=timings.cached_tokens,
+        prompt_n=computed,
+        prompt_ms=1e3 * timings.prompt_s,
+        prompt_per_token_ms=1e3 * timings.prompt_s / computed if computed else 0.0,
+        prompt_per_second=timings.prompt_tok_s,
+        predicted_n=timings.generated_tokens,
+        predicted_ms=1e3 * timings.decode_s,
+        predicted_per_token_ms=1e3 * timings.decode_s / decoded if decoded else 0.0,
+        predicted_per_second=timings.decode_tok_s,
+    )
     if timings.drafts:
-        body |= {
-            "draft_n": timings.drafted_tokens,
-            "draft_n_accepted": timings.accepted_tokens,
-            "draft_steps": timings.drafts,
-            "draft_accept_rate": timings.accept_rate,
-            "draft_accept_length": timings.accept_length,
-        }
+        body.draft_n, body.draft_n_accepted = timings.drafted_tokens, timings.accepted_tokens
+        body.draft_steps = timings.drafts
+        body.draft_accept_rate, body.draft_accept_length = timings.accept_rate, timings.accept_length
     if timings.shifts:
-        body |= {"shift_n": timings.shifts, "shift_discarded_n": timings.discarded_tokens}
+        body.shift_n, body.shift_discarded_n = timings.shifts, timings.discarded_tokens
     return body

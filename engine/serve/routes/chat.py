@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import UNSET
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,7 +26,6 @@ from quengine.serve.routes.constraints import answer_constraint, read_constraint
 from quengine.serve.routes.images import counted
 from quengine.serve.routes.logprob_forms import chat_logprobs
 from quengine.serve.routes.native import verbose_chunk, verbose_result
-from quengine.serve.routes.old_functions import old_form
 from quengine.serve.routes.prompts import (
     chat_ids,
     given_answer,
@@ -34,7 +35,19 @@ from quengine.serve.routes.prompts import (
 from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.openai import ChatRequest, PromptTokens
+from quengine.serve.schemas.openai import (
+    ChatAnswer,
+    ChatCall,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatDelta,
+    ChatPiece,
+    ChatReason,
+    ChatRequest,
+    FunctionCall,
+    PromptTokens,
+)
 from quengine.structured.answer_format import AnswerFormat
 from quengine.structured.tool_calls import (
     CallDelta,
@@ -62,8 +75,8 @@ async def chat_completions(host: ModelHost, request: Request) -> Response:
         )
         return await stream_answer(host, request, answers, chunks)
     outputs = await whole_answer(host, request, answers)
-    answer = _body(host, answers, bool(body.functions), outputs)
-    return json_response(answer | (verbose_result(host, answers, outputs) if host.verbose(body) else {}))
+    more = verbose_result(host, answers, outputs) if host.verbose(body) else {}
+    return json_response(_body(host, answers, bool(body.functions), outputs, more))
 
 
 async def chat_tokens(host: ModelHost, request: Request) -> Response:
@@ -136,26 +149,39 @@ async def chat_prompt(host: ModelHost, body: ChatRequest, use: ToolUse, limited:
     return ChatPrompt(ids, model.end_of(ids, given_answer(messages, ending)), budget, images)
 
 
-def _message(part: Part, end: End, functions: bool) -> dict[str, Any]:
+def _message(part: Part, end: End, functions: bool) -> ChatAnswer:
     """The whole answer; `functions`: its call is given as OpenAI's API had it before tools."""
     deltas = part.deltas + end.deltas
     spoken, calls = collect(deltas)
-    message: dict[str, Any] = {"role": "assistant", "content": spoken, "refusal": None}
-    if reasoning := reasoning_of(deltas):
-        message["reasoning_content"] = reasoning
-    if calls:
-        message |= {"content": spoken or None, "tool_calls": [call.as_openai() for call in calls]}
-    return old_form(message) if functions else message
+    message = ChatAnswer(
+        content=(spoken or None) if calls else spoken, reasoning_content=reasoning_of(deltas) or UNSET
+    )
+    if calls and functions:
+        message.function_call = FunctionCall(name=calls[0].name, arguments=calls[0].arguments)
+    elif calls:
+        message.tool_calls = [
+            ChatCall(
+                id=each.id, type="function", function=FunctionCall(name=each.name, arguments=each.arguments)
+            )
+            for each in calls
+        ]
+    return message
 
 
-def _delta(part: Delta, functions: bool) -> dict[str, Any]:
-    if isinstance(part, CallDelta):
-        called = {"tool_calls": [part.as_openai()]}
-        return old_form(called) if functions else called
-    return {"reasoning_content" if isinstance(part, ReasoningDelta) else "content": part.text}
+def _delta(part: Delta, functions: bool) -> ChatDelta:
+    if not isinstance(part, CallDelta):
+        thinks = isinstance(part, ReasoningDelta)
+        return ChatDelta(reasoning_content=part.text) if thinks else ChatDelta(content=part.text)
+    called = FunctionCall(name=part.name or UNSET, arguments=part.arguments)
+    if functions:
+        return ChatDelta(function_call=called)
+    call = ChatCall(index=part.index, function=called)
+    if part.name is not None:
+        call.id, call.type = part.id or "", "function"
+    return ChatDelta(tool_calls=[call])
 
 
-def _reason(end: End, functions: bool) -> str:
+def _reason(end: End, functions: bool) -> ChatReason:
     return "function_call" if functions and end.reason == "tool_calls" else end.reason
 
 
@@ -164,23 +190,23 @@ def _body(
     answers: Sequence[Answer],
     functions: bool,
     outputs: Sequence[tuple[Part, End]],
-) -> dict[str, Any]:
+    more: Mapping[str, Any],
+) -> ChatCompletion:
     requests = [answer.request for answer in answers]
+    choices = [
+        ChatChoice(
+            index=index,
+            message=_message(part, end, functions),
+            logprobs=_logprobs(requests[index], part.piece, host.model),
+            finish_reason=_reason(end, functions),
+            **end.checked,
+        )
+        for index, (part, end) in enumerate(outputs)
+    ]
+    head = answer_head(host, "chatcmpl-", "chat.completion")
     reasoning = sum(answer.reasoning_tokens for answer in answers)
-    return {
-        **answer_head(host, "chatcmpl-", "chat.completion"),
-        "choices": [
-            {
-                "index": index,
-                "message": _message(part, end, functions),
-                "logprobs": _logprobs(requests[index], part.piece, host.model),
-                "finish_reason": _reason(end, functions),
-                **end.checked,
-            }
-            for index, (part, end) in enumerate(outputs)
-        ],
-        **answer_tail(requests, [end.finished for _, end in outputs], reasoning),
-    }
+    tail = answer_tail(requests, [end.finished for _, end in outputs], reasoning)
+    return ChatCompletion(**head, choices=choices, **tail, **more)
 
 
 def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> dict[str, Any] | None:
@@ -202,22 +228,24 @@ class _Chunks(ChunkForm):
 
     def __post_init__(self) -> None:
         self._head = answer_head(self.host, "chatcmpl-", "chat.completion.chunk")
+        usage = None if self.include_usage else UNSET
+        self._whole = ChatChunk(**self._head, choices=[], usage=usage)
         self._requests = [answer.request for answer in self.answers]
         self._with_logprobs = self._requests[0].params.logprobs is not None
         self._model = self.host.model
 
     def begin(self) -> bytes:
-        first = {"role": "assistant", "content": None}
+        first = ChatDelta(role="assistant", content=None)
         return b"".join(self._chunk(index, first, None) for index in range(len(self.answers)))
 
     def part(self, part: Part) -> bytes:
         choice, piece = part.choice, part.piece
         progress = b"".join(
-            self._chunk(choice, {}, None, more=each) for each in self.live.progress(choice, piece)
+            self._chunk(choice, ChatDelta(), None, more=each) for each in self.live.progress(choice, piece)
         )
         deltas = [_delta(each, self.functions) for each in part.deltas]
         if self._with_logprobs and piece.tokens and not deltas:
-            deltas = [{}]
+            deltas = [ChatDelta()]
         more = self.live.after(choice, piece)
         return progress + b"".join(
             self._chunk(choice, d, None, None if i else piece, more) for i, d in enumerate(deltas)
@@ -229,7 +257,9 @@ class _Chunks(ChunkForm):
         more = {} if self.include_usage else {"timings": timings_body(end.finished.timings)}
         if self.verbose:
             more |= verbose_chunk(self.host, choice, self._requests[choice], end.finished)
-        return held + self._chunk(choice, {}, _reason(end, self.functions), more=more, last=end.checked)
+        return held + self._chunk(
+            choice, ChatDelta(), _reason(end, self.functions), more=more, last=end.checked
+        )
 
     def end(self, ends: Sequence[Finished]) -> bytes:
         reasoning = sum(answer.reasoning_tokens for answer in self.answers) if self.include_usage else 0
@@ -238,15 +268,16 @@ class _Chunks(ChunkForm):
     def _chunk(
         self,
         choice: int,
-        delta: dict[str, Any],
-        reason: str | None,
+        delta: ChatDelta,
+        reason: ChatReason | None,
         piece: Piece | None = None,
         more: Mapping[str, Any] | None = None,
         last: Mapping[str, Any] | None = None,
     ) -> bytes:
-        entry: dict[str, Any] = {"index": choice, "delta": delta, "finish_reason": reason, "logprobs": None}
-        entry |= last or {}
+        entry = ChatPiece(index=choice, delta=delta, finish_reason=reason)
+        if last:
+            entry = replace(entry, **last)
         if piece is not None and self._with_logprobs:
-            entry["logprobs"] = _logprobs(self._requests[choice], piece, self._model)
-        usage = {"usage": None} if self.include_usage else {}
-        return data({**self._head, "choices": [entry], **usage, **(more or {})})
+            entry.logprobs = _logprobs(self._requests[choice], piece, self._model)
+        self._whole.choices = [entry]
+        return data(replace(self._whole, **more) if more else self._whole)

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,7 +26,7 @@ from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
-from quengine.serve.schemas.openai import CompletionRequest
+from quengine.serve.schemas.openai import Completion, CompletionChunk, CompletionRequest, TextChoice
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for this route."""
@@ -42,8 +43,8 @@ async def completions(host: ModelHost, request: Request) -> Response:
         chunks = _Chunks(host, requests, echoed, body.stream_options.include_usage, host.verbose(body), live)
         return await stream_answer(host, request, answers, chunks)
     outputs = await whole_answer(host, request, answers)
-    answer = _body(host, requests, echoed, outputs)
-    return json_response(answer | (verbose_result(host, answers, outputs) if host.verbose(body) else {}))
+    more = verbose_result(host, answers, outputs) if host.verbose(body) else {}
+    return json_response(_body(host, requests, echoed, outputs, more))
 
 
 async def prepare_completions(host: ModelHost, body: CompletionRequest) -> list[Answer]:
@@ -74,21 +75,27 @@ def _body(
     requests: Sequence[GenerationRequest],
     echoed: Sequence[str],
     outputs: Sequence[tuple[Part, End]],
-) -> dict[str, Any]:
-    return {
-        **answer_head(host, "cmpl-", "text_completion"),
-        "choices": [
-            {
-                "index": index,
-                "text": echoed[index] + part.piece.text,
-                "logprobs": _logprobs(requests[index], part.piece, host.model),
-                "finish_reason": end.reason,
-                **end.checked,
-            }
-            for index, (part, end) in enumerate(outputs)
-        ],
-        **answer_tail(requests, [end.finished for _, end in outputs]),
-    }
+    more: Mapping[str, Any],
+) -> Completion:
+    choices = [
+        TextChoice(
+            index=index,
+            text=echoed[index] + part.piece.text,
+            logprobs=_logprobs(requests[index], part.piece, host.model),
+            finish_reason=_reason(end),
+            **end.checked,
+        )
+        for index, (part, end) in enumerate(outputs)
+    ]
+    head, tail = (
+        answer_head(host, "cmpl-", "text_completion"),
+        answer_tail(requests, [e.finished for _, e in outputs]),
+    )
+    return Completion(**head, choices=choices, **tail, **more)
+
+
+def _reason(end: End) -> Literal["stop", "length"]:
+    return "length" if end.reason == "length" else "stop"
 
 
 def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> dict[str, Any] | None:
@@ -117,6 +124,7 @@ class _Chunks(ChunkForm):
 
     def __post_init__(self) -> None:
         self._head = answer_head(self.host, "cmpl-", "text_completion")
+        self._whole = CompletionChunk(**self._head, choices=[])
         self._with_logprobs = self.requests[0].params.logprobs is not None
         self._model = self.host.model
 
@@ -157,7 +165,7 @@ class _Chunks(ChunkForm):
         more = {} if self.include_usage else answer_tail([request], [end.finished])
         if self.verbose:
             more |= verbose_chunk(self.host, end.choice, request, end.finished)
-        return self._chunk(end.choice, "", None, end.reason, more, end.checked)
+        return self._chunk(end.choice, "", None, _reason(end), more, end.checked)
 
     def end(self, ends: Sequence[Finished]) -> bytes:
         return stream_end(self._head, self.requests, ends, self.include_usage)
@@ -167,9 +175,10 @@ class _Chunks(ChunkForm):
         choice: int,
         text: str,
         logprobs: dict[str, Any] | None,
-        reason: str | None,
+        reason: Literal["stop", "length"] | None,
         more: Mapping[str, Any] | None = None,
         last: Mapping[str, Any] | None = None,
     ) -> bytes:
-        entry = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason, **(last or {})}
-        return data({**self._head, "choices": [entry], **(more or {})})
+        entry = TextChoice(index=choice, text=text, logprobs=logprobs, finish_reason=reason)
+        self._whole.choices = [replace(entry, **last) if last else entry]
+        return data(replace(self._whole, **more) if more else self._whole)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -97,21 +98,21 @@ def verbose_result(
         native_result(host, part.choice, answer.request, end.finished, part.piece.text, part.piece.tokens)
         for answer, (part, end) in zip(answers, outputs, strict=True)
     ]
-    return {"__verbose": results if len(results) > 1 else results[0]}
+    return {"verbose": results if len(results) > 1 else results[0]}
 
 
 def verbose_chunk(host: ModelHost, index: int, request: GenerationRequest, end: Finished) -> dict[str, Any]:
     """The same for the last chunk of a stream's completion, whose text has been sent."""
-    return {"__verbose": native_result(host, index, request, end, "", ())}
+    return {"verbose": native_result(host, index, request, end, "", ())}
 
 
 def _chosen(answer: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     """The fields of an answer that response_fields names, a/b for b in a; all of them where it names none."""
     if not fields:
         return answer
-    chosen = {}
+    chosen, built = {}, msgspec.to_builtins(answer)
     for path in fields:
-        value: Any = answer
+        value: Any = built
         for key in path.split("/"):
             value = value.get(key, _ABSENT) if isinstance(value, dict) else _ABSENT
         if value is not _ABSENT:

@@ -52,12 +52,3 @@ def with_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _without_call(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "function_call"}
-
-
-def old_form(part: dict[str, Any]) -> dict[str, Any]:
-    """A message, or the delta of one, whose one tool call is a `function_call`."""
-    calls = part.get("tool_calls")
-    if not calls:
-        return part
-    rest = {key: value for key, value in part.items() if key != "tool_calls"}
-    return {**rest, "function_call": calls[0]["function"]}

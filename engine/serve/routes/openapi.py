@@ -61,7 +61,9 @@ def document(
     names = settings.model_names if settings.strict_model else ()
     bodies = dict.fromkeys(route.request for route in routes if isinstance(route.request, type))
     _, written = written_schemas(_structs(routes))
-    schemas = {**request_schemas(bodies, settings.limits, names, vocab_size), **answer_schemas(), **written}
+    read, told = request_schemas(bodies, settings.limits, names, vocab_size), answer_schemas()
+    schemas = {**read, **written, **told}
+    assert len(schemas) == len(read) + len(written) + len(told), "a name has two schemas"
     components: dict[str, Any] = {"schemas": schemas}
     if settings.api_keys:
         components["securitySchemes"] = {

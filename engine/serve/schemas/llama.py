@@ -1,11 +1,34 @@
 """Answers of llama-server's API and of the server's own as structs; those that have several forms are in
 `openapi_answers`."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from quengine.serve.schemas.written import Count, Vector, Written
+
+Rate = Annotated[float, Meta(ge=0)]
+
+
+class Timings(Written, kw_only=True):
+    """As llama-server's clients read them; drafts and context shifts only where there were any."""
+
+    cache_n: Count
+    prompt_n: Count
+    prompt_ms: Rate
+    prompt_per_token_ms: Rate
+    prompt_per_second: Rate
+    predicted_n: Count
+    predicted_ms: Rate
+    predicted_per_token_ms: Rate
+    predicted_per_second: Rate
+    draft_n: Count | UnsetType = UNSET
+    draft_n_accepted: Count | UnsetType = UNSET
+    draft_steps: Count | UnsetType = UNSET
+    draft_accept_rate: Rate | UnsetType = UNSET
+    draft_accept_length: Rate | UnsetType = UNSET
+    shift_n: Count | UnsetType = UNSET
+    shift_discarded_n: Count | UnsetType = UNSET
 
 
 class NativeEmbedding(Written):

@@ -3,7 +3,8 @@ schemas."""
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from quengine.serve.schemas.fields import (
     Body,
@@ -23,6 +24,7 @@ from quengine.serve.schemas.fields import (
     only,
     without_effect,
 )
+from quengine.serve.schemas.llama import Timings
 from quengine.serve.schemas.openapi_parts import (
     ANY,
     BOOLEAN,
@@ -227,96 +229,148 @@ class DeletedResponse(Written, kw_only=True):
     deleted: Literal[True] = True
 
 
-_TAIL = {"usage": ref("Usage"), "seed": COUNT, "timings": ref("Timings")}
-_VERBOSE = {
-    "__verbose": {"anyOf": [ref("NativeCompletion"), {"type": "array", "items": ref("NativeCompletion")}]}
-}
-_REASON = enum("stop", "length")
-_CHAT_REASON = enum("stop", "length", "tool_calls", "function_call")
+class CachedTokens(Written):
+    cached_tokens: Count
+
+
+class ReasoningTokens(Written):
+    reasoning_tokens: Count
+
+
+class Usage(Written):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
+
+
+_NATIVE = Annotated[
+    Any, Meta(extra_json_schema={"anyOf": [ref("NativeCompletion"), array(ref("NativeCompletion"))]})
+]
+_PROGRESS = Annotated[Any, Meta(extra_json_schema=ref("PromptProgress"))]
+_CHAT_SCORES = Annotated[
+    Any, Meta(extra_json_schema=or_null(record(content=array(native_token()), refusal=NULL)))
+]
+
+
+class FunctionCall(Written, kw_only=True):
+    """`name`: with the first piece of a call alone."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ChatCall(Written, kw_only=True):
+    """A call of a message, or a piece of one, which has an index."""
+
+    index: Count | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionCall
+
+
+class ChatAnswer(Written, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
+
+
+class ChatDelta(Written, kw_only=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ChatCall] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
+
+
+ChatReason = Literal["stop", "length", "tool_calls", "function_call"]
+
+
+class ChatChoice(Written, kw_only=True):
+    index: Count
+    message: ChatAnswer
+    logprobs: _CHAT_SCORES = None
+    finish_reason: ChatReason
+    schema_violation: str | UnsetType = UNSET
+
+
+class ChatPiece(Written, kw_only=True):
+    index: Count
+    delta: ChatDelta
+    finish_reason: ChatReason | None = None
+    logprobs: _CHAT_SCORES = None
+    schema_violation: str | UnsetType = UNSET
+
+
+class Answered(Written, kw_only=True):
+    """What OpenAI's answers begin with, and each chunk of one."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
+    created: Count
+    model: str
+    system_fingerprint: str
+
+
+class ChatCompletion(Answered, kw_only=True):
+    choices: list[ChatChoice]
+    usage: Usage
+    seed: Count
+    timings: Timings
+    verbose: _NATIVE | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+
+
+class ChatChunk(Answered, kw_only=True):
+    choices: list[ChatPiece]
+    usage: Usage | UnsetType | None = UNSET
+    seed: Count | UnsetType = UNSET
+    prompt_progress: _PROGRESS | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+    verbose: _NATIVE | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+
+
+_ARRAYS = record(
+    tokens=array(STRING),
+    token_logprobs=array({"type": ["number", "null"]}),
+    top_logprobs=array(or_null({"type": "object", "additionalProperties": NUMBER})),
+    text_offset=array(COUNT),
+)
+_TEXT_SCORES = Annotated[
+    Any, Meta(extra_json_schema={"anyOf": [NULL, _ARRAYS, record(content=array(native_token()))]})
+]
+
+
+class TextChoice(Written, kw_only=True):
+    index: Count
+    text: str
+    logprobs: _TEXT_SCORES = None
+    finish_reason: Literal["stop", "length"] | None = None
+    schema_violation: str | UnsetType = UNSET
+
+
+class Completion(Answered, kw_only=True):
+    choices: list[TextChoice]
+    usage: Usage
+    seed: Count
+    timings: Timings
+    verbose: _NATIVE | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+
+
+class CompletionChunk(Answered, kw_only=True):
+    choices: list[TextChoice]
+    usage: Usage | UnsetType = UNSET
+    seed: Count | UnsetType = UNSET
+    prompt_progress: _PROGRESS | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+    verbose: _NATIVE | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
 def openai_answers() -> dict[str, Schema]:
-    """The schemas of answers and of their parts, by component name."""
-    return {
-        "Usage": record(
-            {"completion_tokens_details": record(reasoning_tokens=COUNT)},
-            prompt_tokens=COUNT,
-            completion_tokens=COUNT,
-            total_tokens=COUNT,
-            prompt_tokens_details=record(cached_tokens=COUNT),
-        ),
-        **_chat(),
-        **_completions(),
-        **_responses(),
-    }
-
-
-def _head(kind: str) -> dict[str, Schema]:
-    return {
-        "id": STRING,
-        "object": const(kind),
-        "created": COUNT,
-        "model": STRING,
-        "system_fingerprint": STRING,
-    }
-
-
-def _chat() -> dict[str, Schema]:
-    entry = native_token()
-    function = {"name": STRING, "arguments": STRING}
-    call = record(id=STRING, type=const("function"), function=record(**function))
-    part = record(
-        {"id": STRING, "type": const("function")},
-        index=COUNT,
-        function=record({"name": STRING}, arguments=STRING),
-    )
-    message = record(
-        {"reasoning_content": STRING, "tool_calls": array(call), "function_call": record(**function)},
-        role=const("assistant"),
-        content=TEXT_OR_NULL,
-        refusal=NULL,
-    )
-    texts = {"content": STRING, "reasoning_content": STRING}
-    called = {"tool_calls": array(part), "function_call": record({"name": STRING}, arguments=STRING)}
-    delta = record({"role": const("assistant"), **texts, "content": TEXT_OR_NULL, **called})
-    logprobs = or_null(record(content=array(entry), refusal=NULL))
-    choice = record(CHECKED, index=COUNT, message=message, logprobs=logprobs, finish_reason=_CHAT_REASON)
-    piece = record(CHECKED, index=COUNT, delta=delta, logprobs=logprobs, finish_reason=or_null(_CHAT_REASON))
-    return {
-        "ChatCompletion": record(_VERBOSE, **_head("chat.completion"), choices=array(choice), **_TAIL),
-        "ChatChunk": record(
-            {**_TAIL, **PROGRESS, **_VERBOSE, "usage": or_null(ref("Usage"))},
-            **_head("chat.completion.chunk"),
-            choices=array(piece),
-        ),
-    }
-
-
-def _completions() -> dict[str, Schema]:
-    logprobs = record(
-        tokens=array(STRING),
-        token_logprobs=array({"type": ["number", "null"]}),
-        top_logprobs=array(or_null({"type": "object", "additionalProperties": NUMBER})),
-        text_offset=array(COUNT),
-    )
-    sampled = record(content=array(native_token()))
-    choice = {"index": COUNT, "text": STRING, "logprobs": {"anyOf": [NULL, logprobs, sampled]}}
-    return {
-        "Completion": record(
-            _VERBOSE,
-            **_head("text_completion"),
-            choices=array(record(CHECKED, **choice, finish_reason=_REASON)),
-            **_TAIL,
-        ),
-        "CompletionChunk": record(
-            {**_TAIL, **PROGRESS, **_VERBOSE},
-            **_head("text_completion"),
-            choices=array(record(CHECKED, **choice, finish_reason=or_null(_REASON))),
-        ),
-    }
-
-
-def _responses() -> dict[str, Schema]:
+    """The schemas of the answers that are no structs, and of their parts, by component name."""
     status = enum("in_progress", "completed", "incomplete")
     part = record(type=const("output_text"), text=STRING, annotations=array(ANY), logprobs=array(ANY))
     thought = record(type=const("reasoning_text"), text=STRING)

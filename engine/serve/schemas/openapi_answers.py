@@ -35,7 +35,6 @@ def answer_schemas() -> dict[str, Schema]:
     """Every schema of an answer and of its parts, by component name."""
     return {
         "Error": error_schema(),
-        "Timings": _timings(),
         "PromptProgress": record(
             total=COUNT, cache=COUNT, processed=COUNT, time_ms={"type": "number", "minimum": 0}
         ),
@@ -63,15 +62,6 @@ def _ranked() -> Schema:
 
 def _piece() -> Schema:
     return {"anyOf": [STRING, array({"type": "integer", "minimum": 0, "maximum": 255})]}
-
-
-def _timings() -> Schema:
-    phases = [f"{p}_{what}" for p in ("prompt", "predicted") for what in ("ms", "per_token_ms", "per_second")]
-    numbers = {key: {"type": "number", "minimum": 0} for key in phases}
-    counts = ("draft_n", "draft_n_accepted", "draft_steps", "shift_n", "shift_discarded_n")
-    drafts = dict.fromkeys(counts, COUNT)
-    rates = {key: {"type": "number", "minimum": 0} for key in ("draft_accept_rate", "draft_accept_length")}
-    return record({**drafts, **rates}, cache_n=COUNT, prompt_n=COUNT, predicted_n=COUNT, **numbers)
 
 
 def _native() -> dict[str, Schema]:

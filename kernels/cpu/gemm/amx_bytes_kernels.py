@@ -79,6 +79,14 @@ def _prefetch_share(
             prefetch(place + i * args.row_bytes + line)
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _prefetch_run(address: int, count: int, share: int, shares: int) -> None:
+    """Prefetches a share of `count` bytes, none at address 0."""
+    if address:
+        for line in range(count * share // shares, count * (share + 1) // shares, 64):
+            prefetch(address + line)
+
+
 def amx_bytes_matmul_kernel(format_name: str) -> bytes:
     """A task is a few strips of COLUMNS weight rows; with the activation rows they make at most MOST_SUMS sums.
 
@@ -113,19 +121,18 @@ def amx_bytes_matmul_kernel(format_name: str) -> bytes:
                 request.rows = min(COLUMNS, end - first)
                 for k in range(start, start + run, DEPTH):
                     request.weights = weights + first * row_bytes + k // DEPTH * block_bytes
+                    ahead, shares = 0, blocks + 2
+                    if few and first + COLUMNS < end:
+                        ahead = weights + (first + COLUMNS) * row_bytes + k // DEPTH * strip_bytes
                     for half in range(2):
+                        _prefetch_run(ahead, strip_bytes, half, shares)
                         call_kernel(args.panel_kernel, request, half)
                     x = args.packed + k // DEPTH * blocks * x_bytes
                     for b in range(blocks):
                         multiply_byte_tiles(format_name, x, panel, sums)
-                        # What is unpacked next, spread over the blocks: a burst would stall on the memory.
+                        # What is unpacked next, spread over the work: a burst would stall on the memory.
                         if few:
-                            if first + COLUMNS < end:
-                                ahead = weights + (first + COLUMNS) * row_bytes + k // DEPTH * strip_bytes
-                                for line in range(
-                                    strip_bytes * b // blocks, strip_bytes * (b + 1) // blocks, 64
-                                ):
-                                    prefetch(ahead + line)
+                            _prefetch_run(ahead, strip_bytes, 2 + b, shares)
                         elif first + COLUMNS < end:
                             _prefetch_share(args, first + COLUMNS, end, k // DEPTH, b, blocks)
                         elif k + DEPTH < cols:

@@ -69,7 +69,7 @@ def tile_kind(w: QuantTensor) -> TileKind:
     """The fastest kind for a weight on this processor."""
     if has_amx():
         return _amx_bytes_kind() if uses_amx_bytes(w) else _amx_kind()
-    return _word_kind() if uses_vnni(w) else _float_kind()
+    return _int16_kind() if uses_vnni(w) else _float_kind()
 
 
 @cache
@@ -84,8 +84,8 @@ def _amx_kind() -> TileKind:
 
 
 @cache
-def _word_kind() -> TileKind:
-    tile = vnni.word_tile()
+def _int16_kind() -> TileKind:
+    tile = vnni.int16_tile()
     sizes = (tile.columns, tile.rows, vnni.ROW_BYTES, vnni.MOST_ROWS)
     return TileKind(*sizes, True, vnni_pack_kernel, False, _vnni_product)
 
@@ -172,7 +172,7 @@ def _amx_bytes_product(w: QuantTensor, blocks: int, matrices: int) -> _Product:
 
 def _vnni_product(w: QuantTensor, blocks: int, matrices: int) -> _Product:
     """The int16 product."""
-    tile = vnni.word_tile()
+    tile = vnni.int16_tile()
     strips = -(-w.rows // tile.columns)
     most = min(vnni.MOST_STRIPS, vnni.MOST_SUMS // (blocks * tile.rows * tile.columns))
     of_task = _strips_of_task(strips, _fair(strips, most), get_threads(), matrices)

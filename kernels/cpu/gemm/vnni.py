@@ -12,8 +12,8 @@ The inner sums are exact int32 over at most `FLUSH` columns, which cannot overfl
 is rounded, to 13 to 15 bits: a relative squared error of about 5e-9. An element of the result depends on its two rows
 alone.
 
-Packed activations are [K / DEPTH, blocks]; a block of `word_tile().rows` rows and DEPTH columns has pairs of a as int32
-[DEPTH / 2, rows], in `ORDER`, then TAIL bytes for each row:
+Packed activations are [K / DEPTH, blocks]; a block of `int16_tile().rows` rows and DEPTH columns has pairs of a as
+int32 [DEPTH / 2, rows], in `ORDER`, then TAIL bytes for each row:
     fp32 -t * sum of a over each 32 columns | the same over each 16 columns | fp32 t | padding
 """
 
@@ -67,7 +67,7 @@ class VnniPanelArguments(Arguments):
 
 
 @cache
-def word_tile() -> Tile:
+def int16_tile() -> Tile:
     """In fp32 or int32 lanes: 24 accumulators of 32 registers, or 12 of 16. A taller tile would leave more rows unused
     in the last block."""
     wide = host_tile().byte_dot_lanes == 16
@@ -75,7 +75,7 @@ def word_tile() -> Tile:
 
 
 @cache
-def has_words() -> bool:
+def has_int16() -> bool:
     """Whether this processor multiplies int16 faster than fp32. AVX-512 without VNNI does not."""
     tile = host_tile()
     return tile.byte_dot_lanes == 16 or (tile.lanes == 8 and "+avx2" in host_target().features.split(","))
@@ -83,7 +83,7 @@ def has_words() -> bool:
 
 def uses_vnni(w: QuantTensor) -> bool:
     """Whether this processor multiplies the weight as int16."""
-    return w.format.name in FLUSH and has_words()
+    return w.format.name in FLUSH and has_int16()
 
 
 def vnni_product(x: Tensor, w: QuantTensor) -> Tensor:

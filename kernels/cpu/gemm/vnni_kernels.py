@@ -16,7 +16,7 @@ from quengine.kernels.cpu.gemm.vnni import (
     ROW_BYTES,
     TAIL,
     VnniPanelArguments,
-    word_tile,
+    int16_tile,
 )
 from quengine.kernels.cpu.ir.panel_ir import GROUPS
 from quengine.kernels.cpu.ir.tile_ir import clear_floats, copy_floats, prefetch, stack_floats
@@ -34,7 +34,7 @@ from quengine.kernels.cpu.runtime.arguments import size_of
 from quengine.kernels.cpu.runtime.atomics import call_kernel, read_lines
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 
-_COLUMNS, _ROWS = word_tile().columns, word_tile().rows
+_COLUMNS, _ROWS = int16_tile().columns, int16_tile().rows
 
 
 def vnni_pack_kernel() -> bytes:

@@ -26,6 +26,12 @@ def prefetch(e: Emitter, address: ir.Value) -> None:
 
 
 @vector_code
+def prefetch_to_write(e: Emitter, address: ir.Value) -> None:
+    """Prefetches the cache line at an address, and takes it from other cores."""
+    e.prefetch(address, write=True)
+
+
+@vector_code
 def transpose_rows(e: Emitter, rows: ir.Value, stride: ir.Value, depth: ir.Value, out: ir.Value) -> None:
     """Transposes `Tile.lanes` rows of fp32, `stride` bytes apart: out[k, lane], lines `Tile.columns` apart.
 

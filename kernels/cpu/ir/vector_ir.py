@@ -64,15 +64,15 @@ class Emitter:
         pointer = self.b.inttoptr(self.at(address, offset), value.type.as_pointer())
         self.b.store(value, pointer).align = 1
 
-    def prefetch(self, address: ir.Value) -> None:
-        """Prefetches the cache line at an address, which need not be mapped."""
+    def prefetch(self, address: ir.Value, write: bool = False) -> None:
+        """Prefetches the cache line at an address, which need not be mapped; to `write`, from other cores' caches."""
         name = "llvm.prefetch.p0"
         declared = self.b.module.globals.get(name)
         if declared is None:
             arguments = [I8.as_pointer(), I32, I32, I32]
             declared = ir.Function(self.b.module, ir.FunctionType(ir.VoidType(), arguments), name)
-        read, keep, data = (ir.Constant(I32, value) for value in (0, 3, 1))
-        self.b.call(declared, [self.b.inttoptr(address, I8.as_pointer()), read, keep, data])
+        purpose, keep, data = (ir.Constant(I32, value) for value in (int(write), 3, 1))
+        self.b.call(declared, [self.b.inttoptr(address, I8.as_pointer()), purpose, keep, data])
 
     # ---- lanes -------------------------------------------------------------------------------------------
     def pick(self, v: ir.Value, lanes: Sequence[int], other: ir.Value | None = None) -> ir.Value:

@@ -1,7 +1,7 @@
 """Vector code of prefill matmul on int16 (vnni.py).
 
-A panel is DEPTH columns of `word_tile().columns` weight rows: int32 lanes [DEPTH / 2, columns], each the two int16 of a
-pair of columns; d [columns] and the minimums [columns / PANEL_ROWS, GROUPS, PANEL_ROWS] are separate fp32 arrays.
+A panel is DEPTH columns of `int16_tile().columns` weight rows: int32 lanes [DEPTH / 2, columns], each the two int16 of
+a pair of columns; d [columns] and the minimums [columns / PANEL_ROWS, GROUPS, PANEL_ROWS] are separate fp32 arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quengine.kernels.cpu.gemm.vnni import (
     PANEL_ROWS,
     SCALE,
     TAIL,
-    word_tile,
+    int16_tile,
 )
 from quengine.kernels.cpu.ir.panel_ir import GROUPS
 from quengine.kernels.cpu.ir.row_ir import greater, round_within
@@ -100,7 +100,7 @@ def sums_of_eights(e: Emitter, parts: list[ir.Value]) -> ir.Value:
 def interleave_pairs(e: Emitter, rows: ir.Value, out: ir.Value) -> None:
     """Transposes pairs of int16 [TRANSPOSED, DEPTH / 2] at address rows to [DEPTH / 2, rows of a tile] at address out;
     what else they have is left out."""
-    side, kept = TRANSPOSED, word_tile().rows
+    side, kept = TRANSPOSED, int16_tile().rows
 
     def square(k: ir.Value) -> None:
         source, target = e.at(rows, e.b.mul(k, e.i64(4))), e.at(out, e.b.mul(k, e.i64(4 * kept)))
@@ -134,7 +134,7 @@ def multiply_int16(
     def multiply(count: int) -> None:
         _multiply_rows(e, FORMATS[format_name], count, (panel, d, mins), x, totals, (ahead, asked))
 
-    e.by_count(rows, word_tile().rows, multiply)
+    e.by_count(rows, int16_tile().rows, multiply)
 
 
 def _multiply_rows(
@@ -147,7 +147,7 @@ def _multiply_rows(
     prefetched: tuple[ir.Value, ir.Value],
 ) -> None:
     """`multiply_int16` of a constant number of rows."""
-    (panel, d, mins), (ahead, asked), tile = weights, prefetched, word_tile()
+    (panel, d, mins), (ahead, asked), tile = weights, prefetched, int16_tile()
     ints, floats, size = vec(I32, tile.lanes), vec(F32, tile.lanes), 4 * tile.lanes
     cells = rows * tile.vectors
     tails = e.at(x, 2 * DEPTH * tile.rows)

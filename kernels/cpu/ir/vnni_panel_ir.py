@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
-from quengine.kernels.cpu.gemm.vnni import PANEL_ROWS, word_tile
+from quengine.kernels.cpu.gemm.vnni import PANEL_ROWS, int16_tile
 from quengine.kernels.cpu.ir.block_ir import TABLE_OFFSET, lookup
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import I8, I16, I32, Emitter, vec
@@ -226,7 +226,7 @@ def fill_int16_panel(
     w: the address of the super-block in row 0. Rows after `last` repeat it. d: fp32 [lanes]; mins, if the format has
     any: fp32 [groups, lanes].
     """
-    fmt, b, columns = FORMATS[format_name], e.b, word_tile().columns
+    fmt, b, columns = FORMATS[format_name], e.b, int16_tile().columns
     scales, codes = super_block(e, fmt, row_addresses(e, w, row_bytes, first, last))
     e.store(scales.d, d)
     for g, mn in enumerate(scales.mn):

@@ -16,6 +16,7 @@ from quengine.kernels.cpu.gemm.tiles import DEPTH, MatmulArguments
 from quengine.kernels.cpu.moe.experts import ExpertPart
 from quengine.kernels.cpu.moe.groups import ExpertSlots, GroupedMatmulArguments, PackGroupsArguments
 from quengine.kernels.cpu.runtime.kernel_table import grouped_matmul_kernel, pack_groups_kernel
+from quengine.kernels.cpu.runtime.scratch import scratch
 from quengine.kernels.cpu.runtime.threads import Launch
 from quengine.kernels.moe.router import Routing
 
@@ -60,7 +61,7 @@ def _grouped_launches(
     most_groups = min(groups.slots, count + groups.slots // most)
     most_blocks = min(groups.slots, most_groups + groups.slots // kind.block)
     panel_bytes = kind.block * kind.row_bytes
-    packed = torch.empty(most_blocks, panels * panel_bytes, dtype=torch.uint8)
+    packed = scratch("packed groups", most_blocks, panels * panel_bytes // 4).view(torch.uint8)
     pack = PackGroupsArguments(
         table=groups.table.data_ptr(),
         order=0 if by_place else groups.order.data_ptr(),

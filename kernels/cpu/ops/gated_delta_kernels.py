@@ -7,7 +7,7 @@ from numba import njit, types
 
 from quengine.kernels.cpu.ir.gate_ir import exponential, gate_row, sigmoid, softplus
 from quengine.kernels.cpu.ir.row_ir import float_at, int64_at, store_f32
-from quengine.kernels.cpu.ir.tile_ir import clear_floats, prefetch, stack_floats
+from quengine.kernels.cpu.ir.tile_ir import clear_floats, prefetch, prefetch_to_write, stack_floats
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
 from quengine.kernels.cpu.ops.causal_conv_rows import convolve_row
@@ -16,11 +16,13 @@ from quengine.kernels.cpu.ops.rms_norm_kernels import emit_sum_of_squares, norm_
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 from quengine.kernels.cpu.runtime.target import host_tile
 
+_REGISTERS_32 = 16
+"""fp32 lanes of a processor with 32 vector registers, which hold the sums of all columns of a task."""
 _CHAINS = 4
 """Sums over a matrix's rows: row i adds to sum i mod _CHAINS of its column."""
 
 
-_AHEAD = 2
+_AHEAD = 3
 """Rows ahead that are prefetched: each begins on another page, which no processor prefetches by itself."""
 
 
@@ -42,7 +44,8 @@ def delta_convolution_kernel() -> bytes:
             position, x = int64_at(args.positions, row), args.x + row * args.row_bytes
             slot = int64_at(args.tables + row * args.table_stride, 0)
             if row + _AHEAD < args.rows:
-                _prefetch(x + at + _AHEAD * args.row_bytes, width)
+                for line in range(0, width, 64):
+                    prefetch_to_write(x + at + _AHEAD * args.row_bytes + line)
             history, head = args.history + slot * args.history_rows * channels + at, x + at
             convolve_row(
                 head, args.width, position, history, args.history_rows, channels, args.conv + at, args.taps, 0
@@ -144,8 +147,8 @@ def _unit_row(e: Emitter, x: ir.Value, count: ir.Value, eps: ir.Value, factor: i
 
 
 def _parts(columns: int) -> tuple[ir.VectorType, range]:
-    """The vectors that hold `columns` fp32, of a processor's registers, and where each begins, in bytes. A matrix goes
-    through the sums of one after the other, as those of more would not stay in 16 registers."""
+    """The vectors that hold `columns` fp32, of a processor's registers, and where each begins, in bytes. With 16
+    registers a matrix goes through the sums of one after the other."""
     lanes = min(columns, max(8, host_tile().lanes))
     return vec(F32, lanes), range(0, 4 * columns, 4 * lanes)
 
@@ -209,32 +212,43 @@ def _advance(
     """
     lane, parts = _parts(columns)
     decays, reads = e.splat(decay, lane.count), bool(how)
-    for offset in parts:
-        kept = e.b.fmul(decays, e.load(lane, sums, offset))
-        delta = e.b.fmul(e.splat(beta, lane.count), e.b.fsub(e.load(lane, value, offset), kept))
+    together = len(parts) if lane.count == _REGISTERS_32 else 1
+    places = ((local, e.i64(4 * columns)), (target, stride))
+    for first in range(0, len(parts), together):
+        some = parts[first : first + together]
+        deltas = []
+        for offset in some:
+            kept = e.b.fmul(decays, e.load(lane, sums, offset))
+            changed = e.b.fsub(e.load(lane, value, offset), kept)
+            deltas.append(e.b.fmul(e.splat(beta, lane.count), changed))
 
         def rows(
-            i: ir.Value, chains: list[ir.Value], offset: int = offset, delta: ir.Value = delta
+            i: ir.Value,
+            flat: list[ir.Value],
+            some: range = some,
+            deltas: list[ir.Value] = deltas,
         ) -> list[ir.Value]:
-            chains = list(chains)
+            flat, vectors = list(flat), (key, query, next_key) if reads else (key, query)
             for chain in range(_CHAINS):
                 row = e.b.add(i, e.i64(chain))
                 at = e.b.mul(row, e.i64(4))
-                k, q = (e.splat(e.load(F32, e.at(each, at)), lane.count) for each in (key, query))
-                old = e.load(lane, e.at(local, e.b.mul(row, e.i64(4 * columns))), offset)
-                s = e.fma(k, delta, e.b.fmul(old, decays))
-                e.store(s, e.at(target, e.b.mul(row, stride)), offset)
-                chains[chain] = e.fma(s, q, chains[chain])
-                if reads:
-                    n = e.splat(e.load(F32, e.at(next_key, at)), lane.count)
-                    chains[_CHAINS + chain] = e.fma(s, n, chains[_CHAINS + chain])
-            return chains
+                k, *others = (e.splat(e.load(F32, e.at(each, at)), lane.count) for each in vectors)
+                source, line = (e.at(start, e.b.mul(row, step)) for start, step in places)
+                for part, offset in enumerate(some):
+                    s = e.fma(k, deltas[part], e.b.fmul(e.load(lane, source, offset), decays))
+                    e.store(s, line, offset)
+                    for which, other in enumerate(others):
+                        place = (which * len(some) + part) * _CHAINS + chain
+                        flat[place] = e.fma(s, other, flat[place])
+            return flat
 
-        zeros = [e.const(lane, 0.0)] * (2 * _CHAINS if reads else _CHAINS)
+        zeros = [e.const(lane, 0.0)] * (_CHAINS * len(some) * (2 if reads else 1))
         found = e.loop(e.i64(0), count, _CHAINS, zeros, rows)
-        _store_sum(e, out, offset, found[:_CHAINS])
-        if reads:
-            _store_sum(e, sums, offset, found[_CHAINS:])
+        chains = [found[n : n + _CHAINS] for n in range(0, len(found), _CHAINS)]
+        for part, offset in enumerate(some):
+            _store_sum(e, out, offset, chains[part])
+            if reads:
+                _store_sum(e, sums, offset, chains[len(some) + part])
 
 
 def _store_sum(e: Emitter, out: ir.Value, offset: int, chains: list[ir.Value]) -> None:

@@ -62,7 +62,7 @@ def key_head_of(head, NET: tl.constexpr):
 
 @triton.jit
 def is_first_reader(head, NET: tl.constexpr):
-    """Whether value head `head` is the first of those that read its key head."""
+    """Whether no value head before `head` reads the same key head."""
     if NET.tiled:
         first = head < NET.key_heads
     else:
@@ -87,7 +87,7 @@ def silu(x):
 
 @triton.jit
 def inverse_length(squares):
-    """1 / length of heads whose sums of squares these are."""
+    """1 / length of heads, from their sums of squares."""
     return tl.rsqrt(squares + _L2_EPS)
 
 

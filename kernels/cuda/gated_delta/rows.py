@@ -145,8 +145,8 @@ def keep_history(
     x_ptr, row_scale_ptr, weight_scale, history_ptr, first, begin, end, start, channel, inside, x_stride,
     CHANNELS: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Store rows begin .. end - 1 of a chunk, of which the first of all is row `first` of the step at position `start`,
-    in a slot's history: channels [N]."""
+    """Stores channels [N] of rows begin .. end - 1 of a chunk in a slot's history. The chunk begins with the step's row
+    `first`, at position `start`."""
     for n in range(begin, end):
         x = tl.load(x_ptr + (first + n).to(tl.int64) * x_stride + channel, mask=inside, other=0.0)
         x *= tl.load(row_scale_ptr + first + n) * weight_scale

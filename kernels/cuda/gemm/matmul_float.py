@@ -17,6 +17,24 @@ _BLOCK_WEIGHTS = 64  # weight rows per program: the least that wgmma takes as it
 _BLOCK_COLUMNS = 64
 
 
+@triton.jit
+def float_block(
+    weights, in_rows, x_ptr, token, in_tokens, x_stride, K,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
+    """Rows of plain floats at pointers `weights` [BLOCK_N, 1], rounded to fp16, times rows number `token` of an fp16
+    operand: fp32 [BLOCK_N, BLOCK_T], summed over the columns from first to last. in_rows, in_tokens: which exist.
+    """
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        weight = tl.load(weights + k[None, :], mask=in_rows[:, None] & (k < K)[None, :], other=0.0)
+        at = operand_offset(token[None, :], k[:, None], x_stride, LAYOUT)
+        x = tl.load(x_ptr + at, mask=in_tokens[None, :] & (k < K)[:, None], other=0.0)
+        acc = tl.dot(weight.to(tl.float16), x, acc)
+    return acc
+
+
 @triton.jit(do_not_specialize=["T"])
 def _float_matmul_kernel(
     weight_ptr, x_ptr, row_scale_ptr, residual_ptr, out_ptr, rows, first, N, T, x_stride,
@@ -26,14 +44,9 @@ def _float_matmul_kernel(
     launch_then_wait(PDL)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        weight_mask = (n < rows)[:, None] & (k < K)[None, :]
-        weight = tl.load(weight_ptr + n[:, None] * K + k[None, :], mask=weight_mask, other=0.0)
-        place = operand_offset(token[None, :], k[:, None], x_stride, LAYOUT)
-        x = tl.load(x_ptr + place, mask=(token < T)[None, :] & (k < K)[:, None], other=0.0)
-        acc = tl.dot(weight.to(tl.float16), x, acc)
+    acc = float_block(
+        weight_ptr + n[:, None] * K, n < rows, x_ptr, token, token < T, x_stride, K, BLOCK_N, BLOCK_T, BLOCK_K, LAYOUT
+    )  # fmt: skip
     # A power of two: nothing is rounded before the residual is added.
     y = acc * tl.load(row_scale_ptr + token, mask=token < T, other=0.0)[None, :]
     at = token[None, :] * N + first + n[:, None]

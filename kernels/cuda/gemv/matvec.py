@@ -88,27 +88,40 @@ def _matvec_kernel(
 
 
 @triton.jit
+def float_products(
+    w_ptr, line, inside, x_high, x_low, t_ptr, squares_ptr, eps,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """Rows number `line` (int64 [N]) of plain floats [any, K], those that are `inside`, times a row of quantized
+    activations, all in fp32: [N]; with PARTIALS divided by the row's root mean square."""
+    acc = tl.zeros([line.shape[0], BLOCK_K], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        in_row = k < K
+        x = tl.load(x_high + k, mask=in_row, other=0).to(tl.int32) * 256
+        x += tl.load(x_low + k, mask=in_row, other=0).to(tl.int32)
+        t = tl.load(t_ptr + k // 32, mask=in_row, other=0.0)
+        w_at = w_ptr + line[:, None] * K + k[None, :]
+        w = tl.load(w_at, mask=inside[:, None] & in_row[None, :], other=0.0).to(tl.float32)
+        acc += w * (x.to(tl.float32) * t)[None, :]
+    y = tl.sum(acc, axis=1)
+    if PARTIALS > 0:
+        y *= tl.rsqrt(tl.sum(load_squares(squares_ptr, PARTIALS), 0) / K + eps)
+    return y
+
+
+@triton.jit
 def _float_kernel(
     out_ptr, residual_ptr, x_high, x_low, t_ptr, squares_ptr, w_ptr, first, rows, eps,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTIALS: tl.constexpr,
     RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of plain floats times one row of quantized activations, all in fp32."""
+    """Programs (block of BLOCK_N rows of plain floats,)."""
     launch_then_wait(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        inside = k < K
-        x = tl.load(x_high + k, mask=inside, other=0).to(tl.int32) * 256
-        x += tl.load(x_low + k, mask=inside, other=0).to(tl.int32)
-        t = tl.load(t_ptr + k // 32, mask=inside, other=0.0)
-        w_at = w_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
-        w = tl.load(w_at, mask=(n < rows)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        acc += w * (x.to(tl.float32) * t)[None, :]
-    y = tl.sum(acc, axis=1)
-    if PARTIALS > 0:
-        y *= tl.rsqrt(tl.sum(load_squares(squares_ptr, PARTIALS), 0) / K + eps)
+    y = float_products(
+        w_ptr, n.to(tl.int64), n < rows, x_high, x_low, t_ptr, squares_ptr, eps, K, BLOCK_K, PARTIALS
+    )
     at = first + n
     if RESIDUAL:
         y += tl.load(residual_ptr + at, mask=n < rows, other=0.0)

@@ -298,7 +298,7 @@ def latent_decode(
     coarse: bool = False,
     pdl: bool = False,
 ) -> None:
-    """Weighted sums of the latents that each of T rows sees, those of its own position among them, into `out`.
+    """Attention over cached latents: for each of T rows, the weighted sums over positions up to its own, into `out`.
 
     absorbed: fp32 [places, rank], queries times their heads' matrices, row t of head h at its place (without places h,
     of one row); turned: fp32 [T, heads, rotated]. positions: int32 [T]; block_tables: int32 [T, blocks]. out: rows

@@ -63,8 +63,8 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Built(msgspec.Struct, frozen=True):
-    """A kernel that is in the cache now: its folder there, and, of an order of `every` kernel, what launches it. error:
-    why it is not there."""
+    """A kernel that was compiled or found in the cache. key: its folder there. launcher: how to launch it, given where
+    `Order.every` is set. error: why it was not compiled; "" if it was."""
 
     key: str
     name: str
@@ -147,7 +147,7 @@ class _Leader:
                 os.waitpid(process, 0)
 
     def _hand_out(self) -> None:
-        """Gives kernels to idle processes that have them in memory."""
+        """Sends waiting kernels to idle workers, which know the kernels that were recorded before they were forked."""
         numbers = {key: number for number, key in enumerate(self._kernels)}
         for kernel in tuple(self._waiting):
             able = [end for end in self._idle if numbers[kernel.key] < self._workers[end]]
@@ -192,7 +192,7 @@ def _is_cached(kernel: Kernel) -> bool:
 
 
 def _work(channel: Channel[str], kernels: dict[str, Kernel], tells_launchers: bool) -> None:
-    """A process that compiles the kernels whose keys it is sent."""
+    """A worker process: compiles each kernel whose key it receives."""
     for key in _received(channel):
         kernel, spec, error = kernels[key], None, ""
         try:

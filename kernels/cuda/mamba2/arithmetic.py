@@ -28,7 +28,7 @@ class Mamba2Net(NamedTuple):
 
     @property
     def tile(self) -> int:
-        """Elements of a head that a program takes at most: the largest power of two of which a head is a multiple."""
+        """The most elements of a head for a program: the largest power of two that divides the head."""
         return self.head_dim & -self.head_dim
 
     @property

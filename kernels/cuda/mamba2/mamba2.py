@@ -44,7 +44,7 @@ def mamba2_rows(
     batch_invariant: bool = False,
     pdl: bool = False,
 ) -> None:
-    """Any step whose sequences may have several rows."""
+    """The launches of prompts, and of decode steps in which a sequence may have several rows."""
     history, memory = state.parts
     net = net_of(spec, history.shape[1])
     assert history.is_contiguous() and memory.is_contiguous() and step.x.stride(1) == 1

@@ -7,7 +7,8 @@ the row and its expert.
 import triton
 import triton.language as tl
 
-from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, operand_offset
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
+from quengine.kernels.cuda.gemm.matmul_float import float_block
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.grouped_program import Blocks, GroupedOutput, expert_of, scheduled
@@ -38,13 +39,9 @@ def _grouped_float_kernel(
         live = of_block < BLOCK
         n = (weight_block // PARTS) * BLOCK_N + tl.arange(0, BLOCK_N)
         weights = weight_ptr + (expert.to(tl.int64) * rows + n)[:, None] * K
-        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-        for start in range(0, K, BLOCK_K):
-            k = start + tl.arange(0, BLOCK_K)
-            weight = tl.load(weights + k[None, :], mask=(n < rows)[:, None] & (k < K)[None, :], other=0.0)
-            at = operand_offset(place[None, :], k[:, None], x_stride, LAYOUT)
-            x = tl.load(x_ptr + at, mask=live[None, :] & (k < K)[:, None], other=0.0)
-            acc = tl.dot(weight.to(tl.float16), x, acc)
+        acc = float_block(
+            weights, n < rows, x_ptr, place, live, x_stride, K, BLOCK_N, BLOCK_T, BLOCK_K, LAYOUT
+        )  # fmt: skip
         y = acc * tl.load(row_scale_ptr + place, mask=live, other=0.0)[None, :]
         if bias_ptr is not None:
             y += tl.load(bias_ptr + expert * outputs + first + n, mask=n < rows, other=0.0)[:, None]

@@ -215,5 +215,5 @@ def counted(pairs: int) -> int:
 
 
 def bins(experts: int) -> int:
-    """Histogram bins: one per expert and one for what is past the last pair; a power of two."""
+    """Bins of the histogram of experts, a power of two: one for each, and one for places after the last pair."""
     return max(64, int(triton.next_power_of_2(experts + 1)))

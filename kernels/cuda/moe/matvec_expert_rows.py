@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
+from quengine.kernels.cuda.gemv.matvec import float_products
 from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
     MatvecProgram,
@@ -113,20 +114,10 @@ def _expert_floats_kernel(
     row = pair if X_OF_PAIR else tl.program_id(2)
     expert = tl.load(chosen_ptr + pair)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    line = expert.to(tl.int64) * rows + n
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        inside = k < K
-        x = tl.load(x_high + row * K + k, mask=inside, other=0).to(tl.int32) * 256
-        x += tl.load(x_low + row * K + k, mask=inside, other=0).to(tl.int32)
-        t = tl.load(t_ptr + row * (K // 32) + k // 32, mask=inside, other=0.0)
-        w_at = w_ptr + line[:, None] * K + k[None, :]
-        w = tl.load(w_at, mask=(n < rows)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        acc += w * (x.to(tl.float32) * t)[None, :]
-    y = tl.sum(acc, axis=1)
-    if PARTIALS > 0:
-        y *= tl.rsqrt(tl.sum(load_squares(squares_ptr + row * PARTIALS, PARTIALS), 0) / K + eps)
+    y = float_products(
+        w_ptr, expert.to(tl.int64) * rows + n, n < rows, x_high + row * K, x_low + row * K, t_ptr + row * (K // 32),
+        squares_ptr + row * PARTIALS, eps, K, BLOCK_K, PARTIALS,
+    )  # fmt: skip
     if bias_ptr is not None:
         y += tl.load(bias_ptr + expert * stride + first + n, mask=n < rows, other=0.0)
     tl.store(out_ptr + pair * stride + first + n, y, mask=n < rows)

@@ -50,7 +50,7 @@ class RouterConstants:
 
     @property
     def width(self) -> int:
-        """Experts of a row that are stored."""
+        """Experts stored for each row: those that are chosen, and a shared one that is joined to them."""
         return self.used + self.joined
 
     @property

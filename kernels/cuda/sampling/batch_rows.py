@@ -30,7 +30,7 @@ class ChosenTokens(NamedTuple):
 
     @classmethod
     def allocate(cls, turns: int, rows: int, device: torch.device) -> "ChosenTokens":
-        """Empty, before its first step."""
+        """Tokens of `turns` steps of up to `rows` rows, before the first step."""
         tokens = torch.zeros(turns, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         return cls(tokens, torch.full((1,), -1, dtype=torch.int32, device=device))
 
@@ -130,10 +130,10 @@ def _take_drafts_kernel(
 
 
 def take_drafts(step: StepRows, drafted: torch.Tensor, rows: int, pdl: bool = False) -> None:
-    """Puts drafted tokens into those of the first `rows` rows that name a slot of the model that drafts.
+    """Replaces the tokens -2 - d of the first `rows` rows by what the draft model has sampled in its slot d.
 
-    drafted: int32 [slots, context], the tokens of that model's slots by position; token 0 stands for one that is not
-    valid. `pdl`: see `place_rows`.
+    drafted: int32 [slots, context], the draft model's tokens by slot and position. A token that is not valid becomes
+    token 0. `pdl`: see `place_rows`.
     """
     _take_drafts_kernel[(triton.cdiv(rows, _DRAFT_ROWS),)](
         step.tokens, step.positions, drafted, rows, drafted.shape[1],

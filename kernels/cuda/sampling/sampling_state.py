@@ -45,7 +45,7 @@ class DecodeState:
 
     @classmethod
     def allocate(cls, batch: int, context: int, device: torch.device) -> "DecodeState":
-        """The state of rows each of which has the slot of its own number in every step."""
+        """The state of `batch` rows; row i has slot i in every step."""
         positions = torch.zeros(batch, dtype=torch.int32, device=device)
         slots = torch.arange(batch, dtype=torch.int32, device=device)
         return cls(
@@ -185,8 +185,8 @@ class SamplingBuffers:
     def set(
         self, slot: int, settings: SamplingSettings, history: torch.Tensor, bias: dict[int, float]
     ) -> None:
-        """Sets the settings of a slot; `history`, int32 on the device, is its tokens so far, of which the penalties'
-        window is counted. Waits for nothing: what steps in flight append to the history is counted too.
+        """Sets the settings of a slot. history: int32 on the device, its tokens so far; penalties count those within
+        their window, and those that steps in flight append, without a wait.
 
         Raises EngineError if the buffers were allocated without room for these settings.
         """

@@ -21,10 +21,10 @@ _TIMED_COLUMNS = 256
 
 @dataclass(frozen=True)
 class _Program:
-    """A kind of program, `places` of which run at a time.
+    """The measured speed of one kind of program. places: programs that run at a time.
 
-    few, full: microseconds per 256 columns if at most half of the places are taken, and if all are. sharing, each:
-    microseconds that sharing columns adds to a launch, and for each program that shares.
+    few, full: microseconds per 256 columns while at most half of the places are taken, and while all are. sharing,
+    each: microseconds that split columns add to a launch, and to it for each program of a split.
     """
 
     geometry: WgmmaGeometry

@@ -107,7 +107,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one pass over the weight reads."""
+        """Bytes of the weight, which a pass over it reads once."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -364,7 +364,7 @@ def _scale_plane(groups: Groups, layout: PackedLayout) -> Tensor:
     if kind == ScaleKind.HALF:
         return _half_plane(groups.d, layout)
     if kind == ScaleKind.E4M3:
-        return by_lane(groups.d.masked_fill((groups.d & 127) == 127, 0), layout)
+        return by_lane(groups.d.masked_fill(groups.d == 127, 0), layout)
     if kind == ScaleKind.HALF_MIN:
         assert groups.dmin is not None
         both = torch.cat([by_lane(groups.d, layout), by_lane(groups.dmin, layout)], -1)

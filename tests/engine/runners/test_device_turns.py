@@ -51,9 +51,11 @@ class FakeStream:
 @dataclass(eq=False)
 class FakeDevice:
     """A device with a clock. Two steps are in flight at all times, once `turns` takes them: the next one is launched
-    when the host reads the clock after one has ended. work: when it begins and ends, and its name."""
+    when the host reads the clock after one has ended, or one that is launched `late` seconds after the last one has.
+    work: when it begins and ends, and its name."""
 
     streams: int = 0
+    late: float | None = None
     now: float = 1.0
     work: list[tuple[float, float, str]] = field(default_factory=list)
     turns: DeviceTurns | None = None
@@ -65,7 +67,11 @@ class FakeDevice:
     def until(self, then: float) -> None:
         while self.turns is not None and self.streams:
             ends = [end for _, end, name in self.work if name == "step" and end > self.now]
-            if len(ends) < 2:
+            if self.late is not None and not ends and self.steps.end + self.late > self.now:
+                if self.steps.end + self.late > then:
+                    break
+                self.now = self.steps.end + self.late
+            elif len(ends) < (2 if self.late is None else 1):
                 self._launch(self.turns)
             elif ends[0] <= then:
                 self.now = ends[0]
@@ -117,6 +123,17 @@ def test_slices_have_their_share_and_no_step_runs_beside_one(
     slices = [begins for begins, _, name in work if name == "slice"]
     taken = (len(slices) - 1) * SLICE / (slices[-1] - slices[0])
     assert taken == pytest.approx(share, rel=0.1)
+
+
+def test_a_host_that_waits_for_each_step_keeps_the_share_of_its_streams(device: FakeDevice) -> None:
+    """As where it samples: the device has no step for a moment, and is not idle."""
+    device.streams, device.late = 32, 0.001
+    turns = device.turns = turns_of(device)
+    device.until(1.1)
+    device.encode(turns, 100, 1)
+    slices = [begins for begins, _, name in sorted(device.work) if name == "slice"]
+    taken = (len(slices) - 1) * SLICE / (slices[-1] - slices[0])
+    assert taken == pytest.approx(LEAST_SHARE, rel=0.1)
 
 
 def test_slices_follow_each_other_where_no_step_runs(device: FakeDevice) -> None:

@@ -11,7 +11,7 @@ from quengine.kernels.quant_tensor import QuantTensor
 from tests.kernels.weights import nmse, random_weight
 
 needs_words = pytest.mark.skipif(
-    not vnni.has_words(), reason="this processor multiplies pairs of int16 no faster than fp32"
+    not vnni.has_int16(), reason="this processor multiplies pairs of int16 no faster than fp32"
 )
 
 
@@ -125,7 +125,7 @@ def test_blocks_without_a_scale_weigh_nothing() -> None:
 def test_bits_do_not_depend_on_the_strips_of_a_task_or_on_other_rows(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    w = random_weight(name, 6 * vnni.word_tile().columns - 7, 2)
+    w = random_weight(name, 6 * vnni.int16_tile().columns - 7, 2)
     x, addend = numbers(21, w.cols), numbers(21, w.rows)
     results = []
     for most in (1, 2, 4, 8):
@@ -141,11 +141,11 @@ def test_bits_do_not_depend_on_the_strips_of_a_task_or_on_other_rows(
 @pytest.mark.parametrize("name", FLUSH)
 def test_few_rows_have_the_bits_of_many(name: str) -> None:
     """Tiles of every number of rows, and strips over all columns (few rows) or over DEPTH columns at a time (many)."""
-    w = random_weight(name, 2 * vnni.word_tile().columns + 5, 3)
+    w = random_weight(name, 2 * vnni.int16_tile().columns + 5, 3)
     x = numbers(2 * vnni.FEW_ROWS + 1, w.cols)
     many = prompt_linear(x, [w])
     assert nmse(many, vnni_product(x, w)) <= 5e-10
-    for rows in (*range(1, vnni.word_tile().rows + 2), vnni.FEW_ROWS - 1, vnni.FEW_ROWS, vnni.FEW_ROWS + 1):
+    for rows in (*range(1, vnni.int16_tile().rows + 2), vnni.FEW_ROWS - 1, vnni.FEW_ROWS, vnni.FEW_ROWS + 1):
         assert torch.equal(prompt_linear(x[:rows], [w]), many[:rows]), rows
 
 
@@ -162,4 +162,4 @@ def test_tasks_leave_no_thread_at_work_alone(threads: int) -> None:
 
 def test_it_is_for_k_quants_on_a_processor_that_has_the_instruction() -> None:
     assert not vnni.uses_vnni(random_weight("Q4_1", 4, 8))
-    assert vnni.uses_vnni(random_weight("Q4_K", 4, 1)) == vnni.has_words()
+    assert vnni.uses_vnni(random_weight("Q4_K", 4, 1)) == vnni.has_int16()
