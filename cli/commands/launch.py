@@ -101,7 +101,8 @@ def _endpoint(server: RemoteServer, model: str, agent: Agent) -> Endpoint:
     )
     if agent.calls_tools and "tools" not in shown["capabilities"]:
         raise EngineError(
-            f"{model}: its chat template has no form of tool calls, which {agent.program} needs"
+            f"{model}: its chat template has no form of tool calls, which {agent.program} needs: serve it with "
+            "--chat-template-file FILE, or take a model that calls tools, such as qwen3-8b-q4k"
         )
     if context < agent.context:
         raise EngineError(

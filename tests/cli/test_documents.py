@@ -20,7 +20,7 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").gl
 ALL = [*DOCS, ROOT / "CHANGELOG.md"]
 PRESENT = [path for path in DOCS if path.name != "llama-server-tests.md"]
 """Those that name only what is there: that page names llama.cpp's files."""
-MOST_WORDS = 34_000
+MOST_WORDS = 33_500
 """Of README, CONTRIBUTING and docs/, as `wc -w` counts: what is new takes the place of what is not needed any more."""
 FOLDERS = ("engine", "kernels", "models", "cli", "tests", "benchmarks", "docs", "examples")
 PLACEHOLDERS = {"tests/models/architectures/test_NAME.py"}

@@ -17,7 +17,7 @@ from quengine.cli.main import run
 from quengine.errors import CannotRunError
 from quengine.serve.processes.engine_llm import LLMEngine
 from tests.engine.serve.serving import serving
-from tests.gguf_builder import ModelSizes
+from tests.gguf_builder import ModelSizes, bpe_vocabulary
 from tests.tiny_models import write_tiny
 
 PROGRAM = f"""#!{sys.executable}
@@ -117,6 +117,17 @@ def test_an_agent_that_is_not_there_says_how_to_get_it(
 def test_a_short_context_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["launch", "claude", "-m", str(tiny(tmp_path, context=512))]) == 1
     assert "context of 512 tokens, and claude needs 32768: serve it with -c 32768" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("started")
+def test_a_model_without_tool_calls_says_what_to_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ModelSizes(context=32768, blocks=1)
+    model = write_tiny(tmp_path / "bare.gguf", kind="Q8_0", sizes=sizes, vocabulary=bpe_vocabulary())
+    assert run(["launch", "claude", "-m", str(model)]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "no form of tool calls, which claude needs: serve it with --chat-template-file FILE" in said
 
 
 @pytest.mark.usefixtures("started")
