@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode
 from quengine.kernels.cuda.gemm.matmul_wgmma import STAGED, subnormal_weight_scale
-from quengine.kernels.cuda.gemm.staged_book import with_staged_book
 from quengine.kernels.cuda.gemm.weight_ring import allocate_ring, copy_chunk, read_chunk
 from quengine.kernels.cuda.gemm.wgmma_loop import multiply
 from quengine.kernels.cuda.gemm.wgmma_operand import weights_operand
@@ -162,10 +161,9 @@ def _grouped_few_kernel(
     stages, ready = allocate_stages(x_rows, P)  # first, as its fence waits for copies in flight
     if expert >= 0:
         token0 = block * P.block
+        # The codebook stays where it is: with a copy of it the ring of IQ2_XS ends just above 48 KiB, of which Triton
+        # counts its own part alone, and the launch fails.
         planes = expert_planes(low, high, scales, supers, expert, tiles, P)
-        FMT: gl.constexpr = P.layout
-        THREADS: gl.constexpr = 32 * P.warps
-        planes = with_staged_book(planes, FMT, THREADS)
         rings = ()
         for i in gl.static_range(CHUNKS):
             rings = rings + (allocate_ring(planes, SLOTS, P),)

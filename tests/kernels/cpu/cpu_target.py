@@ -30,6 +30,7 @@ from quengine.kernels.block_formats import FORMATS, dequantize, unpack
 from quengine.kernels.cpu import glu, output_gate, prompt_linear, rms_norm
 from quengine.kernels.cpu.attention import prefill_attention
 from quengine.kernels.cpu.gemm import tile_matmul, tiles
+from quengine.kernels.cpu.gemm.vnni import uses_vnni, vnni_product
 from quengine.kernels.cpu.moe.operations import (
     down_experts,
     gate_up_experts,
@@ -78,7 +79,8 @@ def errors() -> Iterator[tuple[str, float]]:
             exact = q_dot(quantize_activations(x[:1]), unpack(w.format, w.data), torch.float64)
         yield f"{name} decode", nmse(linear(x[:1], [w]), exact)
         yield f"{name} decode of rows", nmse(linear(torch.cat([x[3:5], x[:1]]), [w])[2:], exact)
-        yield f"{name} prompt", nmse(prompt_linear(x, [w]), x.double() @ values.T)
+        product = vnni_product(x, w) if uses_vnni(w) else x.double() @ values.T
+        yield f"{name} prompt", nmse(prompt_linear(x, [w]), product)
         yield f"{name} rows", nmse(embed(w, torch.tensor([36, 0])), values[[36, 0]])
     q, mask = torch.randn(50, 4, 64, generator=generator), torch.ones(50, 50, dtype=torch.bool).tril()
     for cache_type in ("f16", "q8_0"):
