@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from quengine.cli.bench_table import _write_csv, _write_json, _write_md
+from quengine.cli.bench_table import _write_csv, _write_html, _write_json, _write_md
 from quengine.cli.main import run
 from quengine.diagnostics.bench.bench_plan import BenchTest
 from quengine.diagnostics.bench.bench_row import BenchRow, ModelFacts
@@ -225,6 +225,14 @@ def test_a_gpus_table_has_its_own_columns_yardsticks_and_profiles(
     assert "800 TFLOP/s" in lines[5]
     assert lines[7] == "m, tg128: device time of a decode step"
     assert "| matvec " in "\n".join(lines[9:])
+
+    machine |= {"versions": {"torch": "2"}, "time": "now"}  # type: ignore[dict-item]
+    machine["machine"] |= {"cpu": "CPU Y"}  # type: ignore[dict-item]
+    _write_html(iter([cuda_row(matrix_rate=8e14), prompt]))
+    page = capsys.readouterr().out
+    assert "CPU Y, GPU X; torch 2. Measured now." in page
+    assert ">51%  tg128</text>" in page and ">0%  pp512</text>" in page
+    assert page.count("<td>229</td>") == page.count("<th>kernels/step</th>") == 1
 
 
 def test_a_mixture_of_experts_has_a_table_with_its_active_parameters(

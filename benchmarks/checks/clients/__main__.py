@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from quengine import LLM, SamplingParams
@@ -21,12 +21,12 @@ from tests.engine.serve.serving import serving
 from tests.gguf_builder import ModelSizes
 from tests.models.hf.test_hf_vs_gguf import write_tokenizer, written_both_ways
 
-CLIENTS: Mapping[str, tuple[str, str]] = {
-    "openai-agents": ("openai-agents", "openai_agents.py"),
-    "pydantic-ai-slim": ("pydantic-ai-slim[openai]", "pydantic_ai.py"),
-    "llama-index-llms-openai-like": ("llama-index-llms-openai-like", "llama_index.py"),
-    "lm-eval": ("lm-eval[api]", "lm_eval.py"),
-    "open-webui": ("httpx", "open_webui.py"),
+CLIENTS: Mapping[str, tuple[Sequence[str], str]] = {
+    "openai-agents": (("openai-agents",), "openai_agents.py"),
+    "pydantic-ai-slim": (("pydantic-ai-slim[openai]",), "pydantic_ai.py"),
+    "llama-index-llms-openai-like": (("llama-index-llms-openai-like",), "llama_index.py"),
+    "lm-eval": (("lm-eval[api]", "transformers"), "lm_eval.py"),
+    "open-webui": (("httpx",), "open_webui.py"),
 }
 """Package: what pip installs, and the script. Open WebUI is too large to install: its calls are written down."""
 
@@ -34,10 +34,10 @@ CONTEXT = 8192
 SECONDS = 400
 
 
-def install(environment: Path, requirement: str) -> None:
-    """A virtual environment with the package."""
+def install(environment: Path, requirements: Sequence[str]) -> None:
+    """A virtual environment with the packages."""
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
-    subprocess.run([environment / "bin" / "pip", "install", "-q", "-U", requirement], check=True)
+    subprocess.run([environment / "bin" / "pip", "install", "-q", "-U", *requirements], check=True)
 
 
 def version(environment: Path, package: str) -> str:
