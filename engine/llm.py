@@ -336,7 +336,7 @@ class LLM(Configured):
         in front of them if there is to be one.
 
         Raises:
-            EngineError: a choice is empty, or does not fit the context with the prompt.
+            EngineError: a choice is empty, or does not fit the context with the prompt; or no token is before them.
         """
         self._check_generates()
         return score_choices(self, prompt, choices)

@@ -108,6 +108,11 @@ def test_choices_are_scored_by_the_tokens_after_the_prompt(llm: LLM) -> None:
     np.testing.assert_allclose(after.logprobs, expected_logprobs(llm, [*only, *after.tokens]), atol=1e-4)
     with pytest.raises(EngineError, match="the choice '' adds no token"):
         llm.score(prompt, ["a", ""])
+    with pytest.raises(EngineError, match="the prompt is empty: the first token"):
+        llm.score("", ["a"])
+    assert not set(llm.encode("t")) & set(llm.encode("the"))
+    with pytest.raises(EngineError, match="the prompt has no token that stays the same with every choice"):
+        llm.score("t", ["he", "a"])
 
 
 def test_perplexity_is_that_of_the_whole_text(llm: LLM, model: Path) -> None:
@@ -171,6 +176,7 @@ def test_a_constraint_and_a_bias_hold_after_the_processors(llm: LLM) -> None:
             r"logits processor <lambda> returns float32 \[3\], no logits \[\d+\]",
         ),
         (lambda _ids, _logits: None, "logits processor <lambda> returns NoneType"),
+        (lambda _ids, logits: [None, *logits[1:]], "logits processor <lambda> returns list, no logits"),
         (lambda _ids, logits: logits * np.nan, "returns NaN or infinity"),
         (
             lambda _ids, logits: logits - np.inf,
