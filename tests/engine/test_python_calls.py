@@ -215,6 +215,9 @@ def test_chats_are_answered_together_with_tools_and_schemas(llm: LLM) -> None:
     assert [call.name for answer in called for call in answer.tool_calls][:2] == ["add", "add"]
     assert all(0 <= json.loads(answer.tool_calls[0].arguments)["a"] <= 9 for answer in called)
     assert len(llm.chat_batch(conversations, SamplingParams(max_tokens=2, n=2))) == 4
+    for batch in (llm.generate, llm.chat_batch):
+        with pytest.raises(EngineError, match="0 sampling parameters for 2 prompts"):
+            batch(["a", "b"], [])  # type: ignore[operator]
     with pytest.raises(EngineError, match="1 sampling parameters for 2 prompts"):
         llm.chat_batch(conversations, [GREEDY])
 
@@ -259,6 +262,8 @@ def test_a_closed_model_frees_its_memory_processes_and_threads(model: Path) -> N
     for use in (
         lambda: llm.generate("a"),
         lambda: next(unfinished),
+        lambda: unfinished.completion,
+        lambda: llm.with_images("a", [b""]),
         lambda: llm.embed("a"),
         lambda: llm.logits([1, 2]),
         lambda: llm.score("a", ["b"]),
