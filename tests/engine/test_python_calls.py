@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from quengine import LLM, BatchProgress, ConstraintSpec, EngineError, SamplingParams
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.output import show_progress
+from quengine.request.sequence import Sequence
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import chat_vocabulary, write_tiny
 
@@ -242,6 +243,24 @@ def test_progress_is_reported_as_completions_end(llm: LLM, capsys: pytest.Captur
     assert "1/1 done" in capsys.readouterr().err
     show_progress(BatchProgress(1, 4, 20, 2.0))
     assert "1/4 done, 10 tokens/s, 6 s left" in capsys.readouterr().err
+
+
+def test_a_batch_that_another_thread_has_ended_does_not_wait_for_others(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_step, steps, reports = llm.step, list[int](), list[int]()
+    others = llm.stream("the").sequence
+
+    def step() -> list[tuple[Sequence, str]]:
+        assert not steps, "a step of others alone"
+        steps.append(1)
+        while llm.scheduler.sequences:  # as another thread, between two steps of this one
+            own_step()
+        return [(others, "")]
+
+    monkeypatch.setattr(llm, "step", step)
+    llm.generate(["a", "b"], GREEDY, progress=lambda each: reports.append(each.done))
+    assert reports == [2]
 
 
 def test_a_closed_model_frees_its_memory_processes_and_threads(model: Path) -> None:
