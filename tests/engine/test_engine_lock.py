@@ -90,11 +90,10 @@ def test_a_step_that_comes_as_it_is_closed_does_not_begin() -> None:
             found.append(str(lock.acquire_or_wait()))
 
     lock = Lock()
-    with ExitStack() as stack:
-        with lock._changed:
-            stack.enter_context(thread(step))
-            assert checked.wait(PATIENCE)
-            lock._closed = True
+    with ExitStack() as stack, lock._changed:
+        stack.enter_context(thread(step))
+        assert checked.wait(PATIENCE)
+        lock._closed = True
     assert not found
 
 
