@@ -54,8 +54,11 @@ class Features:
         """Moves the values to pinned host memory, after the steps that read them."""
         import torch
 
-        held = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=True)
-        self.values = held.copy_(self.values)
+        with torch.cuda.device(
+            self.values.device
+        ):  # else pinning takes memory of a request thread's, the first
+            held = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=True)
+            self.values = held.copy_(self.values)
 
 
 @dataclass(frozen=True, eq=False)
