@@ -54,9 +54,8 @@ class Features:
         """Moves the values to pinned host memory, after the steps that read them."""
         import torch
 
-        with torch.cuda.device(
-            self.values.device
-        ):  # else pinning takes memory of a request thread's, the first
+        # Pinning takes memory of the current device: in a request's thread the first one.
+        with torch.cuda.device(self.values.device):
             held = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=True)
             self.values = held.copy_(self.values)
 
