@@ -584,6 +584,7 @@ class LLM(Configured):
             elif sequence.pooled and not sequence.finished:
                 sequence.end_pooled()
             texts.append((sequence, text))
+        step.logits = {}  # of all rows; the scheduler keeps the step
         self.scheduler.release()
         if logger.isEnabledFor(logging.INFO):
             self._log_ends(step.sequences)
