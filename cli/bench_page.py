@@ -67,7 +67,8 @@ def _limits(rows: Sequence[BenchRow]) -> Chart:
         ]
         return Cell(bars) if bars else None
 
-    about = f"Copies run at {rows[0].bandwidth / 1e9:,.0f} GB/s here; the line is 100%"
+    measured = "Copies run" if rows[0].device.startswith("cuda") else "Reads of memory run"
+    about = f"{measured} at {rows[0].bandwidth / 1e9:,.0f} GB/s here; the line is 100%"
     return _of_models("Of what this machine gives", about, tuple(columns), rows, cell)
 
 

@@ -22,6 +22,7 @@ from quengine.completion_stream import ChatStream, CompletionStream
 from quengine.config import Configured, EngineConfig
 from quengine.errors import EngineError
 from quengine.llm import LLM
+from quengine.platform.out_of_memory import out_of_memory
 from quengine.request.output import Completion
 from quengine.request.pooling import Pooling
 from quengine.request.prompt import Message, Prompt, as_prompts
@@ -174,7 +175,7 @@ class _Request:
         """The request ends with an error."""
         self.stream.close()
         self.ended = True
-        return _News(self._to, pieces, True, error)
+        return _News(self._to, pieces, True, out_of_memory(error) or error)
 
 
 def _receive(news: Seq[_News]) -> None:
@@ -217,7 +218,8 @@ class AsyncLLM(Configured):
     @property
     def running(self) -> int:
         """Number of requests of streams that are under way, queued ones among them."""
-        return len(self._new) + len(self._active)
+        with self._changed:
+            return len(self._new) + len(self._active)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, index: int = 0
@@ -310,13 +312,15 @@ class AsyncLLM(Configured):
                 while not (self._new or self._active or self._closing):
                     self._changed.wait()
                 new, self._new = self._new, []
-            if self._closing:
-                break
+                self._active += new
+                if self._closing:
+                    break
             _send({request: _queue(request) for request in new})
-            self._active = [request for request in (*self._active, *new) if not request.ended]
+            self._active = [request for request in self._active if not request.ended]
             _send(self._step(self._active))
             self._active = [request for request in self._active if not request.ended]
-        _send({request: request.failed(EngineError(_CLOSED)) for request in (*self._active, *new)})
+        _send({request: request.failed(EngineError(_CLOSED)) for request in self._active})
+        self._active.clear()
 
     def _step(self, active: Seq[_Request]) -> dict[_Request, _News | None]:
         """Computes one step; returns what is new of each request. An error concerns all of them."""

@@ -105,7 +105,7 @@ class CompletionStream:
 
     @property
     def closed(self) -> bool:
-        """Whether the request was cancelled, or failed."""
+        """Whether the request was cancelled, has failed, or was iterated over to its end."""
         return self._closed
 
     def start(self) -> None:

@@ -56,9 +56,12 @@ class EngineLock:
 
     def close(self) -> bool:
         """Takes the lock, which nobody else gets any more; False where it is closed."""
-        if self._closed:
-            return False
-        self.acquire()
+        try:
+            self.acquire()
+        except EngineError:
+            if self._closed:  # perhaps by another thread meanwhile
+                return False
+            raise
         self._closed = True
         return True
 
@@ -83,6 +86,7 @@ class EngineLock:
         me = threading.get_ident()
         with self._changed:
             if self._owner == me or (self._owner is None and not self._acquiring):
+                self.check_process()  # it may have been closed meanwhile
                 self._owner = me
                 return True
             self._changed.wait()

@@ -170,12 +170,13 @@ class LLM(Configured):
                 ids, or contains half a surrogate pair; or logits were not finite.
         """
         listed = as_prompts(prompts)
+        each = params_of_each(_LIMITED if params is None else params, len(listed))
         return finish_all(
             self,
             [
-                self.stream(prompt, each, index=index)
-                for prompt, each in zip(listed, params_of_each(params or _LIMITED, len(listed)), strict=True)
-                for index in range(each.n)
+                self.stream(prompt, given, index=index)
+                for prompt, given in zip(listed, each, strict=True)
+                for index in range(given.n)
             ],
             progress,
         )
@@ -195,8 +196,7 @@ class LLM(Configured):
         may be computed after it.
 
         Without `params`, DEFAULT_MAX_TOKENS end the text. `index` distinguishes several completions of one prompt under
-        one seed. `show_special` keeps the names of
-        control tokens in the text: of all, or of the given ones.
+        one seed. `show_special` keeps the names of control tokens in the text: of all, or of the given ones.
 
         Raises:
             EngineError: the prompt does not fit the context, is neither text nor token ids, or contains half a
@@ -241,16 +241,13 @@ class LLM(Configured):
 
         `params` are for all conversations, or one for each; the other arguments are those of `chat` and `generate`.
         """
+        each = params_of_each(SamplingParams() if params is None else params, len(conversations))
         return finish_all(
             self,
             [
-                self.stream_chat(messages, each, tools=tools, tool_choice=tool_choice, index=index)
-                for messages, each in zip(
-                    conversations,
-                    params_of_each(params or SamplingParams(), len(conversations)),
-                    strict=True,
-                )
-                for index in range(each.n)
+                self.stream_chat(messages, given, tools=tools, tool_choice=tool_choice, index=index)
+                for messages, given in zip(conversations, each, strict=True)
+                for index in range(given.n)
             ],
             progress,
         )
@@ -336,7 +333,7 @@ class LLM(Configured):
         in front of them if there is to be one.
 
         Raises:
-            EngineError: a choice is empty, or does not fit the context with the prompt.
+            EngineError: a choice is empty, or does not fit the context with the prompt; or no token is before them.
         """
         self._check_generates()
         return score_choices(self, prompt, choices)
@@ -517,6 +514,7 @@ class LLM(Configured):
         """
         if not images:
             return prompt
+        self._lock.check_process()
         if self.images is None:
             raise EngineError(why_text_alone(self.loaded.notes))
         ids = self.encode(prompt, special=True) if isinstance(prompt, str) else as_ids(prompt)
@@ -586,6 +584,7 @@ class LLM(Configured):
             elif sequence.pooled and not sequence.finished:
                 sequence.end_pooled()
             texts.append((sequence, text))
+        step.logits = {}  # of all rows; the scheduler keeps the step
         self.scheduler.release()
         if logger.isEnabledFor(logging.INFO):
             self._log_ends(step.sequences)
@@ -631,7 +630,8 @@ class LLM(Configured):
             return (drafts is not None and drafts.capture_next()) or self.runner.capture_next()
 
     def completion(self, sequence: Sequence) -> Completion:
-        """The completion of a finished or interrupted sequence."""
+        """The completion of a finished or interrupted sequence. Raises EngineError once the model is closed."""
+        self._lock.check_process()
         return sequence.completion(
             load_s=self.loaded.load_s,
             step_bytes=self.loaded.decoder.step_bytes,

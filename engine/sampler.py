@@ -196,13 +196,11 @@ class Sampler:
         """
         for process in self.params.logits_processors:
             name = getattr(process, "__name__", type(process).__name__)
-            found = np.asarray(process(list(history), logits.copy()))
+            returned = process(list(history), logits.copy())
+            found = np.asarray(returned)
             if found.shape != logits.shape or found.dtype.kind != "f":
-                got = (
-                    f"{found.dtype} {list(found.shape)}"
-                    if found.dtype != object
-                    else type(found.item()).__name__
-                )
+                is_object = found.dtype == object
+                got = type(returned).__name__ if is_object else f"{found.dtype} {list(found.shape)}"
                 raise EngineError(
                     f"token {position}: the logits processor {name} returns {got}, no logits [{self.vocab_size}]"
                 )

@@ -305,7 +305,8 @@ class Scheduler:
         """Notes that `count` more tokens are in the cache, and shares the blocks that they fill."""
         before = sequence.num_cached_tokens
         sequence.num_cached_tokens += count
-        if self.prefixes.cached(sequence, before) and sequence in self.decoding:
+        is_shared = self.prefixes.cached(sequence, before)
+        if is_shared and self.blocks.has_states and sequence in self.decoding:
             self.states.add_copies(sequence)
 
     def _next_alone(self) -> StepPlan | None:

@@ -171,8 +171,8 @@ class StepPlan:
 
     def results(self) -> list[Result]:
         """Waits for the step; returns the result of each sequence, in order: None without a token, or for a sequence
-        cancelled meanwhile, NO_CHOICE where a device found no token (`ModelRunner.explain`). To be called once the step
-        is launched, and before the next one is unless `may_follow`."""
+        cancelled meanwhile, NO_CHOICE where a device found no token (`ModelRunner.explain`). To be called after the
+        launch, and before that of the next step unless `may_follow`."""
         if self.outcome is not None:
             return self.outcome
         tokens = list[int]()

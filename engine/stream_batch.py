@@ -37,7 +37,7 @@ def finish_all(
 
 def _report(engine: BatchEngine, sequences: Seq[Sequence], report: ShowProgress) -> None:
     """Computes requests to their end; reports each time that some have ended."""
-    began, done = time.perf_counter(), 0
+    began, done, own = time.perf_counter(), 0, set(sequences)
     while done < len(sequences):
         try:
             stepped = engine.step()
@@ -45,8 +45,8 @@ def _report(engine: BatchEngine, sequences: Seq[Sequence], report: ShowProgress)
             if (problem := out_of_memory(error)) is not None:
                 raise problem from error
             raise
-        if stepped and not any(sequence.finished for sequence, _ in stepped):
-            continue
+        if any(each in own for each, _ in stepped) and not any(each.finished for each, _ in stepped):
+            continue  # nor have all ended in a step of another thread
         ended = sum(sequence.finished for sequence in sequences)
         if ended > done:
             done, tokens = ended, sum(len(sequence.generated) for sequence in sequences)

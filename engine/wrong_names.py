@@ -48,13 +48,14 @@ _OF_PEERS: Mapping[str, str] = {
     "top_logprobs n_probs output_scores": "logprobs",
     "random_seed": "seed",
     "typical": "typical_p",
-    "do_sample": "temperature=0 takes the most likely token",
+    "do_sample": "temperature=0",
     "num_beams beam_width length_penalty use_beam_search": "beams are not searched",
     "logits_processor": "logits_processors",
     "json_schema response_format guided_json": "constraint=ConstraintSpec.json_schema(...)",
     "guided_regex regex": "constraint=ConstraintSpec.regex(...)",
     "grammar guided_grammar": "constraint=ConstraintSpec.grammar(...)",
-    "guided_choice structured_outputs guided_decoding": "constraint=ConstraintSpec...; LLM.score ranks choices",
+    "structured_outputs guided_decoding": "constraint",
+    "guided_choice": "a constraint, or LLM.score, which ranks choices",
     "echo": "prompt_logprobs, or LLM.score",
 }
 _ANSWERS: Mapping[str, str] = {name: answer for names, answer in _OF_PEERS.items() for name in names.split()}

@@ -54,8 +54,10 @@ class Features:
         """Moves the values to pinned host memory, after the steps that read them."""
         import torch
 
-        held = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=True)
-        self.values = held.copy_(self.values)
+        # Pinning takes memory of the current device: in a request's thread the first one.
+        with torch.cuda.device(self.values.device):
+            held = torch.empty(self.values.shape, dtype=self.values.dtype, pin_memory=True)
+            self.values = held.copy_(self.values)
 
 
 @dataclass(frozen=True, eq=False)

@@ -90,7 +90,7 @@ def score_choices(llm: PromptEngine, prompt: str | Seq[int], choices: Seq[str]) 
     into tokens across the place where they meet.
 
     Raises:
-        EngineError: a choice is empty, or does not fit the context with the prompt.
+        EngineError: a choice is empty, or does not fit the context with the prompt; or no token is before the choices.
     """
     if isinstance(prompt, str):
         before, wholes = llm.encode(prompt), [llm.encode(prompt + choice) for choice in choices]
@@ -99,7 +99,8 @@ def score_choices(llm: PromptEngine, prompt: str | Seq[int], choices: Seq[str]) 
         wholes = [before + llm.tokenizer.encode(choice) for choice in choices]
     first = min((_shared(before, whole) for whole in wholes), default=0)
     if choices and not first:
-        raise EngineError("the prompt is empty: the first token of a text has no log-probability")
+        why = "has no token that stays the same with every choice" if before else "is empty"
+        raise EngineError(f"the prompt {why}: the first token of a text has no log-probability")
     for choice, whole in zip(choices, wholes, strict=True):
         if len(whole) == first:
             raise EngineError(f"the choice {choice!r} adds no token to the prompt")

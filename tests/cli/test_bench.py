@@ -106,6 +106,7 @@ def test_html_is_a_page_with_a_bar_and_a_line_a_row(model: str, capsys: pytest.C
         assert sum(text.endswith(f"  {row['test']}") for text in bars) == 1
     assert page.count("<tr>") == len(rows) + 1 > 1
     assert {"Tokens a second", "Prompts", "One sequence"} <= set(bars)
+    assert "Reads of memory run at " in page
 
 
 def test_several_models_and_thread_counts_make_a_row_each(
@@ -231,6 +232,7 @@ def test_a_gpus_table_has_its_own_columns_yardsticks_and_profiles(
     _write_html(iter([cuda_row(matrix_rate=8e14), prompt]))
     page = capsys.readouterr().out
     assert "CPU Y, GPU X; torch 2. Measured now." in page
+    assert "Copies run at 4,000 GB/s here" in page
     assert ">51%  tg128</text>" in page and ">0%  pp512</text>" in page
     assert page.count("<td>229</td>") == page.count("<th>kernels/step</th>") == 1
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quengine import LLM, AsyncLLM, EngineError, SamplingParams
+from quengine import LLM, AsyncLLM, CannotRunError, EngineError, SamplingParams
 from quengine.structured.tool_calls import CallDelta, Delta
 from tests.engine.test_python_calls import TOOL
 from tests.gguf_builder import ModelSizes
@@ -144,7 +144,7 @@ def test_a_failed_step_ends_the_requests_under_way(llm: AsyncLLM, monkeypatch: p
             raise MemoryError
 
         monkeypatch.setattr(llm.llm.runner, "launch", fails)
-        with pytest.raises(MemoryError):
+        with pytest.raises(CannotRunError, match="not enough memory; lower"):
             await llm.generate("the", GREEDY)
         assert (await llm.generate("a", GREEDY))[0].tokens == llm.llm.generate("a", GREEDY)[0].tokens
 
@@ -161,6 +161,7 @@ def test_a_closed_model_ends_its_streams(model: Path) -> None:
         for left in (stream.finish(), task, llm.generate("a")):
             with pytest.raises(EngineError, match="this LLM is closed"):
                 await left
+        assert not llm.running
 
     asyncio.run(main())
     with pytest.raises(TypeError, match=r"AsyncLLM\(\) has no n_ctx: use ctx_size"):

@@ -4,11 +4,12 @@ import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from quengine.engine_lock import EngineLock
+from quengine.errors import EngineError
 
 PATIENCE = 60
 
@@ -60,6 +61,40 @@ def test_whoever_acquires_comes_before_the_next_step() -> None:
         order.append("step")
         lock.release()
     assert order == ["acquired", "step"]
+
+
+def test_of_threads_that_close_it_together_one_does() -> None:
+    lock, found = EngineLock(), list[bool]()
+
+    def close() -> None:
+        found.append(lock.close())
+        lock.release()
+
+    lock.acquire()
+    with thread(close), thread(close):
+        until(lambda: lock._acquiring == 2)
+        lock.release()
+    assert sorted(found) == [False, True]
+
+
+def test_a_step_that_comes_as_it_is_closed_does_not_begin() -> None:
+    checked, found = threading.Event(), list[str]()
+
+    class Lock(EngineLock):
+        def check_process(self) -> None:
+            super().check_process()
+            checked.set()
+
+    def step() -> None:
+        with pytest.raises(EngineError, match="this LLM is closed"):
+            found.append(str(lock.acquire_or_wait()))
+
+    lock = Lock()
+    with ExitStack() as stack, lock._changed:
+        stack.enter_context(thread(step))
+        assert checked.wait(PATIENCE)
+        lock._closed = True
+    assert not found
 
 
 def test_a_lock_of_another_thread_is_not_released() -> None:

@@ -179,6 +179,12 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert llm.chat(messages, GREEDY).tokens == llm.generate(ids, GREEDY)[0].tokens
 
 
+def test_logits_of_a_step_are_not_held_beyond_its_tokens(llm: LLM) -> None:
+    llm.generate("the", GREEDY)
+    step = llm.scheduler.current
+    assert step is not None and step.sampled == [0] and not step.logits
+
+
 def test_leaving_a_stream_early_leaves_the_engine_usable(llm: LLM) -> None:
     stream = llm.stream("the", GREEDY)
     next(iter(stream))

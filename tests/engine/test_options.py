@@ -135,6 +135,15 @@ def test_an_editor_completes_names_and_shows_the_signature() -> None:
             "SamplingParams() has no repetition_penalty: use repeat_penalty",
         ),
         (lambda: SamplingParams(max_new_tokens=9), "SamplingParams() has no max_new_tokens: use max_tokens"),
+        (lambda: SamplingParams(do_sample=False), "SamplingParams() has no do_sample: use temperature=0"),
+        (
+            lambda: LLM("m", guided_choice=["a"]),
+            "LLM() has no guided_choice: a constraint, or LLM.score, which ranks choices",
+        ),
+        (
+            lambda: LLM("m", guided_decoding=None),
+            "LLM() has no guided_decoding: use SamplingParams(constraint=...)",
+        ),
         (lambda: SamplingParams(temp=0), "SamplingParams() has no temp: use temperature"),
         (lambda: SamplingParams(n_ctx=9), "SamplingParams() has no n_ctx: use LLM(ctx_size=...)"),
         (lambda: EngineConfig(n_ctx=9), "EngineConfig() has no n_ctx: use ctx_size"),

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from quengine import LLM, BatchProgress, ConstraintSpec, EngineError, SamplingParams
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.output import show_progress
+from quengine.request.sequence import Sequence
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import chat_vocabulary, write_tiny
 
@@ -108,6 +109,11 @@ def test_choices_are_scored_by_the_tokens_after_the_prompt(llm: LLM) -> None:
     np.testing.assert_allclose(after.logprobs, expected_logprobs(llm, [*only, *after.tokens]), atol=1e-4)
     with pytest.raises(EngineError, match="the choice '' adds no token"):
         llm.score(prompt, ["a", ""])
+    with pytest.raises(EngineError, match="the prompt is empty: the first token"):
+        llm.score("", ["a"])
+    assert not set(llm.encode("t")) & set(llm.encode("the"))
+    with pytest.raises(EngineError, match="the prompt has no token that stays the same with every choice"):
+        llm.score("t", ["he", "a"])
 
 
 def test_perplexity_is_that_of_the_whole_text(llm: LLM, model: Path) -> None:
@@ -171,6 +177,7 @@ def test_a_constraint_and_a_bias_hold_after_the_processors(llm: LLM) -> None:
             r"logits processor <lambda> returns float32 \[3\], no logits \[\d+\]",
         ),
         (lambda _ids, _logits: None, "logits processor <lambda> returns NoneType"),
+        (lambda _ids, logits: [None, *logits[1:]], "logits processor <lambda> returns list, no logits"),
         (lambda _ids, logits: logits * np.nan, "returns NaN or infinity"),
         (
             lambda _ids, logits: logits - np.inf,
@@ -209,6 +216,9 @@ def test_chats_are_answered_together_with_tools_and_schemas(llm: LLM) -> None:
     assert [call.name for answer in called for call in answer.tool_calls][:2] == ["add", "add"]
     assert all(0 <= json.loads(answer.tool_calls[0].arguments)["a"] <= 9 for answer in called)
     assert len(llm.chat_batch(conversations, SamplingParams(max_tokens=2, n=2))) == 4
+    for batch in (llm.generate, llm.chat_batch):
+        with pytest.raises(EngineError, match="0 sampling parameters for 2 prompts"):
+            batch(["a", "b"], [])  # type: ignore[operator]
     with pytest.raises(EngineError, match="1 sampling parameters for 2 prompts"):
         llm.chat_batch(conversations, [GREEDY])
 
@@ -235,6 +245,24 @@ def test_progress_is_reported_as_completions_end(llm: LLM, capsys: pytest.Captur
     assert "1/4 done, 10 tokens/s, 6 s left" in capsys.readouterr().err
 
 
+def test_a_batch_that_another_thread_has_ended_does_not_wait_for_others(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_step, steps, reports = llm.step, list[int](), list[int]()
+    others = llm.stream("the").sequence
+
+    def step() -> list[tuple[Sequence, str]]:
+        assert not steps, "a step of others alone"
+        steps.append(1)
+        while llm.scheduler.sequences:  # as another thread, between two steps of this one
+            own_step()
+        return [(others, "")]
+
+    monkeypatch.setattr(llm, "step", step)
+    llm.generate(["a", "b"], GREEDY, progress=lambda each: reports.append(each.done))
+    assert reports == [2]
+
+
 def test_a_closed_model_frees_its_memory_processes_and_threads(model: Path) -> None:
     other_threads = threading.active_count()
     children = {each.pid for each in psutil.Process().children(recursive=True)}
@@ -253,6 +281,8 @@ def test_a_closed_model_frees_its_memory_processes_and_threads(model: Path) -> N
     for use in (
         lambda: llm.generate("a"),
         lambda: next(unfinished),
+        lambda: unfinished.completion,
+        lambda: llm.with_images("a", [b""]),
         lambda: llm.embed("a"),
         lambda: llm.logits([1, 2]),
         lambda: llm.score("a", ["b"]),
