@@ -1,8 +1,9 @@
 """The codebook of a matrix in shared memory, where 32 lanes that look up entries of their own take some four cycles.
 
-A gather from the L1 cache takes a cycle for each line of the book, 16 for IQ2_XS. Every program copies the book, whose
-loads are in flight with the first ones of its weights. The copy is static shared memory, which Triton does not count:
-where its own part is from 44 to 48 KiB, it does not request what both take, and the launch fails (wgmma_plan.py).
+A gather from the L1 cache takes a cycle for each line of the book, 16 for IQ2_XS. Every program copies the book; in
+the matvecs its loads are in flight with the first ones of the weights. The copy is static shared memory, which Triton
+does not count: where its own part is from 44 to 48 KiB, it does not request what both take, and the launch fails. Plans
+of the wgmma matmuls avoid that (wgmma_plan.py); the matvecs need a few KiB beside the book.
 """
 
 import triton
