@@ -3,7 +3,8 @@
     python -m benchmarks.checks.aot [--arch 80 89 90] [--only TEXT] [--jobs N] [--list]
 
 Compiles the distinct launches of the cases (aot_cases.py), which are recorded from declared models. Exit status 1 if a
-launch does not compile, if one of decode spills registers, if one needs more shared memory than the GPU gives a block,
+launch does not compile, if one of decode spills registers, if one needs more shared memory than the GPU gives a block
+(or than Triton requests for it),
 if a PDL consumer accesses memory that its producer may write, or reads no weights, before it waits, or if the cases
 leave out a kernel that the product has. Results are kept in Triton's cache, by source: a second run is quick.
 """
@@ -40,6 +41,7 @@ from quengine.kernels.cuda.aot.aot_ptx import Early, before_wait
 from quengine.kernels.cuda.aot.meta_backend import ARCHS, gpu_for
 from quengine.kernels.cuda.attention.kv_store import CachePointers
 from quengine.kernels.cuda.attention.rope import RotationPointers
+from quengine.kernels.cuda.gemm.wgmma_plan import GRANTED_BYTES
 from quengine.kernels.cuda.launch.gpu import assuming
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 
@@ -173,11 +175,21 @@ def _compile_for(variant: Variant, arch: int) -> Report:
         last = (str(error).strip().splitlines() or [""])[-1]
         return report(failure=f"{type(error).__name__}: {last}")
     failures = ["spills"] if made.stack and variant.decode else []
-    limit = SHARED_LIMIT[arch]
-    failures += [f"needs {made.shared} bytes of shared memory, not {limit}"] if made.shared > limit else []
+    failures += shared_faults(made.shared, made.static, SHARED_LIMIT[arch])
     failures += overlap_faults(launch, before_wait(made.ptx)) if launch.options.get("launch_pdl") else []
     seconds = time.perf_counter() - began
-    return report(made.registers, made.stack, made.shared, "; ".join(failures), seconds)
+    shared = made.shared + made.static
+    return report(made.registers, made.stack, shared, "; ".join(failures), seconds)
+
+
+def shared_faults(own: int, static: int, limit: int) -> list[str]:
+    """Why a block cannot have its shared memory: Triton's own part, and static memory that it does not count."""
+    need = own + static
+    if need > limit:
+        return [f"needs {need} bytes of shared memory, not {limit}"]
+    if own <= GRANTED_BYTES < need:
+        return [f"needs {need} bytes of shared memory, of which Triton counts {own} and requests no more"]
+    return []
 
 
 def overlap_faults(launch: RecordedLaunch, early: Early) -> list[str]:

@@ -34,8 +34,7 @@ _QWEN35_SECTIONS = (11, 11, 10)
 """Frequencies of each axis where config.json does not say."""
 
 _LONGEST = 1 << 20
-"""Positions that files of hybrids say that they have, whatever the folder does."""
-
+"""Positions that files of hybrids have in their metadata, whatever the folder has."""
 
 _RAISED = 1 << 18
 """Positions of Hunyuan models whose base is raised."""

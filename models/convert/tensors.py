@@ -46,7 +46,8 @@ _ROWS_OF_ONE = {"ernie4_5-moe": "exp_probs_b.bias"}
 @dataclass(frozen=True)
 class FileTensor:
     """A tensor to be written: `parts` are the tensors of the folder that lie in it, one after the other; () where it
-    is `computed` from the configuration. `change`: makes the file's elements of the folder's, which keep their type."""
+    is `computed` from the configuration. change: makes the file's elements of the folder's, which keep their type.
+    of_drafts: they are among the tensors of the layer that drafts."""
 
     info: TensorInfo
     parts: tuple[str, ...]

@@ -70,15 +70,17 @@ class FolderAdapters:
                 continue
             place = f"{names(name).removesuffix('weight')}parametrizations.weight.0.lora_"
             rows, columns = spec.shape
-            shape = self._shards.shape(f"{place}A") or self._shards.shape(f"{place}B")
-            if shape is None:
+            if not {f"{place}A", f"{place}B"} & self._shards.files.keys():
                 continue
-            rank = shape[-1 if embeds else 1] if f"{place}A" in self._shards.files and len(shape) == 3 else 0
+            shape = self._shards.shape(f"{place}A")
+            if shape is None:
+                raise self._shards.error(f"tensor '{place}A' is missing, and '{place}B' is there")
+            rank = shape[-1 if embeds else 1] if len(shape) == 3 else 0
             count = len(self._tasks)
             tall, wide = (count, rows, rank), (count, rank, columns)
             wanted = (tall, wide) if embeds else (wide, tall)
             if not 1 <= rank <= MOST_RANK:
-                raise self._shards.error(f"tensor {place}A: shape {list(shape)} of {count} tasks' changes")
+                raise self._shards.error(f"tensor '{place}A': shape {list(shape)} of {count} tasks' changes")
             for letter, each in zip("AB", wanted, strict=True):
                 self._shards.stored(f"{place}{letter}", each)
             yield name, _Change(f"{place}A", f"{place}B", rank)

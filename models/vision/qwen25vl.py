@@ -91,7 +91,7 @@ class Qwen25VL:
     dtype: torch.dtype
 
     def grid(self, height: int, width: int) -> UnitGrid:
-        settings, device = self.settings, self.embed.weight.device
+        settings, device = self.settings, self.embed.matrix.device
         angles = axial_angles(height, width, settings.head_dim, settings.theta, device)
         side = settings.features["window"] // settings.merge // settings.patch * settings.merge
         windows = Windows.of(height, width, side, device)

@@ -25,6 +25,9 @@ SAME_PTX = {89: 80}
 only sm_89 has (fp8). Only the assembler is run for them, in a tenth of the time.
 """
 
+_STATIC = re.compile(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]")
+"""Shared memory that PTX declares with its size, which Triton's own part has none of."""
+
 _TYPES = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
     torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
@@ -67,12 +70,14 @@ class RecordedLaunch:
 @dataclass(frozen=True)
 class Compiled:
     """A kernel compiled for one GPU. registers and stack (bytes of spilled registers and local arrays) are
-    per thread; shared is bytes per block.
+    per thread; shared and static are bytes per block: the shared memory that Triton counts, and that which assembly
+    declares beside it.
     """
 
     registers: int
     stack: int
     shared: int
+    static: int
     ptx: str
 
 
@@ -161,7 +166,8 @@ def compile_launch(launch: RecordedLaunch, arch: int) -> Compiled:
         ptx = re.sub(rf"^\.target sm_{first}\b", f".target sm_{arch}", ptx, flags=re.MULTILINE)
         cubin = _assemble(ptx, launch, arch)
     registers, stack = _resources(cubin)
-    return Compiled(registers, stack, made.metadata.shared, ptx)
+    static = sum(map(int, _STATIC.findall(ptx)))
+    return Compiled(registers, stack, made.metadata.shared, static, ptx)
 
 
 def _assemble(ptx: str, launch: RecordedLaunch, arch: int) -> bytes:

@@ -1,22 +1,13 @@
 """The codebook of a matrix in shared memory, where 32 lanes that look up entries of their own take some four cycles.
 
-A gather from the L1 cache takes a cycle for each line of the book, 16 for IQ2_XS. Every program copies the book, whose
-loads are in flight with the first ones of its weights.
+A gather from the L1 cache takes a cycle for each line of the book, 16 for IQ2_XS. Every program copies the book; in
+the matvecs its loads are in flight with the first ones of the weights. The copy is static shared memory, which Triton
+does not count: where its own part is from 44 to 48 KiB, it does not request what both take, and the launch fails. Plans
+of the wgmma matmuls avoid that (wgmma_plan.py); the matvecs need a few KiB beside the book.
 """
 
 import triton
 import triton.language as tl
-
-from quengine.kernels.cuda.weights.layout import PackedLayout
-
-_MOST_BYTES = tl.constexpr(4096)
-"""Larger books, IQ1's of 16 KiB, would be a good part of what a program reads: they stay in global memory."""
-
-
-@triton.constexpr_function
-def _staged_bytes(FMT: PackedLayout) -> int:
-    """Bytes of the book that programs copy, 0 for formats whose book is not copied."""
-    return FMT.book_bytes if FMT.book_bytes <= _MOST_BYTES else 0
 
 
 @triton.constexpr_function
@@ -67,7 +58,7 @@ def begin_book(table, FMT: tl.constexpr, THREADS: tl.constexpr, ASM: tl.constexp
     """Starts copying the book `table` to shared memory, with all THREADS threads of the program, a power of two from 32
     on: what `end_book` takes. Called once in a program, by every thread.
     """
-    BYTES: tl.constexpr = _staged_bytes(FMT)
+    BYTES: tl.constexpr = FMT.staged_bytes
     COUNT: tl.constexpr = _copies(BYTES, THREADS)
     if BYTES == 0 or not ASM:
         return (table,)
@@ -81,7 +72,7 @@ def begin_book(table, FMT: tl.constexpr, THREADS: tl.constexpr, ASM: tl.constexp
 @triton.jit
 def end_book(begun, FMT: tl.constexpr, THREADS: tl.constexpr, ASM: tl.constexpr):
     """Ends what `begin_book` began: the book for `load_entry`, an address in shared memory or a pointer."""
-    BYTES: tl.constexpr = _staged_bytes(FMT)
+    BYTES: tl.constexpr = FMT.staged_bytes
     if BYTES == 0 or not ASM:
         return begun[0]
     else:

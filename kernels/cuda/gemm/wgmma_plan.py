@@ -12,6 +12,9 @@ from quengine.kernels.cuda.weights.launch_table import MOST_FEW, wgmma_block
 from quengine.kernels.cuda.weights.layout import PackedLayout
 from quengine.kernels.cuda.weights.many_rows import MOST_SHARES
 
+GRANTED_BYTES = 48 << 10
+"""Shared memory that a block has without a request for more."""
+
 
 class WgmmaFlags(NamedTuple):
     """The options of a launch, besides its shapes.
@@ -115,7 +118,7 @@ def wgmma_plan_two_parts(
     flags: WgmmaFlags,
 ) -> WgmmaPlan:
     """The plan of both parts of a weight in one launch, with the geometry of the first."""
-    program = _program(geometry, layouts[0], cols, rows, flags)
+    program = _program(geometry, layouts[0], cols, rows, flags, layouts[1].staged_bytes)
     blocks = sum(-(-count // (16 * geometry.warps)) for count in weight_rows)
     second = replace(program, layout=layouts[1])
     return _plan(geometry, program, (blocks, program.splits), _partial(program, blocks), second)
@@ -158,17 +161,30 @@ def _plan_many(geometry: WgmmaGeometry, program: WgmmaProgram, blocks: int) -> W
 
 
 def _program(
-    geometry: WgmmaGeometry, layout: PackedLayout, cols: int, rows: int, flags: WgmmaFlags
+    geometry: WgmmaGeometry, layout: PackedLayout, cols: int, rows: int, flags: WgmmaFlags, beside: int = 0
 ) -> WgmmaProgram:
+    """beside: bytes of another part's codebook in shared memory."""
     chunks, block = cols // layout.chunk, geometry.block or wgmma_block(rows)
     splits, split_chunks = _cut(chunks, geometry.splits)
+    set_columns = min(geometry.columns, layout.chunk)
+    stages = _stages(geometry.stages, block, set_columns, layout.staged_bytes + beside)
     program = WgmmaProgram(
-        layout, cols, block, geometry.warps, splits, _sums_at_once(splits, block, geometry), geometry.stages,
-        min(geometry.columns, layout.chunk), geometry.overlap, flags,
+        layout, cols, block, geometry.warps, splits, _sums_at_once(splits, block, geometry), stages, set_columns,
+        geometry.overlap, flags,
     )  # fmt: skip
     # If the loop has at most one iteration, the compiler may move the copy of the sums before the wait for them.
     columns = program.together * layout.chunk
     return replace(program, overlap=geometry.overlap and split_chunks > program.together and columns > 128)
+
+
+def _stages(stages: int, block: int, columns: int, books: int) -> int:
+    """`stages` of block x columns fp16 with a barrier each, or the next number of them with which the launch has the
+    shared memory of codebooks, too: Triton requests more than GRANTED_BYTES by its own part alone, without `books`.
+    """
+    own = 2 * block * columns + 8
+    while stages * own <= GRANTED_BYTES < stages * own + books:
+        stages += 1
+    return stages
 
 
 def _cut(chunks: int, splits: int) -> tuple[int, int]:

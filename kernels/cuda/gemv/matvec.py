@@ -48,14 +48,14 @@ def _part(
     PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Computes P.tiles tiles of one part of a matrix."""
-    queue = begin_rows(matrix, tile0, P)
+    begun = begin_rows(matrix, tile0, P)
     at, inside = _columns(tile0, first, rows, P.tiles, PAIRED)
     if P.pdl:
         tl.extra.cuda.gdc_wait()
     squares = load_squares(x.squares, P.partials)
     if RESIDUAL:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
-    y = finish_rows(queue, squares, matrix, x, tile0, P)
+    y = finish_rows(begun, squares, matrix, x, tile0, P)
     if RESIDUAL:
         y += residual
     tl.store(out_ptr + at, y, mask=inside)

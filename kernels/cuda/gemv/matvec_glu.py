@@ -36,11 +36,11 @@ def _glu_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * P.tiles
     matrix = Matrix((low, high, scales, supers), tiles)
-    queue = begin_rows(matrix, tile0, P)
+    begun = begin_rows(matrix, tile0, P)
     if P.pdl:
         tl.extra.cuda.gdc_wait()
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps)
-    y = finish_rows(queue, load_squares(squares_ptr, P.partials), matrix, x, tile0, P)
+    y = finish_rows(begun, load_squares(squares_ptr, P.partials), matrix, x, tile0, P)
     gate, up = tl.split(tl.permute(y, [0, 1, 3, 2]))
     value = gated(gate, up, ACTIVATION)  # [tiles, 8, 1]
     out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)

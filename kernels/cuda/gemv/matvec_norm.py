@@ -43,7 +43,7 @@ def _norm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     tile0 = tl.program_id(0) * P.tiles
     matrix = Matrix((low, high, scales, supers), tiles)
-    queue = begin_rows(matrix, tile0, P)
+    begun = begin_rows(matrix, tile0, P)
     column = tile0 * 16 + tl.arange(0, 16 * P.tiles)[None, :]
     inside = column < N
     # Prefetched, as loading the norm's weights into registers this early would spill others.
@@ -57,7 +57,7 @@ def _norm_kernel(
     if RANKS > 0:
         sequence = next_sequence(peers, at)
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, x_high, 0.0)
-    y = finish_rows(queue, 0.0, matrix, x, tile0, P)
+    y = finish_rows(begun, 0.0, matrix, x, tile0, P)
     product = tl.reshape(tl.permute(y, [3, 0, 2, 1]), [1, 16 * P.tiles])
     if RANKS > 0:
         product = exchange_sum(peers, product, at, inside, sequence, RANKS, CAPACITY, P.asm)

@@ -87,12 +87,12 @@ def _expert_rows_kernel(
     tile0 = expert * expert_tiles + block
     planes = (expert_low, expert_high, expert_scales, expert_supers)
     matrix = Matrix(planes, (expert + 1) * expert_tiles)
-    queue = begin_rows(matrix, tile0, P)
+    begun = begin_rows(matrix, tile0, P)
     squares_row = squares_ptr + row * P.partials
     x = quantized_row(
         QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps), row, squares_row, P.cols
     )
-    y = finish_rows(queue, load_squares(squares_row, P.partials), matrix, x, tile0, P)
+    y = finish_rows(begun, load_squares(squares_row, P.partials), matrix, x, tile0, P)
     tile = block + tl.arange(0, P.tiles)[:, None, None, None]
     rh = tl.arange(0, 2)[None, None, :, None]
     column = tile * 16 + rh * 8 + tl.arange(0, 8)[None, :, None, None]

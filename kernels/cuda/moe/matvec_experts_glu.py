@@ -52,7 +52,7 @@ def _experts_glu_kernel(
     tile0 = expert * expert_tiles + first
     planes = (expert_low, expert_high, expert_scales, expert_supers)
     matrix = Matrix(planes, (expert + 1) * expert_tiles)
-    queue = begin_rows(matrix, tile0, P)
+    begun = begin_rows(matrix, tile0, P)
     squares_row = squares_ptr + row * P.partials
     x = quantized_row(
         QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps), row, squares_row, P.cols
@@ -63,7 +63,7 @@ def _experts_glu_kernel(
         bias = bias_ptr + expert * 2 * width + column
         gate_bias = tl.load(bias, mask=inside, other=0.0)
         up_bias = tl.load(bias + width, mask=inside, other=0.0)
-    y = finish_rows(queue, load_squares(squares_row, P.partials), matrix, x, tile0, P)
+    y = finish_rows(begun, load_squares(squares_row, P.partials), matrix, x, tile0, P)
     gate, up = tl.split(tl.permute(y, [0, 1, 3, 2]))
     if bias_ptr is not None:
         gate += gate_bias

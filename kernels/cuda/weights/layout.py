@@ -31,6 +31,9 @@ from enum import IntEnum
 from quengine.kernels.block_formats import FORMATS, NVFP4_SCALED, BlockFormat
 from quengine.kernels.codebooks import codebook
 
+MOST_STAGED = 4096
+"""Bytes of the largest codebook that is copied to shared memory."""
+
 TILE_ROWS = 16
 LANES = 32
 BLOCK_COLUMNS = 128
@@ -181,6 +184,12 @@ class PackedLayout:
     def book_bytes(self) -> int:
         """Bytes of the codebook on the device, 0 for a format without."""
         return 4 * len(codebook(FORMATS[self.format].book)) if self.book else 0
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the codebook that programs copy to shared memory (staged_book.py), 0 where they read it in place:
+        IQ1's 16 KiB would be a good part of what a program reads."""
+        return self.book_bytes if self.book_bytes <= MOST_STAGED else 0
 
     @property
     def low_bytes(self) -> int:

@@ -139,7 +139,7 @@ def test_a_cpu_without_vector_extensions_gives_the_same_bits() -> None:
         **os.environ,
         "NUMBA_CPU_NAME": "x86-64",
         "NUMBA_CPU_FEATURES": "",
-        "PYTHONPATH": str(root),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
     }
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=root, timeout=240

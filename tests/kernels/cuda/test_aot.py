@@ -4,7 +4,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.checks.aot import overlap_faults
+from benchmarks.checks.aot import overlap_faults, shared_faults
 from benchmarks.checks.aot_cases import COMMON_TYPES
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_ptx import Early, before_wait
@@ -30,6 +30,13 @@ WAIT = "    griddepcontrol.wait;\n"
 def early(body: str) -> tuple[bool, set[int], set[int]]:
     found = before_wait(HEAD + body + "    ret;\n}\n")
     return found.waits, set(found.reads), set(found.writes)
+
+
+def test_shared_memory_that_triton_does_not_request_is_a_fault() -> None:
+    limit = 227 * 1024
+    assert shared_faults(44 * 1024, 4096, limit) == shared_faults(49153, 4096, limit) == []
+    assert "needs 49153 bytes of shared memory, of which" in shared_faults(45057, 4096, limit)[0]
+    assert shared_faults(limit, 1, limit) == [f"needs {limit + 1} bytes of shared memory, not {limit}"]
 
 
 def test_loads_above_the_wait_are_traced_to_their_parameters() -> None:

@@ -167,6 +167,11 @@ def test_adapters_that_are_not_computed_are_refused(
             {},
             "fc1.parametrizations.weight.0.lora_B' is missing",
         ),
+        (
+            {"mlp.fc1.parametrizations.weight.0.lora_A": None},
+            {},
+            "fc1.parametrizations.weight.0.lora_A' is missing, and ",
+        ),
         ({"mlp.fc1.parametrizations.weight.0.lora_A": (2, 4, 32)}, {}, r"shape \[2, 4, 32\]"),
         (
             {"norm1.parametrizations.weight.0.lora_A": (2, 4, 32)},
