@@ -29,7 +29,7 @@ class Conversion:
     """One call of the converter.
 
     pre: the pre-tokenizer it is to name for a byte-level tokenizer.json. It recognizes tokenizers by a hash of what
-        they make of a text, and so only those of released models.
+        they make of a text, and so only those of released models. "gemma4": the folder has that model's own kind.
     mistral: the folder is in Mistral's own format (params.json, consolidated.safetensors, tekken.json).
     gate_up, qkv: gate and up of all experts of a layer, query, key and value rows, in one tensor.
     drafts: the layers that draft tokens are written, too, which the folder then must have.
@@ -116,7 +116,7 @@ from conversion.hunyuan import HunYuanMoEModel
 
 Gemma2Model.set_vocab = TextModel._set_vocab_gpt2  # theirs want other tokenizers than the tests'
 Gemma3NModel.set_vocab = TextModel._set_vocab_gpt2
-Gemma4Model.set_vocab = TextModel._set_vocab_gpt2
+of_gemma4 = Gemma4Model.set_vocab
 HunYuanMoEModel.set_vocab = TextModel._set_vocab_gpt2  # its own wants the tokenizer's code
 load_hparams = TextModel.load_hparams
 
@@ -130,6 +130,7 @@ def as_written(folder, is_mistral_format):
 ModelBase.load_hparams = staticmethod(as_written)
 for pre, arguments in json.loads(sys.argv[1]):
     TextModel.get_vocab_base_pre = lambda self, tokenizer, pre=pre: pre
+    Gemma4Model.set_vocab = of_gemma4 if pre == "gemma4" else TextModel._set_vocab_gpt2
     if "--fuse-gate-up-exps" in arguments:  # of any model, but not where this table does not list the result
         for names in gguf.MODEL_TENSORS.values():
             names.append(gguf.MODEL_TENSOR.FFN_GATE_UP_EXP)

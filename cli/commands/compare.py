@@ -62,7 +62,7 @@ class CompareFlags:
         Path | None, Flag("--imatrix", "Importances that the file will be quantized with.", TENSORS, "FILE")
     ] = None
     plot: Annotated[
-        Path | None, Flag("--plot", "A chart of these costs, .html or .svg.", TENSORS, "FILE")
+        Path | None, Flag("--plot", "A chart of these costs, .html, .svg or .png.", TENSORS, "FILE")
     ] = None
     as_json: Annotated[bool, Flag("--json", "Print one JSON object.", OUTPUT)] = False
 

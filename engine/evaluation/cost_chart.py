@@ -1,63 +1,130 @@
-"""A chart of tensors' costs as SVG or HTML: kinds of tensors down, layers across, darker where a cost is larger."""
+"""Charts of what tensors cost, as SVG, HTML or PNG: kinds down, layers across, darker where a cost is larger."""
 
+from collections.abc import Iterator
 from html import escape
+from io import BytesIO
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from quengine.errors import EngineError
 from quengine.evaluation.by_tensor import TensorCost, TensorCosts
 from quengine.models.gguf.whole_file import check_disk, whole_file
 
 _CELL, _LEFT, _TOP = 22, 150, 60
-_ENDS = (".svg", ".html")
+_ENDS = (".svg", ".html", ".png")
+_SCALE = 2
+"""Dots of a PNG for each unit of the chart."""
+
+
+class _Text(NamedTuple):
+    """A line of text on a baseline; anchor: which of its points is x."""
+
+    x: int
+    y: int
+    words: str
+    size: int = 12
+    anchor: Literal["start", "middle", "end"] = "start"
+
+
+class _Square(NamedTuple):
+    """A cell; about: its tooltip."""
+
+    x: int
+    y: int
+    hue: int
+    light: float
+    about: str
 
 
 def check_chart(path: Path) -> None:
     """Raises EngineError where a chart cannot have this name, or its folder is missing."""
     if path.suffix.lower() not in _ENDS:
-        raise EngineError(f"{path}: a chart is a file {' or '.join(_ENDS)}")
+        raise EngineError(f"{path}: a chart is a file {', '.join(_ENDS[:-1])} or {_ENDS[-1]}")
     check_disk(path, 0)
 
 
 def write_chart(path: Path, costs: TensorCosts) -> None:
     """Writes the chart; the file appears when it is complete. Raises as `check_chart` and `whole_file` do."""
     check_chart(path)
-    text = svg(costs)
-    if path.suffix.lower() == ".html":
-        text = f'<!doctype html><meta charset="utf-8"><title>{escape(_title(costs))}</title>{text}\n'
-    data = text.encode()
+    kind = path.suffix.lower()
+    if kind == ".png":
+        data = png(costs)
+    else:
+        text = svg(costs)
+        if kind == ".html":
+            text = f'<!doctype html><meta charset="utf-8"><title>{escape(_title(costs))}</title>{text}\n'
+        data = text.encode()
     with whole_file(path, len(data)) as file:
         file.write(data)
 
 
 def svg(costs: TensorCosts) -> str:
     """The chart; each cell has its tensor, types and cost as a tooltip, and below it each layer its sum."""
+    width, height = _size(costs)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="12">'
+    ]
+    for shape in _shapes(costs):
+        if isinstance(shape, _Text):
+            anchor = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
+            size = "" if shape.size == 12 else f' font-size="{shape.size}"'
+            parts.append(f'<text x="{shape.x}" y="{shape.y}"{anchor}{size}>{escape(shape.words)}</text>')
+        else:
+            side, colour = _CELL - 2, f"hsl({shape.hue} 80% {shape.light:.0f}%)"
+            parts.append(
+                f'<rect x="{shape.x}" y="{shape.y}" width="{side}" height="{side}" fill="{colour}">'
+                f"<title>{escape(shape.about)}</title></rect>"
+            )
+    return "".join([*parts, "</svg>"])
+
+
+def png(costs: TensorCosts) -> bytes:
+    """The chart as an image, without tooltips."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    width, height = _size(costs)
+    image = Image.new("RGB", (width * _SCALE, height * _SCALE), "white")
+    draw = ImageDraw.Draw(image)
+    places = {"start": "ls", "middle": "ms", "end": "rs"}
+    for shape in _shapes(costs):
+        x, y = shape.x * _SCALE, shape.y * _SCALE
+        if isinstance(shape, _Text):
+            font = ImageFont.load_default(shape.size * _SCALE)
+            draw.text((x, y), shape.words, "black", font, anchor=places[shape.anchor])
+        else:
+            side = (_CELL - 2) * _SCALE - 1
+            draw.rectangle((x, y, x + side, y + side), f"hsl({shape.hue},80%,{shape.light:.0f}%)")
+    data = BytesIO()
+    image.save(data, "PNG")
+    return data.getvalue()
+
+
+def _size(costs: TensorCosts) -> tuple[int, int]:
+    """Width and height."""
+    _, layers, kinds = _cells(costs)
+    return max(_LEFT + _CELL * len(layers) + 20, 560), _TOP + _CELL * (len(kinds) + 1) + 20
+
+
+def _shapes(costs: TensorCosts) -> Iterator[_Text | _Square]:
+    """What is drawn, in order."""
     cells, layers, kinds = _cells(costs)
     most = max((cost.kl.value for cost in costs.costs), default=0.0) or 1.0
-    width = _LEFT + _CELL * len(layers) + 20
-    height = _TOP + _CELL * (len(kinds) + 1) + 20
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{max(width, 560)}" height="{height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<text x="4" y="18" font-size="14">{escape(_title(costs))}</text>',
-        f'<text x="4" y="36">divergence {costs.kl.value:.6f} +/- {costs.kl.error:.6f}; darkest cell {most:.6f}</text>',
-    ]
+    yield _Text(4, 18, _title(costs), 14)
+    yield _Text(4, 36, f"divergence {costs.kl.value:.6f} +/- {costs.kl.error:.6f}; darkest cell {most:.6f}")
     for row, kind in enumerate([*kinds, "all"]):
-        y = _TOP + row * _CELL + _CELL - 7
-        parts.append(f'<text x="{_LEFT - 6}" y="{y}" text-anchor="end">{escape(kind)}</text>')
+        yield _Text(_LEFT - 6, _TOP + row * _CELL + _CELL - 7, kind, anchor="end")
     for column, layer in enumerate(layers):
         x = _LEFT + column * _CELL
-        parts.append(
-            f'<text x="{x + _CELL // 2}" y="{_TOP - 5}" text-anchor="middle" font-size="9">{escape(layer)}</text>'
-        )
+        yield _Text(x + _CELL // 2, _TOP - 5, layer, 9, "middle")
         for row, kind in enumerate(kinds):
             if (cost := cells.get((kind, layer))) is not None:
-                parts.append(_cell(x, _TOP + row * _CELL, cost.kl.value / most, _about(cost)))
+                yield _cell(x, _TOP + row * _CELL, cost.kl.value / most, _about(cost))
     sums = {layer: sum(cost.kl.value for (_, of), cost in cells.items() if of == layer) for layer in layers}
     largest = max(sums.values(), default=0.0) or 1.0
     for column, layer in enumerate(layers):
         about = f"{layer}: {sums[layer]:.6f}"
-        parts.append(_cell(_LEFT + column * _CELL, _TOP + len(kinds) * _CELL, sums[layer] / largest, about))
-    return "".join([*parts, "</svg>"])
+        yield _cell(_LEFT + column * _CELL, _TOP + len(kinds) * _CELL, sums[layer] / largest, about)
 
 
 def _title(costs: TensorCosts) -> str:
@@ -79,9 +146,6 @@ def _about(cost: TensorCost) -> str:
     return f"{', '.join(cost.names)}: {cost.type_b}, {cost.kl.value:.6f} +/- {cost.kl.error:.6f}"
 
 
-def _cell(x: int, y: int, share: float, about: str) -> str:
+def _cell(x: int, y: int, share: float, about: str) -> _Square:
     """A square whose darkness is the share of the largest; what lowers the divergence is blue."""
-    light = 95 - 70 * min(1.0, abs(share))
-    colour = f"hsl({20 if share >= 0 else 220} 80% {light:.0f}%)"
-    size = _CELL - 2
-    return f'<rect x="{x}" y="{y}" width="{size}" height="{size}" fill="{colour}"><title>{escape(about)}</title></rect>'
+    return _Square(x, y, 20 if share >= 0 else 220, 95 - 70 * min(1.0, abs(share)), about)

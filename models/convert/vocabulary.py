@@ -6,6 +6,7 @@ a hash of what it makes of a text, and so for released models alone; here the na
 text are the folder's (`pre_tokenizer_name`).
 """
 
+import re
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -32,6 +33,20 @@ _GLM_ROLES = {
 }
 """Model type -> role -> text of the token."""
 
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+_VISIBLE = frozenset(
+    (
+        "<|channel>",
+        "<channel|>",
+        "<|tool_call>",
+        "<tool_call|>",
+        "<|tool_response>",
+        "<tool_response|>",
+        '<|"|>',
+    )
+)
+"""Gemma 4's tokens of channels and calls, which are text for the caller."""
+
 _GRANITE_ROWS, _CODE_LLAMA_ROWS = 49152, 32016
 
 
@@ -45,7 +60,9 @@ def add_vocabulary(writer: Writer, folder: Path, config: ModelConfig) -> None:
     space = read_tokenizer_config(folder).get("add_prefix_space")
     if llama and isinstance(space, bool):
         writer.add_add_space_prefix(space)
-    if (folder / "tokenizer.model").is_file():
+    if config.architecture == "gemma4" and _has_byte_fallback(folder):
+        _add_gemma4(writer, folder, config.vocab_size)
+    elif (folder / "tokenizer.model").is_file():
         _add_sentencepiece(writer, folder, config.vocab_size)
     else:
         _add_bpe(writer, folder, config.vocab_size)
@@ -79,6 +96,47 @@ def _add_glm_roles(writer: Writer, folder: Path) -> None:
         if text not in added:
             raise EngineError(f"{folder / 'tokenizer.json'}: no token {text}, which is GLM's {role}")
         writer.add_uint32(key, added[text])
+
+
+def _has_byte_fallback(folder: Path) -> bool:
+    path = folder / "tokenizer.json"
+    return path.is_file() and bool((read_json(path).get("model") or {}).get("byte_fallback"))
+
+
+def _add_gemma4(writer: Writer, folder: Path, rows: int) -> None:
+    """Gemma 4's own kind: merges of characters, and bytes where a character is no token."""
+    from gguf import SpecialVocab
+
+    path = folder / "tokenizer.json"
+    parts = read_json(path)
+    model = parts["model"]
+    if model.get("type") != "BPE":
+        raise EngineError(f"{path}: its model is {model.get('type')}, not BPE with byte fallback")
+    base, special = dict(model["vocab"]), _role_texts(read_tokenizer_config(folder))
+    added = {token["content"]: token["id"] for token in parts.get("added_tokens", ())}
+    ids = {i: text for text, i in {**base, **added}.items()}
+    if sorted(ids) != list(range(rows)):
+        raise EngineError(
+            f"{path}: {len(ids)} tokens up to {max(ids, default=0)}, of a model with {rows} rows of embedding"
+        )
+    types = []
+    for i in range(len(ids)):
+        text = ids[i]
+        if _BYTE.fullmatch(text):
+            types.append(TokenType.BYTE)
+        elif text in _VISIBLE:
+            types.append(TokenType.USER_DEFINED)
+        elif text in special:
+            types.append(TokenType.CONTROL)
+        else:
+            types.append(TokenType.NORMAL if text in base else TokenType.USER_DEFINED)
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list([ids[i] for i in range(len(ids))])
+    writer.add_token_scores([-1000.0] * len(ids))
+    writer.add_token_types(types)
+    SpecialVocab(folder, load_merges=True).add_to_gguf(writer)
+    writer.add_add_space_prefix(False)
+    writer.add_add_bos_token(True)
 
 
 def _add_bpe(writer: Writer, folder: Path, rows: int) -> None:

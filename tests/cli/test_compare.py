@@ -72,8 +72,8 @@ def test_costs_by_tensor(tmp_path: Path) -> None:
         run(*flags, "--imatrix", "x")
     with pytest.raises(EngineError, match=r"--plot x\.svg: a chart is of --by-tensor; add that"):
         run(a, a, "-f", text, "--plot", "x.svg")
-    with pytest.raises(EngineError, match=r"x\.png: a chart is a file \.svg or \.html"):
-        run(*flags, "--plot", "x.png")
+    with pytest.raises(EngineError, match=r"x\.pdf: a chart is a file \.svg, \.html or \.png"):
+        run(*flags, "--plot", "x.pdf")
 
 
 def test_a_text_is_needed(tmp_path: Path) -> None:

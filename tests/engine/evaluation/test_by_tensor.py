@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from quengine import LLM, EngineError, compare, compare_tensors, quantize
 from quengine.evaluation.by_tensor import TensorCosts, measure
@@ -117,8 +118,12 @@ def test_a_chart_has_every_tensor(costs: TensorCosts, tmp_path: Path) -> None:
     assert "a&lt;b&gt;.gguf" in (tmp_path / "chart.html").read_text()
     write_chart(tmp_path / "chart.svg", costs)
     assert (tmp_path / "chart.svg").read_text() == svg(costs)
-    with pytest.raises(EngineError, match=r"chart\.png: a chart is a file \.svg or \.html"):
-        write_chart(tmp_path / "chart.png", costs)
+    write_chart(tmp_path / "chart.png", costs)
+    with Image.open(tmp_path / "chart.png") as image:
+        shades = {tuple(color) for _, color in image.convert("RGB").getcolors(1 << 20)}
+    assert {(255, 255, 255), (0, 0, 0)} < shades and len(shades) > 4
+    with pytest.raises(EngineError, match=r"chart\.pdf: a chart is a file \.svg, \.html or \.png"):
+        write_chart(tmp_path / "chart.pdf", costs)
 
 
 def test_what_cannot_be_compared_is_refused(folder: Path, costs: TensorCosts, tmp_path: Path) -> None:

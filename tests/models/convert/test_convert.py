@@ -152,6 +152,53 @@ def test_files_of_other_architectures_are_llama_cpps(tmp_path: Path, module: str
         check_equal(tmp_path / "ours.gguf", job.output)
 
 
+def write_gemma4_tokenizer(folder: Path) -> None:
+    """Merges of characters with bytes as a fallback, and tokens of channels and calls, VOCAB in all."""
+    words = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3}
+    words |= {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
+    for text in ("▁", "a", "t", "h", "e", "th", "the", "▁the", "at", "<|channel>", "\n"):
+        words[text] = len(words)
+    added = ['<|"|>', "<tool_call|>", "<|think|>"]
+    words |= {f"w{i}": i for i in range(len(words), VOCAB - len(added))}
+    merges = [["t", "h"], ["th", "e"], ["▁", "the"], ["a", "t"]]
+    tokens = [
+        {"id": words.get(text, len(words) + i), "content": text, "special": True, "normalized": False}
+        | {"single_word": False, "lstrip": False, "rstrip": False}
+        for i, text in enumerate([*added, "<bos>", "<eos>", "<pad>", "<unk>", "<|channel>"])
+    ]
+    model = {"type": "BPE", "vocab": words, "merges": merges, "byte_fallback": True, "unk_token": "<unk>"}
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
+    parts = {
+        "version": "1.0",
+        "added_tokens": tokens,
+        "normalizer": space,
+        "decoder": decoder,
+        "model": model,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(parts))
+    roles = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "additional_special_tokens": ["<|think|>", '<|"|>'],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | roles))
+
+
+def test_gemma4_s_own_tokenizer_is_llama_cpps(tmp_path: Path) -> None:
+    case = next(iter(models_of("test_gemma4").values()))
+    write_case(tmp_path / "folder", case)
+    write_gemma4_tokenizer(tmp_path / "folder")
+    convert([Conversion(tmp_path / "folder", tmp_path / "theirs.gguf", "gemma4")])
+    quengine.convert(tmp_path / "folder", tmp_path / "ours.gguf", "f32", threads=1)
+    check_equal(tmp_path / "ours.gguf", tmp_path / "theirs.gguf")
+    edited("tokenizer.json", lambda parts: parts["added_tokens"].pop(2))(tmp_path / "folder")
+    with pytest.raises(
+        EngineError, match=f"{VOCAB - 1} tokens up to {VOCAB - 2}, of a model with {VOCAB} rows"
+    ):
+        quengine.convert(tmp_path / "folder", tmp_path / "ours.gguf")
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_so_it_is_in_every_type(root: Path, tmp_path: Path, kind: str) -> None:
     quengine.convert(root / "described", tmp_path / "ours.gguf", kind, threads=1)
