@@ -178,8 +178,9 @@ class ModelHost:
             return  # it has failed since, which is reported next
         self.failure, self.used_at = None, time.monotonic()
         self.nbytes = int(engine.model.facts.get("size", self.nbytes))
-        self.kept, self._latest = None, engine.model
-        if self.state is not State.DRAINING:
+        self._latest = engine.model
+        if self.state is not State.DRAINING:  # else it leaves, and what is to stay of it does
+            self.kept = None
             self._enter(State.READY)
         self._changed(self)
         self.load_began = 0.0
