@@ -195,8 +195,7 @@ class LLM(Configured):
         may be computed after it.
 
         Without `params`, DEFAULT_MAX_TOKENS end the text. `index` distinguishes several completions of one prompt under
-        one seed. `show_special` keeps the names of
-        control tokens in the text: of all, or of the given ones.
+        one seed. `show_special` keeps the names of control tokens in the text: of all, or of the given ones.
 
         Raises:
             EngineError: the prompt does not fit the context, is neither text nor token ids, or contains half a
