@@ -203,7 +203,7 @@ class Residency:
         task.add_done_callback(self._tasks.discard)
 
     def notify(self) -> None:
-        """Something has changed that `_until` may wait for."""
+        """Something has changed that `until` may wait for."""
         self._change.set()
         self._change = asyncio.Event()
 
