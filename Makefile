@@ -93,7 +93,7 @@ lint: $(VENV)/linted
 	MYPYPATH=build/types $(BIN)/mypy examples
 
 $(VENV)/documented: $(VENV)/installed
-	$(PIP) -q $(EDITABLE) '.[docs]'
+	$(PIP) -q -e '.[docs]'
 	touch $@
 
 # The site of docs/, in build/site; a link that leads nowhere is an error.

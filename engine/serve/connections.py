@@ -214,7 +214,7 @@ class Connection(H11Protocol):
             )
         if (
             self.conn.their_state is h11.SEND_BODY
-        ):  # a part of a chunk's head or end, or of the fields behind the last
+        ):  # a part of a chunk's head or end, or of the fields after the last
             line = waiting.partition(b"\n")[0]
             return _CHUNK_LINE.fullmatch(line) is None and _HEADER_LINE.fullmatch(line) is None
         return False

@@ -132,7 +132,7 @@ class StreamStore:
             stream.cancel()
 
     def found(self, conversations: list[str]) -> list[KeptStream]:
-        """Those of the conversations, also under their id with ::MODEL behind it."""
+        """Those of the conversations, also under their id with ::MODEL after it."""
         self._expire()
         return [
             stream

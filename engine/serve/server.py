@@ -93,7 +93,7 @@ class Server(uvicorn.Server):
 
     @property
     def host(self) -> ModelHost:
-        """That of the only model, or of the first."""
+        """The only model, or the first."""
         return self.models.hosts[0]
 
     @property
@@ -108,10 +108,8 @@ class Server(uvicorn.Server):
             CannotRunError: the engine failed again and again.
         """
         listeners = [bind(host, self.settings.port) for host in self.settings.hosts]
-        entries = self.models.hosts
-        models = (
-            "the model is being loaded" if self.models.only else f"{len(entries)} models, loaded when named"
-        )
+        count = len(self.models.hosts)
+        models = "the model is being loaded" if self.models.only else f"{count} models, loaded when named"
         self.say(f"listening on {' and '.join(map(url_of, listeners))}; {models}")
         asyncio.run(self.serve_engine(*listeners))
         if self.problem is not None:

@@ -36,8 +36,8 @@ from quengine.serve.schemas.anthropic import (
 )
 from quengine.serve.schemas.llama import (
     DetokenizedText,
+    FoundStream,
     Health,
-    KeptStream,
     Model,
     ModelList,
     NativeEmbedding,
@@ -136,7 +136,7 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     ),
     OfServer("DELETE /v1/stream", stream_routes.stop_stream, NOTHING, errors=(400,), query=_CONVERSATION),
     OfServer(
-        "POST /v1/streams/lookup", stream_routes.find_streams, list[KeptStream], StreamsRequest, READS_ALONE
+        "POST /v1/streams/lookup", stream_routes.find_streams, list[FoundStream], StreamsRequest, READS_ALONE
     ),
     OfModel(
         "POST /v1/chat/completions /chat/completions",

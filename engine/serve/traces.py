@@ -105,8 +105,9 @@ def _spans(tracer: "Tracer", record: RequestRecord, status: int) -> None:
         for name, begin, end in parts:
             if begin is not None and end is not None:
                 tracer.start_span(name, within, start_time=at(begin)).end(at(end))
-        if record.error or status >= 500:
-            request.set_status(Status(StatusCode.ERROR, record.error or None))
+        # By the conventions a 4xx is no error of the server's. Messages, which may quote the request, are in the log.
+        if status >= 500 or (record.error and 0 < status < 400):
+            request.set_status(Status(StatusCode.ERROR))
     request.end()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 import quengine
 from quengine.cli import main
@@ -100,6 +101,13 @@ def test_the_site_has_every_page() -> None:
 def test_python_in_the_documents_compiles(path: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
         compile(block, path.name, "exec")
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_yaml_in_the_documents_has_lists_of_mappings(path: Path) -> None:
+    for block in re.findall(r"(?:\A|\n)\n((?:    )\w+:\n(?:    .*\n)+)", path.read_text()):
+        for entries in yaml.safe_load(block).values():
+            assert all(isinstance(entry, dict) and len(entry) > 1 for entry in entries), block
 
 
 def test_the_python_reference_names_what_there_is() -> None:

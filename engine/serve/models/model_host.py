@@ -91,7 +91,7 @@ class ModelHost:
         waiters: a future for each request that waits for it; done when it has it.
         used_at: `time.monotonic()` of the end of its last request.
         keep_s: how long it is kept after that; below 0 for ever.
-        asked: it is to be loaded although no request waits.
+        load_requested: it is to be loaded although no request waits.
         failure: why it could not be loaded, or had to be given up.
         cancelled: what is being loaded is not wanted any more.
         load_began: `time.monotonic()` when what is being loaded was begun; else 0.
@@ -120,7 +120,7 @@ class ModelHost:
         self.loader: asyncio.Task[None] | None = None
         self.used_at = time.monotonic()
         self.keep_s = spec.settings.sleep_s
-        self.asked = False
+        self.load_requested = False
         self.failure: str | None = None
         self.cancelled = False
         self.load_began = 0.0
@@ -178,8 +178,9 @@ class ModelHost:
             return  # it has failed since, which is reported next
         self.failure, self.used_at = None, time.monotonic()
         self.nbytes = int(engine.model.facts.get("size", self.nbytes))
-        self.kept, self._latest = None, engine.model
-        if self.state is not State.DRAINING:
+        self._latest = engine.model
+        if self.state is not State.DRAINING:  # else it leaves, and what is to stay of it does
+            self.kept = None
             self._enter(State.READY)
         self._changed(self)
         self.load_began = 0.0
@@ -253,7 +254,7 @@ class ModelHost:
 
     @property
     def wanted(self) -> bool:
-        return self.asked or bool(self.waiters)
+        return self.load_requested or bool(self.waiters)
 
     @property
     def admits(self) -> bool:
@@ -287,7 +288,7 @@ class ModelHost:
 
     def admit(self) -> None:
         """Give it to all who wait."""
-        self.asked = False
+        self.load_requested = False
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -296,14 +297,14 @@ class ModelHost:
 
     def refuse(self, error: Callable[[], ApiError]) -> None:
         """Fail all who wait."""
-        self.asked = False
+        self.load_requested = False
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_exception(error())
 
     def load_error(self, problem: BaseException | str) -> Callable[[], ApiError]:
-        """What those who wait are told of a load that failed. More memory may be free later."""
+        """The error of those who wait, after a load that failed. More memory may be free later."""
         short = isinstance(problem, CannotRunError)
         message = f"the model {self.name} could not be loaded: {problem}"
         status, again = (503, 30) if short else (500, None)

@@ -111,7 +111,7 @@ class Models:
         spelled = (name, name.removesuffix(":latest"), folder_name(name))
         return next((self._names[each] for each in spelled if each in self._names), None)
 
-    def asked(self, name: str) -> ModelHost | None:
+    def queried(self, name: str) -> ModelHost | None:
         """The model that a query names, or the only one; None: the server is meant. Raises ApiError (404)."""
         return self.named(name) if name else self.only
 
@@ -152,7 +152,7 @@ class Models:
         if host.admits or host.wanted:
             raise bad_request(f"the model {host.name} is already running", "model")
         self._check_taking()
-        host.asked = True
+        host.load_requested = True
         self._residency.want(host)
 
     @property

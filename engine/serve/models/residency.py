@@ -163,7 +163,7 @@ class Residency:
 
     def _changed(self, host: ModelHost) -> None:
         engine = host.worker.engine
-        if engine is None:
+        if engine is None or host.state is State.FAILED:  # a new engine may be there before the report
             self._say(f"{self._prefix(host)}the engine failed and is starting again")
         else:
             if host.load_began:
@@ -203,7 +203,7 @@ class Residency:
         task.add_done_callback(self._tasks.discard)
 
     def notify(self) -> None:
-        """Something has changed that `_until` may wait for."""
+        """Something has changed that `until` may wait for."""
         self._change.set()
         self._change = asyncio.Event()
 

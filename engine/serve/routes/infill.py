@@ -47,7 +47,7 @@ def fills_gaps(model: ServedModel) -> bool:
 
 
 def _marks(model: ServedModel, status: int) -> list[int]:
-    """The tokens before the text before the gap, before the text behind it, and in the gap. Raises ApiError."""
+    """The tokens before the text before the gap, before the text after it, and in the gap. Raises ApiError."""
     found = {name: model.fim_id(role) for role, name in _MARKS.items()}
     if missing := [name for name, token in found.items() if token is None]:
         message = f"this model fills no gaps: its vocabulary has no {' and no '.join(missing)} token"

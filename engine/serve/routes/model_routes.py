@@ -21,9 +21,9 @@ _EPOCH = time.time() - time.monotonic()
 
 
 async def models(models: Models, request: Request) -> Response:
-    """The names of the model.
+    """The models, by name.
 
-    All models; with `?reload=1` they are looked for again before.
+    With `?reload=1` they are looked for again before.
     """
     if request.query_params.get("reload", "0") not in ("0", "false", ""):
         check_may_change(request.scope, "look for models")

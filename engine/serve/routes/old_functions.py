@@ -33,7 +33,7 @@ def with_tools(body: ChatRequest | TemplateRequest) -> tuple[Any, Any, bool | No
 
 
 def with_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose `function_call` is a tool call, and the function's message behind it the tool's."""
+    """Messages whose `function_call` is a tool call, and the function's message after it the tool's."""
     given: list[dict[str, Any]] = []
     waiting: str | None = None
     for number, message in enumerate(messages):

@@ -39,7 +39,7 @@ class Route(Generic[H]):
         errors: the statuses of its errors, beside those of access.
         event: the struct of a stream's events (EVENTS), several of them, or the name of a schema.
         line: the struct of a stream's lines (LINES), or the name of a schema.
-        query: names and schemas of parameters behind the path, all of them required.
+        query: names and schemas of parameters of the query, all of them required.
         apps: apps of this machine may use it where no key guards anything: generating, and what they look at before.
         keyless: it needs no key.
         resumable: its streams are kept where a request names its conversation.

@@ -25,7 +25,7 @@ async def slots(models: Models, request: Request) -> Response:
     """
     if not models.settings.slots:
         raise switched_off("--no-slots")
-    if (asked := models.asked(request.query_params.get("model", ""))) is not None:
+    if (asked := models.queried(request.query_params.get("model", ""))) is not None:
         entries = _slots(asked)
     else:
         loaded = [each for each in models.hosts if each.loaded]

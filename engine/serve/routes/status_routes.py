@@ -58,7 +58,7 @@ async def metrics(models: Models, request: Request) -> Response:
     if not models.settings.metrics:
         raise switched_off("--no-metrics")
     headers = {"content-type": CONTENT_TYPE_LATEST, "Process-Start-Time-Unix": str(models.created)}
-    host = models.asked(request.query_params.get("model", ""))
+    host = models.queried(request.query_params.get("model", ""))
     joined = models.joined_metrics
     return Response(metrics_text(models, host) if joined is None else await joined(), headers=headers)
 
@@ -76,7 +76,7 @@ async def props(models: Models, request: Request) -> Response:
 
     As llama-server's; the defaults are those of a request that says nothing.
     """
-    host = models.asked(request.query_params.get("model", ""))
+    host = models.queried(request.query_params.get("model", ""))
     if host is None:
         router = {
             "role": "router",

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from quengine.serve.http import EVENTS, EventStream, json_response, read_request
 from quengine.serve.models.registry import Models
 from quengine.serve.resumable import KeptStream
-from quengine.serve.schemas import llama
 from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.llama import FoundStream
 from quengine.serve.schemas.requests import StreamsRequest
 
 
@@ -57,7 +57,7 @@ async def find_streams(models: Models, request: Request) -> Response:
     body = await read_request(request, StreamsRequest, models.settings.limits)
     return json_response(
         [
-            llama.KeptStream(
+            FoundStream(
                 conversation_id=stream.conversation,
                 is_done=stream.done,
                 total_bytes=stream.total,

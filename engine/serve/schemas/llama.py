@@ -62,7 +62,7 @@ class Success(Written):
     success: Literal[True] = True
 
 
-class KeptStream(Written):
+class FoundStream(Written):
     """A stream that can be read again."""
 
     conversation_id: str

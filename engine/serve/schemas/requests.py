@@ -62,7 +62,7 @@ class ExtraFile(msgspec.Struct, frozen=True):
 
 
 class InfillRequest(Native, frozen=True, kw_only=True):
-    """`prompt` is more of the text before the gap, behind `input_prefix`."""
+    """`prompt` is more of the text before the gap, after `input_prefix`."""
 
     input_prefix: str = ""
     input_suffix: str = ""

@@ -9,6 +9,7 @@ import pytest
 from quengine.errors import EngineError
 from quengine.serve.app import for_apps
 from quengine.serve.guard import host_name
+from quengine.serve.routes.route import OfServer
 from quengine.serve.settings import ServerSettings
 from quengine.serve.tool_options import ToolsOptions
 from tests.engine.serve.serving import TABLE, serving
@@ -104,6 +105,19 @@ def test_apps_of_this_machine_generate_and_change_nothing(tmp_path: Path) -> Non
             refused = client.request(method, path, headers={"origin": APPS[0]}, json={})
             assert refused.status_code == 403, (method, path)
             assert "--cors-origin http://localhost:3000" in refused.text, refused.text
+
+
+LOOKED_AT = (
+    *("/health", "/v1/health", "/props", "/openapi.json", "/models", "/v1/models", "/v1/models/{name:path}"),
+    *("/api/tags", "/api/ps", "/api/version"),
+)
+
+
+def test_what_apps_may_use_are_routes_that_generate_and_what_they_look_at_before() -> None:
+    of_server = {(each.method, path) for each in TABLE if isinstance(each, OfServer) for path in each.paths}
+    assert for_apps(TABLE) & of_server == {("POST", "/api/show"), *(("GET", path) for path in LOOKED_AT)}
+    of_model = {path for each in TABLE if not isinstance(each, OfServer) for path in each.paths}
+    assert of_model - {path for _, path in for_apps(TABLE)} == {"/slots/{id_slot}"}
 
 
 def shut() -> list[tuple[str, str]]:

@@ -12,9 +12,11 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
 from quengine.errors import EngineError
 from quengine.serve import traces
+from tests.engine.serve.fake_engine import FAILING_PROMPT
 from tests.engine.serve.serving import Served, serving
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -54,10 +56,13 @@ def test_a_request_has_spans_to_its_first_and_its_last_token(monkeypatch: pytest
             assert said["gen_ai.usage.output_tokens"] == 5 and said["gen_ai.request.model"] == "fake"
             assert said["gen_ai.usage.input_tokens"] == 4 and said["http.response.status_code"] == 200
 
-        client.post("/v1/completions", json={"prompt": "a", "tfs_z": 0.5})
+        client.post("/v1/completions", json={"prompt": "a", "seed": "a secret"})
         (wrong,) = spans_of(served, exporter, 1)
-        assert wrong.parent is None and not wrong.status.is_ok
-        assert "tfs_z" in (wrong.status.description or "")
+        assert wrong.parent is None and wrong.status.is_unset and "secret" not in wrong.to_json()
+        assert dict(wrong.attributes or {})["http.response.status_code"] == 400
+        client.post("/v1/completions", json={"prompt": FAILING_PROMPT})
+        *_, failed = spans_of(served, exporter, 1)
+        assert failed.status.status_code is StatusCode.ERROR
 
         client.get("/health")
         unsampled = {"traceparent": f"00-{TRACE}-{PARENT}-00"}

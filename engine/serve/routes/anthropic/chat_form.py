@@ -161,7 +161,7 @@ def _content(blocks: Sequence[Passage]) -> str | list[dict[str, Any]]:
 
 
 def _passage(block: TextBlock | DocumentBlock | SearchResultBlock) -> str:
-    """The text of a block, behind what a document or a search result is called."""
+    """The text of a block, after what a document or a search result is called."""
     if isinstance(block, TextBlock):
         return block.text
     if isinstance(block, SearchResultBlock):

@@ -45,7 +45,7 @@ async def version(models: Models, request: Request) -> Response:
 
 
 async def tags(models: Models, request: Request) -> Response:
-    """The names of the model."""
+    """The models, by name."""
     del request
     listed = [
         OllamaTag(
@@ -63,7 +63,7 @@ async def tags(models: Models, request: Request) -> Response:
 
 
 async def running(models: Models, request: Request) -> Response:
-    """The model in memory.
+    """The models in memory.
 
     Raises ApiError (503) while an only one is being loaded at first.
     """

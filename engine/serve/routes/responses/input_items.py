@@ -56,7 +56,7 @@ def messages_of(
 ) -> list[Item]:
     """The messages of a conversation: of `earlier` items, which a stored response had, and of a request's.
 
-    Calls belong to the assistant's message before them, or make one; reasoning to the one behind it. What an earlier
+    Calls belong to the assistant's message before them, or make one; reasoning to the one after it. What an earlier
     answer gave its items beside their content (id, status) means nothing here. `notes` gets a line for each item that
     is skipped. sees: the model reads images, and those that tools gave too. Raises ApiError for an item that is wrong.
     """

@@ -1,5 +1,6 @@
 """A single model that sleeps after a while without requests; and Ollama's keep_alive over several models."""
 
+import threading
 import time
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ import pytest
 from quengine.errors import EngineError
 from quengine.serve.routes.model_route import seconds_of
 from quengine.serve.schemas.errors import ApiError
-from tests.engine.serve.fake_engine import FakeEngine
+from tests.engine.serve.fake_engine import CRASHING_PROMPT, FakeEngine
 from tests.engine.serve.models.fake_device import Device, serving_models, spec, states
 from tests.engine.serve.serving import Served, serving
 
@@ -18,13 +19,16 @@ HI = {"prompt": "hi", "n_predict": 2}
 
 
 class _Failing:
-    """Makes engines; one fails to load while `fails` is set."""
+    """Makes engines, once `may_load` is set; one fails to load while `fails` is set."""
 
     def __init__(self) -> None:
         self.made = 0
         self.fails = False
+        self.may_load = threading.Event()
+        self.may_load.set()
 
     def __call__(self) -> FakeEngine:
+        assert self.may_load.wait(30)
         if self.fails:
             raise EngineError("the file has gone")
         self.made += 1
@@ -89,6 +93,20 @@ def test_what_fails_on_waking_is_told_and_the_next_request_tries_again(
         assert answer.status_code == 500 and "the file has gone" in answer.json()["error"]["message"]
         assert asleep(sleeper)
         make.fails = False
+        assert client.post("/completion", json=HI).status_code == 200
+
+
+def test_it_sleeps_also_while_its_engine_is_replaced(sleeper: Served, make: _Failing) -> None:
+    (host,) = sleeper.server.models.hosts
+    with sleeper.http() as client:
+        make.may_load.clear()
+        assert client.post("/completion", json={"prompt": CRASHING_PROMPT}).status_code == 500
+        host.keep_s = 0.0
+        assert sleeper.wait_until(lambda: host.worker.stopping)
+        make.may_load.set()
+        assert sleeper.wait_until(lambda: asleep(sleeper)), host.state
+        assert client.get("/props").json()["is_sleeping"] is True
+        host.keep_s = 1000.0
         assert client.post("/completion", json=HI).status_code == 200
 
 
