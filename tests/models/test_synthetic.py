@@ -260,7 +260,10 @@ def test_a_default_model_is_mistral_7b():
     assert SyntheticModel("synthetic mistral-7b") == PRESETS["mistral-7b"]
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("tiny")])
+TINY = [name for name in PRESETS if name.endswith("tiny") and name != "granite-4.0-h-tiny"]  # a released model of 7B
+
+
+@pytest.mark.parametrize("preset", TINY)
 def test_tiny_presets_are_as_described(tmp_path, preset):
     with open_gguf(write_synthetic(tmp_path / "m.gguf", preset)) as file:
         config = read_gguf_config(file)

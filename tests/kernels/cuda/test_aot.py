@@ -172,7 +172,7 @@ triton.knobs.cache.dir = folder.name  # what an earlier run left of these kernel
 from triton.backends.compiler import GPUTarget
 from benchmarks.checks import aot
 from quengine.kernels.cuda.aot import aot_compile
-for only, name in (("Q8_0, every matrix", "fused_kernel"), ("lfm2-1.2b, a cache of q8_0", "rope_store_kernel")):
+for only, name in (("Q8_0, every matrix", "fused_kernel"), ("lfm2-1.2b, narrow, a cache of q8_0", "rope_store_kernel")):
     launch = next(v.launch for v in aot.variants([89], only) if v.launch.name == name)
     made = triton.compile(aot_compile.source(launch), target=GPUTarget("cuda", 89, 32), options=launch.options)
     ours = aot_compile.compile_launch(launch, 89)
