@@ -260,7 +260,9 @@ def test_a_default_model_is_mistral_7b():
     assert SyntheticModel("synthetic mistral-7b") == PRESETS["mistral-7b"]
 
 
-TINY = [name for name in PRESETS if name.endswith("tiny") and name != "granite-4.0-h-tiny"]  # a released model of 7B
+TINY = [
+    name for name in PRESETS if name.endswith("tiny") and name != "granite-4.0-h-tiny"
+]  # a released model of 7B
 
 
 @pytest.mark.parametrize("preset", TINY)
