@@ -211,7 +211,9 @@ def test_settings_are_sent_kept_with_the_chat_and_given_back_to_the_server(page:
         ask(page, "hi")
     body = sent.value.post_data_json
     assert body["seed"] == 9 and body["response_format"]["json_schema"]["schema"] == json.loads(schema)
-    page.locator(".error").wait_for()  # the answer has ended: another is not begun beside it
+    page.locator(
+        ".error", has_text="HTTP status 500"
+    ).wait_for()  # it has ended: another is not begun beside it
     open_settings(page)
     page.get_by_role("button", name="Server's defaults").click()
     page.locator("dialog").wait_for(state="detached")
