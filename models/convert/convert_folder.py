@@ -141,7 +141,7 @@ def _write(
 
 def _write_tensor(file: BinaryIO, checkpoint: HFCheckpoint, tensor: FileTensor, quantizer: Quantizer) -> None:
     fmt = FORMATS[tensor.info.type_name]
-    for piece in tensor.pieces(checkpoint):
+    for piece in tensor.pieces():
         if piece.format.name == fmt.name:
             file.write(piece.data.numpy().data)
             continue

@@ -200,11 +200,7 @@ def _short_conv(source: Source) -> None:
 def _gated_delta(source: Source) -> None:
     sizes = source.config.gated_delta
     assert sizes is not None
-    source.writer.add_ssm_conv_kernel(sizes.taps)
-    source.writer.add_ssm_state_size(sizes.head_dim)
-    source.writer.add_ssm_group_count(sizes.key_heads)
-    source.writer.add_ssm_time_step_rank(sizes.value_heads)
-    source.writer.add_ssm_inner_size(sizes.values)
+    _add_ssm(source, sizes.taps, sizes.head_dim, sizes.key_heads, sizes.value_heads, sizes.values)
     recurrent = [layer in source.config.recurrent_layers for layer in range(source.config.block_count)]
     source.writer.add_full_attention_interval(source.keys.get("full_attention_interval", 4))
     drafts = [False] * source.config.draft_layers
@@ -214,11 +210,16 @@ def _gated_delta(source: Source) -> None:
 def _mamba2(source: Source) -> None:
     sizes = source.config.mamba2
     assert sizes is not None
-    source.writer.add_ssm_conv_kernel(sizes.taps)
-    source.writer.add_ssm_state_size(sizes.state_dim)
-    source.writer.add_ssm_group_count(sizes.groups)
-    source.writer.add_ssm_time_step_rank(sizes.heads)
-    source.writer.add_ssm_inner_size(sizes.inner)
+    _add_ssm(source, sizes.taps, sizes.state_dim, sizes.groups, sizes.heads, sizes.inner)
+
+
+def _add_ssm(source: Source, taps: int, state: int, groups: int, heads: int, inner: int) -> None:
+    """The sizes of a layer with a state, in the keys that all kinds of them share."""
+    source.writer.add_ssm_conv_kernel(taps)
+    source.writer.add_ssm_state_size(state)
+    source.writer.add_ssm_group_count(groups)
+    source.writer.add_ssm_time_step_rank(heads)
+    source.writer.add_ssm_inner_size(inner)
 
 
 def _kv_heads_by_layer(source: Source) -> None:
@@ -252,7 +253,7 @@ def _lone_lengths(source: Source) -> None:
 
 
 def _long_context(source: Source) -> None:
-    del source.writer.kv_data[0][f"{source.config.architecture}.context_length"]
+    _drop(source, "context_length")
     source.writer.add_context_length(_LONGEST)
 
 
@@ -310,7 +311,7 @@ def _layered_lengths(source: Source) -> None:
 
 def _one_kv_head(source: Source) -> None:
     """Latent attention has one head of keys, that of all."""
-    del source.writer.kv_data[0][f"{source.config.architecture}.attention.head_count_kv"]
+    _drop(source, "attention.head_count_kv")
     source.writer.add_head_count_kv(1)
 
 
@@ -350,7 +351,7 @@ def _raised_base(source: Source) -> None:
     _no_rope_scaling(source)
     source.writer.add_rope_scaling_factor(1)
     source.writer.add_rope_scaling_orig_ctx_len(_RAISED)
-    del source.writer.kv_data[0][f"{source.config.architecture}.context_length"]
+    _drop(source, "context_length")
     source.writer.add_context_length(_RAISED)
 
 
@@ -360,10 +361,14 @@ def _without_base(source: Source) -> None:
 
 def _replace(source: Source, key: str, values: Sequence[int] | None) -> None:
     """Another value of a key that files of all architectures have; None: it is left out."""
-    name = f"{source.config.architecture}.{key}"
-    del source.writer.kv_data[0][name]
+    _drop(source, key)
     if values is not None:
-        source.writer.add_array(name, values)
+        source.writer.add_array(f"{source.config.architecture}.{key}", values)
+
+
+def _drop(source: Source, key: str) -> None:
+    """Takes back a key that files of all architectures have: the writer warns of one that is added twice."""
+    del source.writer.kv_data[0][f"{source.config.architecture}.{key}"]
 
 
 def _granite(source: Source) -> None:

@@ -22,7 +22,6 @@ from quengine.models.gguf.writer import TensorInfo
 from quengine.models.hf.config_hf import text_keys
 from quengine.models.hf.hf_checkpoint import HFCheckpoint, HFTensors
 from quengine.models.hf.hf_headers import read_config
-from quengine.models.hf.hf_shards import StoredTensor
 
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 """Types of matrices, by the names that the command has for them."""
@@ -45,24 +44,23 @@ _ROWS_OF_ONE = {"ernie4_5-moe": "exp_probs_b.bias"}
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor to be written: `parts` are the tensors of the folder that lie in it, one after the other; () where it
-    is `computed` from the configuration. change: makes the file's elements of the folder's, which keep their type.
-    of_drafts: they are among the tensors of the layer that drafts."""
+    """A tensor to be written: `parts` are the tensors of the folder, of those `held`, that lie in it one after the
+    other; () where it is `computed` from the configuration. change: makes the file's elements of the folder's, which
+    keep their type."""
 
     info: TensorInfo
+    held: Mapping[str, QuantTensor]
     parts: tuple[str, ...]
     computed: Tensor | None = None
     change: Callable[[Tensor], Tensor] | None = None
-    of_drafts: bool = False
 
-    def pieces(self, checkpoint: HFCheckpoint) -> Iterator[QuantTensor]:
+    def pieces(self) -> Iterator[QuantTensor]:
         """Its parts as the folder stores them, read when they are taken."""
         if self.computed is not None:
             data = self.computed.float().reshape(1, -1).view(torch.uint8)
             yield QuantTensor(self.info.name, FORMATS["F32"], tuple(self.computed.shape), data)
-        held = checkpoint.draft_tensors().tensors if self.of_drafts else checkpoint.tensors
         for part in self.parts:
-            yield held[part] if self.change is None else _changed(held[part], self.change)
+            yield self.held[part] if self.change is None else _changed(self.held[part], self.change)
 
 
 def _changed(tensor: QuantTensor, change: Callable[[Tensor], Tensor]) -> QuantTensor:
@@ -74,8 +72,8 @@ def _changed(tensor: QuantTensor, change: Callable[[Tensor], Tensor]) -> QuantTe
 
 def file_tensors(checkpoint: HFCheckpoint, kind: str) -> list[FileTensor]:
     """Every tensor of the file, matrices in the tensor type `kind`, vectors, norms and routers in F32."""
-    config, held = checkpoint.config, checkpoint.tensors.stored
-    found = _tensors(config, held, kind, config.architecture in _JOINED and bool(checkpoint.tensors.parts))
+    config, held = checkpoint.config, checkpoint.tensors
+    found = _tensors(config, held, kind, config.architecture in _JOINED and bool(held.parts))
     if has_drafts(checkpoint):
         found += _draft_tensors(checkpoint, kind)
     scaling = config.rope_scaling
@@ -88,7 +86,7 @@ def file_tensors(checkpoint: HFCheckpoint, kind: str) -> list[FileTensor]:
             "rope_factors_short": _factors(scaling.freq_factors),
         }
     for name, values in computed.items():
-        found.append(FileTensor(TensorInfo(f"{name}.weight", tuple(values.shape), "F32"), (), values))
+        found.append(FileTensor(TensorInfo(f"{name}.weight", tuple(values.shape), "F32"), held, (), values))
     return found
 
 
@@ -99,9 +97,7 @@ def has_drafts(checkpoint: HFCheckpoint) -> bool:
     )
 
 
-def _tensors(
-    config: ModelConfig, held: Mapping[str, StoredTensor], kind: str, joined: bool = False
-) -> list[FileTensor]:
+def _tensors(config: ModelConfig, held: HFTensors, kind: str, joined: bool = False) -> list[FileTensor]:
     """Those of a model's layers and of none. joined: gate and up of all experts of a layer are one tensor."""
     together: dict[str, list[str]] = {}
     for name in held:
@@ -115,7 +111,7 @@ def _tensors(
     found = []
     for name, parts in together.items():
         if name.endswith("attn_kv_b.weight") and config.latent is not None:
-            found += _latent_tensors(config, name, kind)
+            found += _latent_tensors(config, held, name, kind)
         else:
             found.append(_tensor(config, held, name, parts, kind))
     return found
@@ -127,14 +123,14 @@ def _draft_tensors(checkpoint: HFCheckpoint, kind: str) -> list[FileTensor]:
     tensors = checkpoint.draft_tensors().tensors
     assert isinstance(tensors, HFTensors)
     found = []
-    for tensor in _tensors(layer_config(config), tensors.stored, kind):
+    for tensor in _tensors(layer_config(config), tensors, kind):
         name = name_in_file(tensor.info.name, config.block_count)
         if name is not None:
-            found.append(replace(tensor, info=replace(tensor.info, name=name), of_drafts=True))
+            found.append(replace(tensor, info=replace(tensor.info, name=name)))
     return found
 
 
-def _latent_tensors(config: ModelConfig, name: str, kind: str) -> list[FileTensor]:
+def _latent_tensors(config: ModelConfig, held: HFTensors, name: str, kind: str) -> list[FileTensor]:
     """The matrices of heads that a folder has joined: of keys, the other way round, and of values."""
     sizes, heads = config.latent, config.head_count
     assert sizes is not None
@@ -151,7 +147,7 @@ def _latent_tensors(config: ModelConfig, name: str, kind: str) -> list[FileTenso
     found = []
     for own, shape in shapes.items():
         info = TensorInfo(name.replace("attn_kv_b", own), shape, _type(f"{own}.weight", shape, kind))
-        found.append(FileTensor(info, (name,), change=changes[own]))
+        found.append(FileTensor(info, held, (name,), change=changes[own]))
     return found
 
 
@@ -176,10 +172,8 @@ def _frequency_factors(checkpoint: HFCheckpoint) -> Tensor:
     return torch.where(lengths < original / high, 1.0, slow)
 
 
-def _tensor(
-    config: ModelConfig, held: Mapping[str, StoredTensor], name: str, parts: list[str], kind: str
-) -> FileTensor:
-    shape = held[parts[0]].shape
+def _tensor(config: ModelConfig, held: HFTensors, name: str, parts: list[str], kind: str) -> FileTensor:
+    shape = held.stored[parts[0]].shape
     if name.endswith("ffn_gate_up_exps.weight"):
         shape = (len(parts) // 2, 2 * shape[0], shape[1])
     elif name.endswith("_exps.weight") and len(shape) == 2:
@@ -188,8 +182,10 @@ def _tensor(
         name.split(".", 2)[-1] == _ROWS_OF_ONE.get(config.architecture)
     ):
         shape = (1, *shape)
-    stored = _PACKED if held[parts[0]].dtype == _PACKED else _type(name, shape, kind)
-    return FileTensor(TensorInfo(name, shape, stored), tuple(parts), change=_in_file_order(config, name))
+    stored = _PACKED if held.stored[parts[0]].dtype == _PACKED else _type(name, shape, kind)
+    return FileTensor(
+        TensorInfo(name, shape, stored), held, tuple(parts), change=_in_file_order(config, name)
+    )
 
 
 def _in_file_order(config: ModelConfig, name: str) -> Callable[[Tensor], Tensor] | None:
