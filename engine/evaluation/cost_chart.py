@@ -1,6 +1,5 @@
 """Charts of what tensors cost, as SVG, HTML or PNG: kinds down, layers across, darker where a cost is larger."""
 
-from collections.abc import Iterator
 from html import escape
 from io import BytesIO
 from pathlib import Path
@@ -60,12 +59,12 @@ def write_chart(path: Path, costs: TensorCosts) -> None:
 
 def svg(costs: TensorCosts) -> str:
     """The chart; each cell has its tensor, types and cost as a tooltip, and below it each layer its sum."""
-    width, height = _size(costs)
+    width, height, shapes = _drawn(costs)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="sans-serif" font-size="12">'
     ]
-    for shape in _shapes(costs):
+    for shape in shapes:
         if isinstance(shape, _Text):
             anchor = "" if shape.anchor == "start" else f' text-anchor="{shape.anchor}"'
             size = "" if shape.size == 12 else f' font-size="{shape.size}"'
@@ -83,11 +82,11 @@ def png(costs: TensorCosts) -> bytes:
     """The chart as an image, without tooltips."""
     from PIL import Image, ImageDraw, ImageFont
 
-    width, height = _size(costs)
+    width, height, shapes = _drawn(costs)
     image = Image.new("RGB", (width * _SCALE, height * _SCALE), "white")
     draw = ImageDraw.Draw(image)
     places = {"start": "ls", "middle": "ms", "end": "rs"}
-    for shape in _shapes(costs):
+    for shape in shapes:
         x, y = shape.x * _SCALE, shape.y * _SCALE
         if isinstance(shape, _Text):
             font = ImageFont.load_default(shape.size * _SCALE)
@@ -100,31 +99,29 @@ def png(costs: TensorCosts) -> bytes:
     return data.getvalue()
 
 
-def _size(costs: TensorCosts) -> tuple[int, int]:
-    """Width and height."""
-    _, layers, kinds = _cells(costs)
-    return max(_LEFT + _CELL * len(layers) + 20, 560), _TOP + _CELL * (len(kinds) + 1) + 20
-
-
-def _shapes(costs: TensorCosts) -> Iterator[_Text | _Square]:
-    """What is drawn, in order."""
+def _drawn(costs: TensorCosts) -> tuple[int, int, list[_Text | _Square]]:
+    """Width, height, and what is drawn, in order."""
     cells, layers, kinds = _cells(costs)
     most = max((cost.kl.value for cost in costs.costs), default=0.0) or 1.0
-    yield _Text(4, 18, _title(costs), 14)
-    yield _Text(4, 36, f"divergence {costs.kl.value:.6f} +/- {costs.kl.error:.6f}; darkest cell {most:.6f}")
+    about = f"divergence {costs.kl.value:.6f} +/- {costs.kl.error:.6f}; darkest cell {most:.6f}"
+    shapes: list[_Text | _Square] = [_Text(4, 18, _title(costs), 14), _Text(4, 36, about)]
     for row, kind in enumerate([*kinds, "all"]):
-        yield _Text(_LEFT - 6, _TOP + row * _CELL + _CELL - 7, kind, anchor="end")
+        shapes.append(_Text(_LEFT - 6, _TOP + row * _CELL + _CELL - 7, kind, anchor="end"))
     for column, layer in enumerate(layers):
         x = _LEFT + column * _CELL
-        yield _Text(x + _CELL // 2, _TOP - 5, layer, 9, "middle")
+        shapes.append(_Text(x + _CELL // 2, _TOP - 5, layer, 9, "middle"))
         for row, kind in enumerate(kinds):
             if (cost := cells.get((kind, layer))) is not None:
-                yield _cell(x, _TOP + row * _CELL, cost.kl.value / most, _about(cost))
+                shapes.append(_cell(x, _TOP + row * _CELL, cost.kl.value / most, _about(cost)))
     sums = {layer: sum(cost.kl.value for (_, of), cost in cells.items() if of == layer) for layer in layers}
     largest = max(sums.values(), default=0.0) or 1.0
     for column, layer in enumerate(layers):
-        about = f"{layer}: {sums[layer]:.6f}"
-        yield _cell(_LEFT + column * _CELL, _TOP + len(kinds) * _CELL, sums[layer] / largest, about)
+        of_layer = f"{layer}: {sums[layer]:.6f}"
+        shapes.append(
+            _cell(_LEFT + column * _CELL, _TOP + len(kinds) * _CELL, sums[layer] / largest, of_layer)
+        )
+    width, height = _LEFT + _CELL * len(layers) + 20, _TOP + _CELL * (len(kinds) + 1) + 20
+    return max(width, 560), height, shapes
 
 
 def _title(costs: TensorCosts) -> str:
