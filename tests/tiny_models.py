@@ -93,6 +93,12 @@ def write_tiny(
     return builder.write(path)
 
 
+def write_tiny_chat(path: Path, context: int) -> Path:
+    """A `write_tiny` of Q8_0 with a chat template, of `context` positions."""
+    sizes = ModelSizes(embedding=64, feed_forward=128, context=context)
+    return write_tiny(path, kind="Q8_0", sizes=sizes, vocabulary=chat_vocabulary())
+
+
 def with_sinks_and_output_biases(
     config: ModelConfig, tensors: Mapping[str, QuantTensor], seed: int = 0
 ) -> tuple[ModelConfig, dict[str, QuantTensor], dict[str, np.ndarray]]:

@@ -10,8 +10,7 @@ import pytest
 from quengine import LLM, AsyncLLM, CannotRunError, EngineError, SamplingParams
 from quengine.structured.tool_calls import CallDelta, Delta
 from tests.engine.test_python_calls import TOOL
-from tests.gguf_builder import ModelSizes
-from tests.tiny_models import chat_vocabulary, write_tiny
+from tests.tiny_models import write_tiny_chat
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0, ignore_eos=True, context_shift=True)
@@ -21,9 +20,8 @@ CHAT = [{"role": "user", "content": "a"}]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = ModelSizes(embedding=64, feed_forward=128, context=2048)
     path = tmp_path_factory.mktemp("async") / "tiny.gguf"
-    return write_tiny(path, kind="Q8_0", sizes=sizes, vocabulary=chat_vocabulary())
+    return write_tiny_chat(path, 2048)
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,7 @@ from quengine import LLM, BatchProgress, ConstraintSpec, EngineError, SamplingPa
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.output import show_progress
 from quengine.request.sequence import Sequence
-from tests.gguf_builder import ModelSizes
-from tests.tiny_models import chat_vocabulary, write_tiny
+from tests.tiny_models import write_tiny_chat
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 TOOL = {
@@ -39,9 +38,8 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = ModelSizes(embedding=64, feed_forward=128, context=2048)
     path = tmp_path_factory.mktemp("calls") / "tiny.gguf"
-    return write_tiny(path, kind="Q8_0", sizes=sizes, vocabulary=chat_vocabulary())
+    return write_tiny_chat(path, 2048)
 
 
 @pytest.fixture(scope="module")

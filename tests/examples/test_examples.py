@@ -12,10 +12,9 @@ from starlette.testclient import TestClient
 
 from quengine import LLM, AsyncLLM
 from tests.engine.test_image_models import CASE, IMAGES, TEMPLATE, TOKENS, name_tokens
-from tests.gguf_builder import ModelSizes
 from tests.llama_cpp_convert import write_tokenizer
 from tests.models.vision.vision_models import write_vision
-from tests.tiny_models import chat_vocabulary, write_tiny
+from tests.tiny_models import write_tiny_chat
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXT = "the cat sat on the mat\n\na dog sat on the cat\nzz"
@@ -31,9 +30,8 @@ def example(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    sizes = ModelSizes(embedding=64, feed_forward=128, context=4096)
     path = tmp_path_factory.mktemp("examples") / "tiny.gguf"
-    return str(write_tiny(path, kind="Q8_0", sizes=sizes, vocabulary=chat_vocabulary()))
+    return str(write_tiny_chat(path, 4096))
 
 
 @pytest.fixture(scope="module")

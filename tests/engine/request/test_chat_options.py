@@ -12,9 +12,8 @@ from quengine.errors import EngineError
 from quengine.request.chat_options import ChatOptions
 from quengine.request.chat_session import ChatSession
 from quengine.structured.tool_calls import ReasoningDelta, TextDelta
-from tests.gguf_builder import ModelSizes
 from tests.llama_cpp_source import llama_cpp_source
-from tests.tiny_models import chat_vocabulary, write_tiny
+from tests.tiny_models import write_tiny_chat
 
 THINKING = "{{ messages[-1].content }}{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}"
 
@@ -22,8 +21,7 @@ THINKING = "{{ messages[-1].content }}{% if enable_thinking %}<think>{% else %}<
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("options")
-    sizes = ModelSizes(embedding=64, feed_forward=128, context=512)
-    return write_tiny(folder / "tiny.gguf", kind="Q8_0", sizes=sizes, vocabulary=chat_vocabulary())
+    return write_tiny_chat(folder / "tiny.gguf", 512)
 
 
 @pytest.mark.parametrize(
