@@ -21,7 +21,8 @@ from quengine.evaluation.divergence import Numbers, mean_of
 from quengine.evaluation.loaded_weights import LoadedWeights, Parts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.platform.device import on_device
-from quengine.scoring.perplexity import DEFAULT_CTX, Chunk, Estimate
+from quengine.scoring.perplexity import DEFAULT_CTX, Estimate
+from quengine.scoring.prompt_logits import ScoredTokens
 
 if TYPE_CHECKING:
     from quengine.llm import LLM
@@ -176,7 +177,7 @@ class _Exchange:
 
 
 def measure(
-    a: "LLM", b: "LLM", chunks: Seq[Chunk], step: Step = _unseen, *, alone: bool = False
+    a: "LLM", b: "LLM", chunks: Seq[ScoredTokens], step: Step = _unseen, *, alone: bool = False
 ) -> Iterator[TensorCosts]:
     """The costs after each of the chunks. No model may share prefixes, whose keys and values are of its own weights,
     and a chunk must be computed in one step.
@@ -213,7 +214,7 @@ def measure(
         )
 
 
-def _check(models: "tuple[LLM, LLM]", chunks: Seq[Chunk]) -> None:
+def _check(models: "tuple[LLM, LLM]", chunks: Seq[ScoredTokens]) -> None:
     assert not any(llm.scheduler.prefixes.shares for llm in models), "prefixes are shared"
     if not chunks:
         raise EngineError("no chunk to compute: chunks must be at least 1")

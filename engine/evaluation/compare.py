@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quengine.errors import EngineError
 from quengine.evaluation.divergence import FileDivergence, TokenRows, rows_of_logits, rows_of_stored
 from quengine.evaluation.logits_file import LogitsFile, is_logits_file
-from quengine.scoring.perplexity import DEFAULT_CTX, Chunk, text_chunks
-from quengine.scoring.prompt_logits import PromptLogits, compute
+from quengine.scoring.perplexity import DEFAULT_CTX, text_chunks
+from quengine.scoring.prompt_logits import PromptLogits, ScoredTokens, compute
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,7 +87,7 @@ class FileBase:
         return rows_of_stored(own, logits, targets)
 
 
-def measure(base: Base, llm: "LLM", chunks: Seq[Chunk], ctx: int) -> Iterator[FileDivergence]:
+def measure(base: Base, llm: "LLM", chunks: Seq[ScoredTokens], ctx: int) -> Iterator[FileDivergence]:
     """The divergence of a model from the base after each of the chunks.
 
     Raises:
@@ -103,7 +103,7 @@ def measure(base: Base, llm: "LLM", chunks: Seq[Chunk], ctx: int) -> Iterator[Fi
         yield FileDivergence(base.name, name, parts[0], number + 1, len(chunks), ctx, seconds)
 
 
-def _chunk_rows(base: Base, llm: "LLM", number: int, chunk: Chunk) -> TokenRows:
+def _chunk_rows(base: Base, llm: "LLM", number: int, chunk: ScoredTokens) -> TokenRows:
     found = list[TokenRows]()
     for ids, first in parts_of(chunk, llm.model_config.vocab_size):
         base.begin(number, ids, first)
@@ -111,14 +111,14 @@ def _chunk_rows(base: Base, llm: "LLM", number: int, chunk: Chunk) -> TokenRows:
     return TokenRows.joined(found)
 
 
-def parts_of(chunk: Chunk, vocab: int) -> Iterator[tuple[list[int], int]]:
+def parts_of(chunk: ScoredTokens, vocab: int) -> Iterator[tuple[list[int], int]]:
     """A chunk as prompts with the first position whose logits are wanted, such that these may be held."""
     last, most = len(chunk.ids) - 1, max(1, _HELD_BYTES // (4 * vocab))
     for first in range(chunk.first - 1, last, most):
         yield chunk.ids[: min(first + most, last)], first
 
 
-def part_rows(base: Base, llm: "LLM", chunk: Chunk, ids: list[int], first: int) -> TokenRows:
+def part_rows(base: Base, llm: "LLM", chunk: ScoredTokens, ids: list[int], first: int) -> TokenRows:
     """The values of the tokens after positions `first` .. len(ids) - 1 of a chunk, which the base has begun with."""
     found = list[TokenRows]()
 
@@ -160,7 +160,7 @@ def check_tokens(a: "LLM", b: "LLM", text: str) -> None:
         )
 
 
-def file_chunks(file: LogitsFile, llm: "LLM") -> list[Chunk]:
+def file_chunks(file: LogitsFile, llm: "LLM") -> list[ScoredTokens]:
     """The chunks of a file of log-probabilities. Raises EngineError where their tokens are of another vocabulary."""
     vocab = llm.model_config.vocab_size
     if file.vocab != vocab:
@@ -173,7 +173,9 @@ def file_chunks(file: LogitsFile, llm: "LLM") -> list[Chunk]:
         )
     bos = llm.tokenizer.bos_id if llm.tokenizer.add_bos else None
     heads = [ids[:1] if bos is None else [bos] for ids in file.chunks]
-    return [Chunk(head + ids[1:], file.ctx // 2 + 1) for head, ids in zip(heads, file.chunks, strict=True)]
+    return [
+        ScoredTokens(head + ids[1:], file.ctx // 2 + 1) for head, ids in zip(heads, file.chunks, strict=True)
+    ]
 
 
 class FileComparison:

@@ -16,7 +16,8 @@ import numpy as np
 from quengine.errors import EngineError
 from quengine.models.gguf.whole_file import check_disk
 from quengine.models.quantize.imatrix import ImatrixSums, Sums, read_sums, write_sums
-from quengine.scoring.perplexity import DEFAULT_CTX, Chunk, text_chunks
+from quengine.scoring.perplexity import DEFAULT_CTX, text_chunks
+from quengine.scoring.prompt_logits import ScoredTokens
 
 if TYPE_CHECKING:
     from quengine.evaluation.activations import Collector
@@ -60,7 +61,7 @@ Progress = Callable[[ImatrixRun], None]
 
 def collect(
     llm: "LLM",
-    chunks: Seq[Chunk],
+    chunks: Seq[ScoredTokens],
     path: Path,
     ctx: int,
     dataset: str,

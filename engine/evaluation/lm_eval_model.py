@@ -19,7 +19,8 @@ from quengine.errors import EngineError
 from quengine.llm import LLM
 from quengine.request.output import BatchProgress
 from quengine.request.sampling_params import SamplingParams
-from quengine.scoring.choices import Continuation, score_continuations
+from quengine.scoring.choices import score_continuations
+from quengine.scoring.prompt_logits import ScoredTokens
 
 _AUTO_PARALLEL = 8
 _MOST_TOKENS = 256
@@ -102,9 +103,9 @@ class QuengineLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
                 self.cache_hook.add_partial("loglikelihood", texts, found[-1])
         return found
 
-    def _fitting(self, context: list[int], after: list[int]) -> Continuation:
+    def _fitting(self, context: list[int], after: list[int]) -> ScoredTokens:
         ids = (context + after)[-(self.max_length + 1) :]
-        return Continuation(ids, max(1, len(ids) - len(after)))
+        return ScoredTokens(ids, max(1, len(ids) - len(after)))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of each text, all tokens scored once."""

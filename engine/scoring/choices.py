@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from quengine.errors import EngineError
 from quengine.request.prompt import as_ids
-from quengine.scoring.prompt_logits import PromptEngine, TargetLogprobs, compute
+from quengine.scoring.prompt_logits import PromptEngine, ScoredTokens, TargetLogprobs, compute
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,18 +42,11 @@ class ChoiceScore:
         return self.logprob / len(self.logprobs)
 
 
-class Continuation(NamedTuple):
-    """Tokens, of which those from position `first` on are scored."""
-
-    ids: list[int]
-    first: int
-
-
 class _Scored(TargetLogprobs):
     """`TargetLogprobs` that also notes whether each target is the likeliest token."""
 
-    def __init__(self, continuation: Continuation) -> None:
-        super().__init__(*continuation)
+    def __init__(self, scored: ScoredTokens) -> None:
+        super().__init__(*scored)
         self._greedy = list["Tensor"]()
 
     def _take(self, logits: "Tensor", position: int) -> None:
@@ -69,7 +62,7 @@ class _Scored(TargetLogprobs):
 
 
 def score_continuations(
-    llm: PromptEngine, continuations: Iterable[Continuation]
+    llm: PromptEngine, continuations: Iterable[ScoredTokens]
 ) -> Iterator[tuple[list[float], bool]]:
     """Of each, in order, the log-probabilities of its scored tokens, and whether all are the likeliest.
 
@@ -104,7 +97,7 @@ def score_choices(llm: PromptEngine, prompt: str | Seq[int], choices: Seq[str]) 
     for choice, whole in zip(choices, wholes, strict=True):
         if len(whole) == first:
             raise EngineError(f"the choice {choice!r} adds no token to the prompt")
-    found = score_continuations(llm, [Continuation(whole, first) for whole in wholes])
+    found = score_continuations(llm, [ScoredTokens(whole, first) for whole in wholes])
     return [
         ChoiceScore(choice, whole[first:], logprobs, greedy)
         for choice, whole, (logprobs, greedy) in zip(choices, wholes, found, strict=True)

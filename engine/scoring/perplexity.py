@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from quengine.errors import EngineError
-from quengine.scoring.prompt_logits import PromptEngine, TargetLogprobs, compute
+from quengine.scoring.prompt_logits import PromptEngine, ScoredTokens, TargetLogprobs, compute
 
 DEFAULT_CTX = 512
 
@@ -55,14 +55,6 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Tokens that are computed together; those from position `first` on are scored."""
-
-    ids: list[int]
-    first: int
-
-
-@dataclass(frozen=True)
 class Perplexity:
     """The perplexity of a text, or of as much of it as was computed so far.
 
@@ -100,7 +92,7 @@ class Perplexity:
 Progress = Callable[[Perplexity], None]
 
 
-def chunks_of(ids: Seq[int], ctx: int, bos: int | None) -> list[Chunk]:
+def chunks_of(ids: Seq[int], ctx: int, bos: int | None) -> list[ScoredTokens]:
     """The chunks of a text without a stride. bos: what each begins with; None: its own first token.
 
     Raises:
@@ -115,10 +107,10 @@ def chunks_of(ids: Seq[int], ctx: int, bos: int | None) -> list[Chunk]:
         )
     parts = [list(ids[start : start + ctx]) for start in range(0, len(ids) // ctx * ctx, ctx)]
     heads = [part[:1] if bos is None else [bos] for part in parts]
-    return [Chunk(head + part[1:], ctx // 2 + 1) for head, part in zip(heads, parts, strict=True)]
+    return [ScoredTokens(head + part[1:], ctx // 2 + 1) for head, part in zip(heads, parts, strict=True)]
 
 
-def windows_of(ids: Seq[int], ctx: int, stride: int) -> list[Chunk]:
+def windows_of(ids: Seq[int], ctx: int, stride: int) -> list[ScoredTokens]:
     """The windows of a text with a stride.
 
     Raises:
@@ -134,10 +126,10 @@ def windows_of(ids: Seq[int], ctx: int, stride: int) -> list[Chunk]:
         )
     count = -(-(len(ids) - size) // stride)
     starts = [number * stride for number in range(count)]
-    return [Chunk(list(ids[start : start + size]), size - stride) for start in starts]
+    return [ScoredTokens(list(ids[start : start + size]), size - stride) for start in starts]
 
 
-def whole_text(ids: Seq[int], ctx: int) -> list[Chunk]:
+def whole_text(ids: Seq[int], ctx: int) -> list[ScoredTokens]:
     """Chunks of at most `ctx` tokens that score every token but the first, once: where the text is longer, after at
     least ctx // 2 tokens in front of it.
 
@@ -148,13 +140,13 @@ def whole_text(ids: Seq[int], ctx: int) -> list[Chunk]:
         raise EngineError(f"the text has {len(ids)} tokens: the first one is not scored, give at least two")
     if ctx < 4:
         raise EngineError(f"a context of {ctx} tokens: must be at least 4")
-    kept, chunks = ctx // 2, [Chunk(list(ids[:ctx]), 1)]
+    kept, chunks = ctx // 2, [ScoredTokens(list(ids[:ctx]), 1)]
     for start in range(ctx - kept, len(ids) - kept, ctx - kept):
-        chunks.append(Chunk(list(ids[start : start + ctx]), kept))
+        chunks.append(ScoredTokens(list(ids[start : start + ctx]), kept))
     return chunks
 
 
-def text_chunks(llm: PromptEngine, text: str, ctx: int, stride: int = 0) -> list[Chunk]:
+def text_chunks(llm: PromptEngine, text: str, ctx: int, stride: int = 0) -> list[ScoredTokens]:
     """The chunks of a text, which is encoded without control tokens. Raises EngineError as those functions do."""
     ids = llm.encode(text)
     tokenizer = llm.tokenizer
@@ -163,14 +155,14 @@ def text_chunks(llm: PromptEngine, text: str, ctx: int, stride: int = 0) -> list
     return chunks_of(ids, ctx, tokenizer.bos_id if tokenizer.add_bos else None)
 
 
-def measure(llm: PromptEngine, chunks: Seq[Chunk], ctx: int, stride: int = 0) -> Iterator[Perplexity]:
+def measure(llm: PromptEngine, chunks: Seq[ScoredTokens], ctx: int, stride: int = 0) -> Iterator[Perplexity]:
     """The perplexity after each of the chunks.
 
     Raises:
         EngineError: a chunk does not fit the model's context, or a log-probability is not finite.
     """
     began, mean, running = time.perf_counter(), Mean(), list[float]()
-    scores = [TargetLogprobs(chunk.ids, chunk.first) for chunk in chunks]
+    scores = [TargetLogprobs(*chunk) for chunk in chunks]
     finished, computed = compute(llm, (score.prompt for score in scores)), 0
     for done, (chunk, score) in enumerate(zip(chunks, scores, strict=True), 1):
         next(finished)
@@ -186,7 +178,7 @@ def measure(llm: PromptEngine, chunks: Seq[Chunk], ctx: int, stride: int = 0) ->
 
 
 def last(
-    llm: PromptEngine, chunks: Seq[Chunk], ctx: int, stride: int = 0, progress: Progress | None = None
+    llm: PromptEngine, chunks: Seq[ScoredTokens], ctx: int, stride: int = 0, progress: Progress | None = None
 ) -> Perplexity:
     """The perplexity after all of the chunks; `progress` is called after each. Raises EngineError as `measure` does."""
     if not chunks:

@@ -6,7 +6,7 @@ Prompts take the engine's usual way: the scheduler's chunks, steps of several pr
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from quengine.completion_stream import CompletionStream
 from quengine.config import EngineConfig
@@ -117,6 +117,13 @@ def target_logprobs(logits: "Tensor", targets: Seq[int]) -> "Tensor":
     chosen = logits.gather(1, torch.tensor(targets, device=logits.device)[:, None]) - largest
     sums = logits.sub_(largest).exp_().sum(-1, dtype=torch.float64)
     return chosen[:, 0].double() - sums.log()
+
+
+class ScoredTokens(NamedTuple):
+    """Tokens that are computed together; those from position `first` on are scored."""
+
+    ids: list[int]
+    first: int
 
 
 class TargetLogprobs:
