@@ -20,6 +20,7 @@ from weakref import ReferenceType, ref
 
 from quengine.completion_stream import ChatStream, CompletionStream
 from quengine.config import Configured, EngineConfig
+from quengine.engine_lock import closed_error
 from quengine.errors import EngineError
 from quengine.llm import LLM
 from quengine.platform.out_of_memory import out_of_memory
@@ -32,7 +33,6 @@ from quengine.scoring.perplexity import Perplexity
 from quengine.structured.tool_calls import Delta, TextDelta
 
 S = TypeVar("S", bound=CompletionStream)
-_CLOSED = "this LLM is closed: load the model again"
 
 
 class AsyncStream(Generic[S]):
@@ -301,7 +301,7 @@ class AsyncLLM(Configured):
     def _submit(self, request: _Request) -> None:
         with self._changed:
             if self._closing:
-                raise EngineError(_CLOSED)
+                raise closed_error()
             self._new.append(request)
             self._changed.notify()
 
@@ -319,7 +319,7 @@ class AsyncLLM(Configured):
             self._active = [request for request in self._active if not request.ended]
             _send(self._step(self._active))
             self._active = [request for request in self._active if not request.ended]
-        _send({request: request.failed(EngineError(_CLOSED)) for request in self._active})
+        _send({request: request.failed(closed_error()) for request in self._active})
         self._active.clear()
 
     def _step(self, active: Seq[_Request]) -> dict[_Request, _News | None]:

@@ -10,6 +10,11 @@ import threading
 from quengine.errors import EngineError
 
 
+def closed_error() -> EngineError:
+    """The error of each call of an LLM once it is closed."""
+    return EngineError("this LLM is closed: load the model again")
+
+
 class EngineLock:
     """A lock on the scheduler and the cache. `acquire_or_wait` is for steps; `acquire` is for everything else, and
     takes precedence over the next step, so that a thread that steps without a pause does not starve the others.
@@ -30,7 +35,7 @@ class EngineLock:
     def check_process(self) -> None:
         """Raises EngineError in a process forked from the one that made the lock, and once it is closed."""
         if self._closed:
-            raise EngineError("this LLM is closed: load the model again")
+            raise closed_error()
         if os.getpid() != self._process:
             raise EngineError(
                 f"this LLM belongs to process {self._process} and cannot be used in process {os.getpid()}, which was "

@@ -36,7 +36,7 @@ from quengine.models.config import no_text
 from quengine.platform.deferred_interrupt import DeferredInterrupt
 from quengine.platform.device import on_device
 from quengine.platform.machine import peak_memory
-from quengine.platform.out_of_memory import out_of_memory
+from quengine.platform.out_of_memory import memory_errors
 from quengine.request.chat_format import ChatFormat
 from quengine.request.chat_options import ReasoningFormat
 from quengine.request.content_parts import flattened, has_images, images_of, why_text_alone
@@ -100,12 +100,8 @@ class LLM(Configured):
     """
 
     def _open(self, model: str | Path, config: EngineConfig) -> None:
-        try:
+        with memory_errors():
             self.loaded = load_model(model, config, config.progress)
-        except Exception as error:
-            if (problem := out_of_memory(error)) is not None:
-                raise problem from error
-            raise
         ranks = self.loaded.ranks
         config = replace(self.loaded.config, tensor_parallel=1 if ranks is None else ranks.count)
         self.config = config

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from quengine.completion_stream import CompletionStream, StreamEngine
-from quengine.platform.out_of_memory import out_of_memory
+from quengine.platform.out_of_memory import memory_errors
 from quengine.request.output import BatchProgress, Completion, ShowProgress, show_progress
 from quengine.request.sequence import Sequence
 
@@ -39,12 +39,8 @@ def _report(engine: BatchEngine, sequences: Seq[Sequence], report: ShowProgress)
     """Computes requests to their end; reports each time that some have ended."""
     began, done, own = time.perf_counter(), 0, set(sequences)
     while done < len(sequences):
-        try:
+        with memory_errors():
             stepped = engine.step()
-        except Exception as error:
-            if (problem := out_of_memory(error)) is not None:
-                raise problem from error
-            raise
         if any(each in own for each, _ in stepped) and not any(each.finished for each, _ in stepped):
             continue  # nor have all ended in a step of another thread
         ended = sum(sequence.finished for sequence in sequences)

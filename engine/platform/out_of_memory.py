@@ -2,6 +2,8 @@
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from quengine.errors import CannotRunError
 
@@ -29,6 +31,17 @@ def out_of_memory(error: BaseException) -> CannotRunError | None:
     if _is_memory(error, text):
         return CannotRunError(f"not enough memory{_what(text)}; {_ADVICE}")
     return None
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Within it, an error that means that memory has run out is raised as the one of `out_of_memory`."""
+    try:
+        yield
+    except Exception as error:
+        if (problem := out_of_memory(error)) is not None:
+            raise problem from error
+        raise
 
 
 def killed_for_memory(code: int | None) -> str:
