@@ -46,7 +46,7 @@ def decode_shape(net: Net, whole: bool) -> DecodeShape:
     """whole: a program must hold a head's columns. Otherwise a multiprocessor has several programs, so that the loads
     of some overlap the sums of others."""
     if whole:
-        return DecodeShape(net.head_dim, max(1, min(8, net.head_dim**2 // 2048)), True)
+        return DecodeShape(net.head_dim, max(1, min(4, net.head_dim**2 // 2048)), True)
     columns = min(net.head_dim, 64)
     return DecodeShape(columns, max(1, min(8, net.head_dim * columns // 2048)), False)
 
