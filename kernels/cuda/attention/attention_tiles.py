@@ -416,7 +416,7 @@ def tile_shape(
     if head_dim > 256:
         return TileShape(32 if hopper and not coarse else 16, 8, 2)
     if head_dim > 128:
-        return TileShape(32, 8, 2) if coarse else TileShape(32, 4, 3)
+        return TileShape(32, 8, 2) if q8_0 or coarse else TileShape(32, 4, 3)
     if coarse and group <= 8:
         return TileShape(64, 4, 2) if q8_0 else TileShape(128, 8, 2)
     if not q8_0:
