@@ -1,0 +1,235 @@
+"""Backends with adapters: the operations that multiply by a matrix also add what adapters change of it.
+
+A step without adapters (`ForwardBatch.adapters` is None) runs the plain operations on the plain weights. With them, an
+operation that fuses a product with what comes before or after it is computed in pieces, between which the changes of
+the product are added: the norm, the product, the changes, and then the activation or the sum with the residual.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.backend import Branch, Hidden
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.glu import Gating
+from quengine.kernels.layer_norm import Norm
+from quengine.kernels.lora.low_rank import Adapters, Changes, LowRank, stacked
+from quengine.kernels.pointwise import Pointwise
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """A weight of the backend, and what adapters change of it."""
+
+    base: Any
+    changes: Changes
+
+    @property
+    def rows(self) -> int:
+        return int(self.base.rows)
+
+    @property
+    def cols(self) -> int:
+        return int(self.base.cols)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.base.nbytes)
+
+
+class Adapted:
+    """The operations of kernels.backend.Backend on weights with adapters; comes before a backend among a class's bases.
+
+    `adapters` is set before weights are loaded. Those of matrices that are not loaded by `weight` or `gate_up_weight`
+    stay in `untaken`. Others of the backend's operations do not take an `AdaptedWeight`.
+    """
+
+    adapters: Adapters
+    untaken: set[str]
+    device: torch.device
+
+    def use(self, adapters: Adapters) -> None:
+        """Sets the adapters of the weights that are loaded next."""
+        self.adapters, self.untaken = adapters, set(adapters.changes)
+
+    @abstractmethod
+    def placed(self, changes: Changes) -> Changes:
+        """The changes as the backend's kernels take them."""
+
+    @abstractmethod
+    def plain_rows(self, batch: ForwardBatch, x: Hidden, norm: Norm | None) -> Hidden:
+        """`norm` of x, or x itself, as plain rows [T, K] that products and changes read."""
+
+    @abstractmethod
+    def plain_product(self, batch: ForwardBatch, x: Hidden, weight: Any, bias: Tensor | None) -> Hidden:
+        """x times the weight, plus the bias, as plain rows [T, N]."""
+
+    @abstractmethod
+    def add_changes(
+        self, batch: ForwardBatch, y: Hidden, x: Hidden, changes: Changes, scales: Tensor
+    ) -> Hidden:
+        """The definition is kernels/lora/low_rank.py; y may be written over."""
+
+    @abstractmethod
+    def glu_of(self, batch: ForwardBatch, y: Hidden, activation: Gating) -> Hidden:
+        """activation(gate) * up of a product [T, 2F], gate first."""
+
+    @abstractmethod
+    def pointwise_of(self, batch: ForwardBatch, y: Hidden, activation: Pointwise) -> Hidden:
+        """The activation of a product [T, F]."""
+
+    @abstractmethod
+    def added(
+        self,
+        batch: ForwardBatch,
+        y: Hidden,
+        residual: Hidden,
+        next_norm: Norm | None,
+        post_norm: RMSNorm | None,
+        row_scale: Hidden | None,
+        branch: Branch | None,
+    ) -> Hidden:
+        """What `linear_add` computes of its product y [T, N], bias included."""
+
+    @abstractmethod
+    def capped(self, batch: ForwardBatch, y: Hidden, cap: float) -> Hidden:
+        """cap * tanh(y / cap)."""
+
+    @property
+    def _plain(self) -> Any:
+        """The backend without adapters."""
+        return super()
+
+    def weight(self, parts: Sequence[QuantTensor]) -> Any:
+        found = [self._take(part.name) for part in parts]
+        return self._with_changes(self._plain.weight(parts), found, parts)
+
+    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> Any:
+        found = [self._take(gate.name), self._take(up.name)]
+        if gate.name == up.name:  # one tensor holds both, gate first
+            halves = ((0, gate.rows), (gate.rows, up.rows))
+            found = [
+                [None if change is None else change.of_rows(*half) for change in of_part]
+                for of_part, half in zip(found, halves, strict=True)
+            ]
+        return self._with_changes(self._plain.gate_up_weight(gate, up), found, [gate, up])
+
+    def _take(self, name: str) -> Sequence[LowRank | None]:
+        self.untaken.discard(name)
+        return self.adapters.changes.get(name, [None] * self.adapters.count)
+
+    def _with_changes(
+        self, base: Any, found: Sequence[Sequence[LowRank | None]], parts: Sequence[QuantTensor]
+    ) -> Any:
+        base = _base(base)  # a backend may load gate and up by `weight`
+        if all(change is None for of_part in found for change in of_part):
+            return base
+        changes = stacked(found, [part.rows for part in parts], parts[0].cols)
+        return AdaptedWeight(base, self.placed(changes))
+
+    def first_rows(self, weight: Any, rows: int) -> Any:
+        return self._plain.first_rows(_base(weight), rows)
+
+    def embed(self, batch: ForwardBatch, weight: Any, scale: float = 1.0) -> Hidden:
+        return self._plain.embed(batch, _base(weight), scale)
+
+    def norm_linear(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        norm: Norm | None,
+        weight: Any,
+        bias: Tensor | None = None,
+    ) -> Hidden:
+        if (pair := _changed(batch, weight)) is None:
+            return self._plain.norm_linear(batch, x, norm, _base(weight), bias)
+        return self._product(batch, self.plain_rows(batch, x, norm), weight, pair, bias)
+
+    def linear(self, batch: ForwardBatch, x: Tensor, weight: Any) -> Tensor:
+        if (pair := _changed(batch, weight)) is None:
+            return cast(Tensor, self._plain.linear(batch, x, _base(weight)))
+        return cast(Tensor, self._product(batch, x, weight, pair))
+
+    def norm_glu(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        norm: Norm | None,
+        gate_up: Any,
+        activation: Gating = "silu",
+    ) -> Hidden:
+        if (pair := _changed(batch, gate_up)) is None:
+            return self._plain.norm_glu(batch, x, norm, _base(gate_up), activation)
+        product = self._product(batch, self.plain_rows(batch, x, norm), gate_up, pair)
+        return self.glu_of(batch, product, activation)
+
+    def norm_pointwise(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        norm: Norm | None,
+        up: Any,
+        activation: Pointwise,
+        bias: Tensor | None = None,
+    ) -> Hidden:
+        if (pair := _changed(batch, up)) is None:
+            return self._plain.norm_pointwise(batch, x, norm, _base(up), activation, bias)
+        product = self._product(batch, self.plain_rows(batch, x, norm), up, pair, bias)
+        return self.pointwise_of(batch, product, activation)
+
+    def linear_add(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        weight: Any,
+        residual: Hidden,
+        next_norm: Norm | None = None,
+        post_norm: RMSNorm | None = None,
+        bias: Tensor | None = None,
+        row_scale: Hidden | None = None,
+        branch: Branch | None = None,
+        *,
+        partial: bool = False,
+    ) -> Hidden:
+        more = (next_norm, post_norm, bias, row_scale, branch)
+        if (pair := _changed(batch, weight)) is None:
+            return self._plain.linear_add(batch, x, _base(weight), residual, *more, partial=partial)
+        assert not partial, "adapters of a model that ranks share are refused at load"
+        product = self._product(batch, self.plain_rows(batch, x, None), weight, pair, bias)
+        return self.added(batch, product, residual, next_norm, post_norm, row_scale, branch)
+
+    def logits(
+        self, batch: ForwardBatch, x: Hidden, norm: Norm, weight: Any, softcap: float = 0.0
+    ) -> Tensor:
+        if (pair := _changed(batch, weight)) is None:
+            return cast(Tensor, self._plain.logits(batch, x, norm, _base(weight), softcap))
+        product = self._product(batch, self.plain_rows(batch, x, norm), weight, pair)
+        return cast(Tensor, self.capped(batch, product, softcap) if softcap else product)
+
+    def _product(
+        self,
+        batch: ForwardBatch,
+        rows: Hidden,
+        weight: AdaptedWeight,
+        pair: tuple[Changes, Tensor],
+        bias: Tensor | None = None,
+    ) -> Hidden:
+        product = self.plain_product(batch, rows, weight.base, bias)
+        return self.add_changes(batch, product, rows, *pair)
+
+
+def _base(weight: Any) -> Any:
+    return weight.base if isinstance(weight, AdaptedWeight) else weight
+
+
+def _changed(batch: ForwardBatch, weight: Any) -> tuple[Changes, Tensor] | None:
+    """The changes of a weight and their scales [M, T]; None: it is not changed in this step."""
+    if batch.adapters is None or not isinstance(weight, AdaptedWeight):
+        return None
+    return weight.changes, batch.adapters
