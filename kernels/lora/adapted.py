@@ -7,7 +7,7 @@ the product are added: the norm, the product, the changes, and then the activati
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -51,12 +51,20 @@ class Adapted:
     """
 
     adapters: Adapters
+    adapter_count: int
     untaken: set[str]
     device: torch.device
 
     def use(self, adapters: Adapters) -> None:
         """Sets the adapters of the weights that are loaded next."""
-        self.adapters, self.untaken = adapters, set(adapters.changes)
+        self.adapters, self.adapter_count = adapters, adapters.count
+        self.untaken = set(adapters.changes)
+
+    def end_loading(self) -> set[str]:
+        """Weights that are loaded from now on have no adapters, of whatever names their tensors are. Returns the names
+        of matrices that the adapters change and that none of the weights has."""
+        self.adapters = replace(self.adapters, changes={})
+        return self.untaken
 
     @abstractmethod
     def placed(self, changes: Changes) -> Changes:
@@ -107,8 +115,9 @@ class Adapted:
         return super()
 
     def weight(self, parts: Sequence[QuantTensor]) -> Any:
-        found = [self._take(part.name) for part in parts]
-        return self._with_changes(self._plain.weight(parts), found, parts)
+        held = [pair for part in parts for pair in self.adapters.joined.get(part.name, [(part.name, part.rows)])]
+        found = [self._take(name) for name, _ in held]
+        return self._with_changes(self._plain.weight(parts), found, [rows for _, rows in held], parts[0].cols)
 
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> Any:
         found = [self._take(gate.name), self._take(up.name)]
@@ -118,20 +127,20 @@ class Adapted:
                 [None if change is None else change.of_rows(*half) for change in of_part]
                 for of_part, half in zip(found, halves, strict=True)
             ]
-        return self._with_changes(self._plain.gate_up_weight(gate, up), found, [gate, up])
+        base = self._plain.gate_up_weight(gate, up)
+        return self._with_changes(base, found, [gate.rows, up.rows], gate.cols)
 
     def _take(self, name: str) -> Sequence[LowRank | None]:
         self.untaken.discard(name)
         return self.adapters.changes.get(name, [None] * self.adapters.count)
 
     def _with_changes(
-        self, base: Any, found: Sequence[Sequence[LowRank | None]], parts: Sequence[QuantTensor]
+        self, base: Any, found: Sequence[Sequence[LowRank | None]], rows: Sequence[int], cols: int
     ) -> Any:
         base = _base(base)  # a backend may load gate and up by `weight`
         if all(change is None for of_part in found for change in of_part):
             return base
-        changes = stacked(found, [part.rows for part in parts], parts[0].cols)
-        return AdaptedWeight(base, self.placed(changes))
+        return AdaptedWeight(base, self.placed(stacked(found, rows, cols)))
 
     def first_rows(self, weight: Any, rows: int) -> Any:
         return self._plain.first_rows(_base(weight), rows)

@@ -6,7 +6,7 @@ Models".
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -31,10 +31,12 @@ class LowRank(NamedTuple):
 @dataclass(frozen=True)
 class Adapters:
     """The adapters of a model. count: their number, M. changes: of each matrix that any of them changes, by the
-    tensor's name, one entry an adapter; None: it leaves the matrix as it is."""
+    tensor's name, one entry an adapter; None: it leaves the matrix as it is. joined: of tensors that hold several of
+    these matrices, one below the other, their names and rows."""
 
     count: int
     changes: Mapping[str, Sequence[LowRank | None]]
+    joined: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

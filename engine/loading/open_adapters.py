@@ -1,0 +1,89 @@
+"""The LoRA adapters that a model is loaded with: their files, and their changes by tensor."""
+
+from dataclasses import dataclass
+
+from quengine.config import EngineConfig
+from quengine.errors import EngineError
+from quengine.kernels.lora.low_rank import Adapters, LowRank
+from quengine.models.checkpoint import Checkpoint
+from quengine.models.lora.adapter import Adapter
+from quengine.models.lora.open_adapter import open_adapter, parse_lora
+from quengine.models.tensor_table import holder_of, tensor_specs
+from quengine.request.adapter_scales import AdapterScales, LoadedAdapter
+
+
+@dataclass(frozen=True)
+class OpenAdapters:
+    """scales: how requests apply them. weights: what they change; None: there are none. files: each of them."""
+
+    scales: AdapterScales = AdapterScales()
+    weights: Adapters | None = None
+    files: tuple[Adapter, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that they take."""
+        found = () if self.weights is None else self.weights.changes.values()
+        return sum(4 * (c.a.numel() + c.b.numel()) for each in found for c in each if c is not None)
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for the user for each."""
+        return [
+            f"adapter {adapter.id}: {adapter.name}, scale {adapter.scale:g}, {len(file.changes)} matrices"
+            for adapter, file in zip(self.scales.adapters, self.files, strict=True)
+        ]
+
+    def check_taken(self, missing: set[str]) -> None:
+        """Raises EngineError where there are tensors whose changes are not computed."""
+        for file in self.files:
+            for name in file.changes:
+                if name in missing:
+                    raise EngineError(
+                        f"adapter {file.path}: {name}: a change of this tensor is not implemented beside its weights; "
+                        "merge the adapter into its model (engine merge)"
+                    )
+
+
+def open_adapters(config: EngineConfig, checkpoint: Checkpoint) -> OpenAdapters:
+    """The adapters of `config.lora`, checked against the model.
+
+    Raises:
+        EngineError: one is missing, is of another model, or changes what is not computed; or the model is an encoder,
+            has alternating updates, or is shared by several devices.
+    """
+    if not config.lora:
+        return OpenAdapters()
+    shape, given = checkpoint.config, [parse_lora(text) for text in config.lora]
+    why = {
+        "an encoder": shape.encoder is not None,
+        "a model with alternating updates": shape.altup is not None,
+    }
+    for what, is_so in why.items():
+        if is_so:
+            raise EngineError(f"lora {given[0][0]}: adapters of {what} ({shape.architecture}) are not implemented")
+    if config.ranks > 1:
+        raise EngineError(
+            f"lora {given[0][0]}: adapters of a model that {config.ranks} devices share are not implemented; use one "
+            "device (--tensor-parallel 1), or merge the adapter into its model (engine merge)"
+        )
+    files = tuple(open_adapter(path, shape) for path, _ in given)
+    loaded = tuple(
+        LoadedAdapter(number, file.name, str(file.path), scale)
+        for number, (file, (_, scale)) in enumerate(zip(files, given, strict=True))
+    )
+    scales = AdapterScales(loaded, config.deterministic)
+    return OpenAdapters(scales, _weights(checkpoint, files), files)
+
+
+def _weights(checkpoint: Checkpoint, files: tuple[Adapter, ...]) -> Adapters:
+    changes: dict[str, list[LowRank | None]] = {}
+    for number, file in enumerate(files):
+        for name, change in file.changes.items():
+            changes.setdefault(name, [None] * len(files))[number] = LowRank(*change)
+    joined: dict[str, list[tuple[str, int]]] = {}
+    for name, spec in tensor_specs(checkpoint.config).items():
+        holder = holder_of(name)
+        if holder != name and name not in checkpoint.tensors and holder in checkpoint.tensors:
+            joined.setdefault(holder, []).append((name, spec.shape[-2]))
+    return Adapters(len(files), changes, joined)
