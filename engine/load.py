@@ -40,7 +40,7 @@ from quengine.models.tokenizer import Tokenizer
 from quengine.platform.device import choose_device, device_name, on_device
 from quengine.platform.host_experts import ExpertPlacement
 from quengine.platform.machine import available_memory, thread_count
-from quengine.request.adapter_scales import AdapterScales
+from quengine.request.adapter_scales import NO_ADAPTERS, AdapterScales
 from quengine.request.image_prompts import Vision
 from quengine.speculative.draft_model import DraftModel
 from quengine.speculative.load_draft import check_generates, check_shared, open_draft
@@ -82,7 +82,7 @@ class LoadedModel:
     projector: Path | None = None
     kept_images: int = 0
     config: EngineConfig = field(default_factory=EngineConfig)
-    adapters: AdapterScales = AdapterScales()
+    adapters: AdapterScales = NO_ADAPTERS
 
     @property
     def decoder(self) -> Decoder:

@@ -13,12 +13,12 @@ import torch
 from quengine.block_pool import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.kernels.backend import Backend
-from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.lora.adapted import Adapted
 from quengine.kernels.lora.low_rank import Adapters
+from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
-from quengine.loading.open_adapters import OpenAdapters
+from quengine.loading.open_adapters import NONE_OPEN, OpenAdapters
 from quengine.loading.placement import of_rank
 from quengine.memory import gib
 from quengine.model_runner import ModelRunner
@@ -66,7 +66,7 @@ class Machine:
     experts: ExpertPlacement
     layer: Checkpoint | None = None
     takes_images: bool = False
-    adapters: OpenAdapters = OpenAdapters()
+    adapters: OpenAdapters = NONE_OPEN
 
     def runner(
         self,
@@ -78,7 +78,7 @@ class Machine:
     ) -> ModelRunner:
         """The weights on the device, with a cache; `drafts`: of the model that drafts for the other."""
         config, device = self.config, self.device
-        adapters = OpenAdapters() if drafts else self.adapters
+        adapters = NONE_OPEN if drafts else self.adapters
         backend = make_backend(config, checkpoint, device, self.threads, self.free, adapters.weights)
         backend.communicator = communicator
         eagle = self.layer if isinstance(self.layer, EagleCheckpoint) else None
@@ -371,9 +371,7 @@ def make_backend(
     """The backend of a device. adapters: of the weights that it is to load."""
     keeps = REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2
     if adapters is not None:
-        made = _adapted(config, device, threads, keeps)
-        made.use(adapters)
-        return made
+        return _adapted(config, device, threads, keeps, adapters)
     if config.backend == "reference":
         from quengine.kernels.reference import ReferenceBackend
 
@@ -390,22 +388,24 @@ def make_backend(
     return CpuBackend(threads)
 
 
-def _adapted(config: EngineConfig, device: torch.device, threads: int, keeps: bool) -> Any:
-    """A backend that takes adapters."""
+def _adapted(
+    config: EngineConfig, device: torch.device, threads: int, keeps: bool, adapters: Adapters
+) -> Backend[Any]:
+    """The backend with these adapters."""
     if config.backend == "reference":
         from quengine.kernels.lora.reference import AdaptedReference
 
-        return AdaptedReference(keep=keeps)
+        return AdaptedReference(adapters, keep=keeps)
     if device.type == "cuda":
         from quengine.kernels.cuda.lora.backend import AdaptedCuda
         from quengine.platform.device import announce_compilation
 
         cuda_start.wait()
         announce_compilation(torch.cuda.get_device_name(device))
-        return AdaptedCuda(device, batch_invariant=config.deterministic)
+        return AdaptedCuda(adapters, device, batch_invariant=config.deterministic)
     from quengine.kernels.cpu.lora import AdaptedCpu
 
-    return AdaptedCpu(threads)
+    return AdaptedCpu(adapters, threads)
 
 
 def _make_runner(

@@ -1,5 +1,6 @@
 """The LoRA adapters that a model is loaded with: their files, and their changes by tensor."""
 
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from quengine.config import EngineConfig
@@ -9,14 +10,16 @@ from quengine.models.checkpoint import Checkpoint
 from quengine.models.lora.adapter import Adapter
 from quengine.models.lora.open_adapter import open_adapter, parse_lora
 from quengine.models.tensor_table import holder_of, tensor_specs
-from quengine.request.adapter_scales import AdapterScales, LoadedAdapter
+from quengine.request.adapter_scales import NO_ADAPTERS, AdapterScales, LoadedAdapter
+
+EMBEDDING = "token_embd.weight"
 
 
 @dataclass(frozen=True)
 class OpenAdapters:
     """scales: how requests apply them. weights: what they change; None: there are none. files: each of them."""
 
-    scales: AdapterScales = AdapterScales()
+    scales: AdapterScales = NO_ADAPTERS
     weights: Adapters | None = None
     files: tuple[Adapter, ...] = ()
 
@@ -34,15 +37,12 @@ class OpenAdapters:
             for adapter, file in zip(self.scales.adapters, self.files, strict=True)
         ]
 
-    def check_taken(self, missing: set[str]) -> None:
+    def check_taken(self, missing: Collection[str]) -> None:
         """Raises EngineError where there are tensors whose changes are not computed."""
-        for file in self.files:
-            for name in file.changes:
-                if name in missing:
-                    raise EngineError(
-                        f"adapter {file.path}: {name}: a change of this tensor is not implemented beside its weights; "
-                        "merge the adapter into its model (engine merge)"
-                    )
+        _check(self.files, missing.__contains__)
+
+
+NONE_OPEN = OpenAdapters()
 
 
 def open_adapters(config: EngineConfig, checkpoint: Checkpoint) -> OpenAdapters:
@@ -53,7 +53,7 @@ def open_adapters(config: EngineConfig, checkpoint: Checkpoint) -> OpenAdapters:
             has alternating updates, or is shared by several devices.
     """
     if not config.lora:
-        return OpenAdapters()
+        return NONE_OPEN
     shape, given = checkpoint.config, [parse_lora(text) for text in config.lora]
     why = {
         "an encoder": shape.encoder is not None,
@@ -61,19 +61,32 @@ def open_adapters(config: EngineConfig, checkpoint: Checkpoint) -> OpenAdapters:
     }
     for what, is_so in why.items():
         if is_so:
-            raise EngineError(f"lora {given[0][0]}: adapters of {what} ({shape.architecture}) are not implemented")
+            raise EngineError(
+                f"lora {given[0][0]}: adapters of {what} ({shape.architecture}) are not implemented"
+            )
     if config.ranks > 1:
         raise EngineError(
             f"lora {given[0][0]}: adapters of a model that {config.ranks} devices share are not implemented; use one "
             "device (--tensor-parallel 1), or merge the adapter into its model (engine merge)"
         )
     files = tuple(open_adapter(path, shape) for path, _ in given)
+    _check(files, lambda name: name == EMBEDDING or "_exps." in name)
     loaded = tuple(
         LoadedAdapter(number, file.name, str(file.path), scale)
         for number, (file, (_, scale)) in enumerate(zip(files, given, strict=True))
     )
     scales = AdapterScales(loaded, config.deterministic)
     return OpenAdapters(scales, _weights(checkpoint, files), files)
+
+
+def _check(files: Iterable[Adapter], refused: Callable[[str], bool]) -> None:
+    """Raises EngineError where a file changes a refused tensor."""
+    for file in files:
+        for name in filter(refused, file.changes):
+            raise EngineError(
+                f"adapter {file.path}: {name}: a change of this tensor is not implemented beside its weights; merge "
+                "the adapter into its model (engine merge)"
+            )
 
 
 def _weights(checkpoint: Checkpoint, files: tuple[Adapter, ...]) -> Adapters:

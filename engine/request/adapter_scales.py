@@ -68,6 +68,9 @@ class AdapterScales:
         return self._salts[scales]
 
 
+NO_ADAPTERS = AdapterScales()
+
+
 def salted(ids: list[int], salt: int) -> list[int]:
     """Ids that identify the contents of blocks, int64, told apart by `salt`."""
     return ids if not salt else [token ^ (salt << 32) for token in ids]

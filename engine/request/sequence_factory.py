@@ -10,7 +10,7 @@ from quengine.errors import EngineError
 from quengine.kernels.sampling import Choose
 from quengine.models.config import ModelConfig
 from quengine.models.tokenizer import Tokenizer
-from quengine.request.adapter_scales import AdapterScales
+from quengine.request.adapter_scales import NO_ADAPTERS, AdapterScales
 from quengine.request.prompt_images import PromptImages
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sampling_params import SamplingParams
@@ -32,7 +32,7 @@ class SequenceFactory:
     ctx_size: int
     constraints: ConstraintCompiler
     choose: Choose
-    adapters: AdapterScales = AdapterScales()
+    adapters: AdapterScales = NO_ADAPTERS
 
     def make(
         self,

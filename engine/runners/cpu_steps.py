@@ -78,7 +78,12 @@ class CpuSteps:
             backend = decoder.backend
             adapters = backend.adapter_count if key.adapted and isinstance(backend, Adapted) else 0
             self._steps[key] = CompiledStep(
-                lambda batch: decoder.forward(batch, layers), key.rows, blocks, self._buffers, groups, adapters
+                lambda batch: decoder.forward(batch, layers),
+                key.rows,
+                blocks,
+                self._buffers,
+                groups,
+                adapters,
             )
         return self._steps[key]
 

@@ -24,27 +24,32 @@ class AdaptedCpu(Adapted, CpuBackend):
     def placed(self, changes: Changes) -> Changes:
         return changes.to(torch.float32)
 
-    def plain_rows(self, batch: ForwardBatch, x: Tensor, norm: Norm | None) -> Tensor:
+    def normed_rows(self, batch: ForwardBatch, x: Tensor, norm: Norm | None) -> Tensor:
         if batch.phase == "prefill":
             return cpu.normed(x, norm)
         with recorded(batch, len(x)) as step:
             return step.normed(x, norm)
 
-    def plain_product(
-        self, batch: ForwardBatch, x: Tensor, weight: CpuWeight, bias: Tensor | None
-    ) -> Tensor:
+    def plain_product(self, batch: ForwardBatch, x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
         return CpuBackend.norm_linear(self, batch, x, None, weight, bias)
 
-    def add_changes(
-        self, batch: ForwardBatch, y: Tensor, x: Tensor, changes: Changes, scales: Tensor
-    ) -> Tensor:
-        a, parts = _matrix(changes.a), [_matrix(part) for part in changes.b.split(list(changes.parts))]
+    def shrunk(self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor) -> Tensor:
+        a, parts = _matrix(changes.a), len(changes.parts)
         if batch.phase == "decode":
             with recorded(batch, len(x)) as step:
-                return step.add_changes(y, x, a, parts, scales)
-        shrunk = cpu.prompt_linear(x, [a]).view(len(x), len(parts), len(scales), changes.rank)
-        shrunk.mul_(scales.T[:, None, :, None])
-        of_parts = shrunk.view(len(x), len(parts), -1).unbind(1)
+                return step.shrunk(x, a, scales, parts)
+        found = cpu.prompt_linear(x, [a])
+        found.view(len(x), parts, len(scales), changes.rank).mul_(scales.T[:, None, :, None])
+        return found
+
+    def add_changes(
+        self, batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes, _scales: Tensor
+    ) -> Tensor:
+        parts = [_matrix(part) for part in torch.split(changes.b, list(changes.parts))]
+        if batch.phase == "decode":
+            with recorded(batch, len(y)) as step:
+                return step.add_changes(y, shrunk, parts)
+        of_parts = shrunk.view(len(y), len(parts), -1).unbind(1)
         added = [cpu.prompt_linear(rows, [b]) for rows, b in zip(of_parts, parts, strict=True)]
         return cpu.add_rows(y, added[0] if len(added) == 1 else torch.cat(added, 1))
 

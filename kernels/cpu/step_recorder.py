@@ -433,23 +433,24 @@ class StepRecorder:
     def normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         return self._normed(x, norm)
 
-    def add_changes(
-        self, y: Tensor, x: Tensor, a: QuantTensor, parts: Sequence[QuantTensor], scales: Tensor
-    ) -> Tensor:
-        """y plus the changes of its parts by adapters (kernels/lora/low_rank.py). a: F32 [parts * M * R, K]; parts: F32
-        [rows, M * R] each; scales: fp32 [M, T]. A rank is a task of its own, as of one row it takes a whole row of x.
-        """
-        width, each = a.rows // len(parts), a.rows // len(parts) // len(scales)
-        shrunk = self._fp32("shrunk", a.rows)
-        self._stage([matvec_launch(x, a, shrunk, 0, step=each)])
+    def shrunk(self, x: Tensor, a: QuantTensor, scales: Tensor, parts: int) -> Tensor:
+        """Scaled products of x with the first matrices of adapters (kernels/lora/low_rank.py): a F32 [parts * M * R,
+        K], scales fp32 [M, T]."""
+        width, each = a.rows // parts, a.rows // parts // len(scales)
+        y = self._fp32("shrunk", a.rows)
+        self._stage([matvec_launch(x, a, y, 0, step=each)])
         for column in range(0, a.rows, each):
-            self._then(scale_launch(shrunk, scales[column % width // each], column, each, each))
-        delta, column, stage = self._fp32("changes", y.shape[1]), 0, list[list[Launch]]()
+            self._then(scale_launch(y, scales[column % width // each], column, each, each))
+        return y
+
+    def add_changes(self, y: Tensor, shrunk: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
+        """y plus the products of `shrunk` with the second matrices, F32 [rows, M * R] for each part of y's columns."""
+        added, column, width = self._fp32("changes", y.shape[1]), 0, shrunk.shape[1] // len(parts)
+        stage = list[list[Launch]]()
         for number, b in enumerate(parts):
             step = min(task_rows(b), _fair_rows(y.shape[1]))
-            rows = shrunk[:, number * width : (number + 1) * width]
-            product = matvec_launch(rows, b, delta, column, step=step)
-            stage.append([product, add_launch(y, delta, column, b.rows, step)])
+            product = matvec_launch(shrunk[:, number * width :][:, :width], b, added, column, step=step)
+            stage.append([product, add_launch(y, added, column, b.rows, step)])
             column += b.rows
         self._stage(*stage)
         return y

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from quengine.kernels.backend import Branch, Hidden
@@ -44,19 +43,14 @@ class AdaptedWeight:
 
 
 class Adapted:
-    """The operations of kernels.backend.Backend on weights with adapters; comes before a backend among a class's bases.
+    """The operations of kernels.backend.Backend on weights with adapters; a class has it before a backend as its base.
 
-    `adapters` is set before weights are loaded. Those of matrices that are not loaded by `weight` or `gate_up_weight`
-    stay in `untaken`. Others of the backend's operations do not take an `AdaptedWeight`.
+    adapters: of the weights that it loads. Those of matrices that are not loaded by `weight` or `gate_up_weight` stay
+    in `untaken`. Others of the backend's operations do not take an `AdaptedWeight`.
     """
 
-    adapters: Adapters
-    adapter_count: int
-    untaken: set[str]
-    device: torch.device
-
-    def use(self, adapters: Adapters) -> None:
-        """Sets the adapters of the weights that are loaded next."""
+    def __init__(self, adapters: Adapters, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.adapters, self.adapter_count = adapters, adapters.count
         self.untaken = set(adapters.changes)
 
@@ -71,17 +65,21 @@ class Adapted:
         """The changes as the backend's kernels take them."""
 
     @abstractmethod
-    def plain_rows(self, batch: ForwardBatch, x: Hidden, norm: Norm | None) -> Hidden:
-        """`norm` of x, or x itself, as plain rows [T, K] that products and changes read."""
+    def normed_rows(self, batch: ForwardBatch, x: Hidden, norm: Norm | None) -> Hidden:
+        """`norm` of x, or x itself: rows [T, K] that products and changes read."""
 
     @abstractmethod
-    def plain_product(self, batch: ForwardBatch, x: Hidden, weight: Any, bias: Tensor | None) -> Hidden:
+    def plain_product(self, batch: ForwardBatch, x: Hidden, weight: Any, bias: Tensor | None) -> Tensor:
         """x times the weight, plus the bias, as plain rows [T, N]."""
 
     @abstractmethod
+    def shrunk(self, batch: ForwardBatch, x: Hidden, changes: Changes, scales: Tensor) -> Tensor:
+        """What `add_changes` needs of x, read before the product of x, which may write over it."""
+
+    @abstractmethod
     def add_changes(
-        self, batch: ForwardBatch, y: Hidden, x: Hidden, changes: Changes, scales: Tensor
-    ) -> Hidden:
+        self, batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes, scales: Tensor
+    ) -> Tensor:
         """The definition is kernels/lora/low_rank.py; y may be written over."""
 
     @abstractmethod
@@ -115,7 +113,9 @@ class Adapted:
         return super()
 
     def weight(self, parts: Sequence[QuantTensor]) -> Any:
-        held = [pair for part in parts for pair in self.adapters.joined.get(part.name, [(part.name, part.rows)])]
+        held = [
+            pair for part in parts for pair in self.adapters.joined.get(part.name, [(part.name, part.rows)])
+        ]
         found = [self._take(name) for name, _ in held]
         return self._with_changes(self._plain.weight(parts), found, [rows for _, rows in held], parts[0].cols)
 
@@ -158,12 +158,12 @@ class Adapted:
     ) -> Hidden:
         if (pair := _changed(batch, weight)) is None:
             return self._plain.norm_linear(batch, x, norm, _base(weight), bias)
-        return self._product(batch, self.plain_rows(batch, x, norm), weight, pair, bias)
+        return self._changed_product(batch, self.normed_rows(batch, x, norm), weight, pair, bias)
 
     def linear(self, batch: ForwardBatch, x: Tensor, weight: Any) -> Tensor:
         if (pair := _changed(batch, weight)) is None:
             return cast(Tensor, self._plain.linear(batch, x, _base(weight)))
-        return cast(Tensor, self._product(batch, x, weight, pair))
+        return cast(Tensor, self._changed_product(batch, x, weight, pair))
 
     def norm_glu(
         self,
@@ -175,7 +175,7 @@ class Adapted:
     ) -> Hidden:
         if (pair := _changed(batch, gate_up)) is None:
             return self._plain.norm_glu(batch, x, norm, _base(gate_up), activation)
-        product = self._product(batch, self.plain_rows(batch, x, norm), gate_up, pair)
+        product = self._changed_product(batch, self.normed_rows(batch, x, norm), gate_up, pair)
         return self.glu_of(batch, product, activation)
 
     def norm_pointwise(
@@ -189,7 +189,7 @@ class Adapted:
     ) -> Hidden:
         if (pair := _changed(batch, up)) is None:
             return self._plain.norm_pointwise(batch, x, norm, _base(up), activation, bias)
-        product = self._product(batch, self.plain_rows(batch, x, norm), up, pair, bias)
+        product = self._changed_product(batch, self.normed_rows(batch, x, norm), up, pair, bias)
         return self.pointwise_of(batch, product, activation)
 
     def linear_add(
@@ -210,18 +210,16 @@ class Adapted:
         if (pair := _changed(batch, weight)) is None:
             return self._plain.linear_add(batch, x, _base(weight), residual, *more, partial=partial)
         assert not partial, "adapters of a model that ranks share are refused at load"
-        product = self._product(batch, self.plain_rows(batch, x, None), weight, pair, bias)
+        product = self._changed_product(batch, self.normed_rows(batch, x, None), weight, pair, bias)
         return self.added(batch, product, residual, next_norm, post_norm, row_scale, branch)
 
-    def logits(
-        self, batch: ForwardBatch, x: Hidden, norm: Norm, weight: Any, softcap: float = 0.0
-    ) -> Tensor:
+    def logits(self, batch: ForwardBatch, x: Hidden, norm: Norm, weight: Any, softcap: float = 0.0) -> Tensor:
         if (pair := _changed(batch, weight)) is None:
             return cast(Tensor, self._plain.logits(batch, x, norm, _base(weight), softcap))
-        product = self._product(batch, self.plain_rows(batch, x, norm), weight, pair)
+        product = self._changed_product(batch, self.normed_rows(batch, x, norm), weight, pair)
         return cast(Tensor, self.capped(batch, product, softcap) if softcap else product)
 
-    def _product(
+    def _changed_product(
         self,
         batch: ForwardBatch,
         rows: Hidden,
@@ -229,8 +227,8 @@ class Adapted:
         pair: tuple[Changes, Tensor],
         bias: Tensor | None = None,
     ) -> Hidden:
-        product = self.plain_product(batch, rows, weight.base, bias)
-        return self.add_changes(batch, product, rows, *pair)
+        shrunk = self.shrunk(batch, rows, *pair)
+        return self.add_changes(batch, self.plain_product(batch, rows, weight.base, bias), shrunk, *pair)
 
 
 def _base(weight: Any) -> Any:

@@ -76,7 +76,9 @@ def stacked(changes: Sequence[Sequence[LowRank | None]], rows: Sequence[int], co
                 continue
             r = len(change.a)
             if change.a.shape != (r, cols) or change.b.shape != (n, r):
-                raise ValueError(f"{list(change.a.shape)} and {list(change.b.shape)} change no matrix {[n, cols]}")
+                raise ValueError(
+                    f"{list(change.a.shape)} and {list(change.b.shape)} change no matrix {[n, cols]}"
+                )
             a[part, number, :r] = change.a.float()
             b[first : first + n, number, :r] = change.b.float() * change.scale
         first += n
@@ -92,6 +94,6 @@ def add_changes(y: Tensor, x: Tensor, changes: Changes, scales: Tensor) -> Tenso
     shrunk = torch.einsum("tk,pmrk->ptmr", x, a) * scales.to(x.dtype).T[None, :, :, None]
     products = [
         torch.einsum("tmr,nmr->tn", rows, of_part)
-        for rows, of_part in zip(shrunk, b.split(list(changes.parts)), strict=True)
+        for rows, of_part in zip(shrunk, torch.split(b, list(changes.parts)), strict=True)
     ]
     return y + torch.cat(products, 1)

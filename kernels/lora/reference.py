@@ -21,7 +21,7 @@ class AdaptedReference(Adapted, ReferenceBackend):
     def placed(self, changes: Changes) -> Changes:
         return changes.to(torch.float64)
 
-    def plain_rows(self, _batch: ForwardBatch, x: Tensor, norm: Norm | None) -> Tensor:
+    def normed_rows(self, _batch: ForwardBatch, x: Tensor, norm: Norm | None) -> Tensor:
         return normed(x, norm)
 
     def plain_product(
@@ -30,10 +30,13 @@ class AdaptedReference(Adapted, ReferenceBackend):
         y = self._matmul(x, weight)
         return y if bias is None else y + bias
 
+    def shrunk(self, _batch: ForwardBatch, x: Tensor, _changes: Changes, _scales: Tensor) -> Tensor:
+        return x
+
     def add_changes(
-        self, _batch: ForwardBatch, y: Tensor, x: Tensor, changes: Changes, scales: Tensor
+        self, _batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes, scales: Tensor
     ) -> Tensor:
-        return add_changes(y, x, changes, scales)
+        return add_changes(y, shrunk, changes, scales)
 
     def glu_of(self, _batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor:
         return glu(y, activation)

@@ -1,12 +1,14 @@
 """Random adapters of tiny models, and the same models with them merged."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.lora.low_rank import Adapters, LowRank
 from quengine.kernels.quant_tensor import QuantTensor
+from tests.gguf_builder import GGUFBuilder
 
 
 def random_adapters(
@@ -45,3 +47,22 @@ def merged(
                 w = w + scale * change.scale * change.b.double() @ change.a.double()
         found[name] = QuantTensor(name, FORMATS["F32"], held.shape, w.float().view(torch.uint8))
     return found
+
+
+def write_adapter(
+    path: Path, architecture: str, adapters: Adapters, number: int, alpha: float, name: str = ""
+) -> Path:
+    """One of the adapters as llama.cpp's converter writes them, whose scale is `alpha` / rank."""
+    metadata = {
+        "general.type": "adapter",
+        "adapter.type": "lora",
+        "general.architecture": architecture,
+        "general.name": name or path.stem,
+        "adapter.lora.alpha": alpha,
+    }
+    builder = GGUFBuilder().kvs(metadata)
+    for tensor, of_tensor in adapters.changes.items():
+        if (change := of_tensor[number]) is not None:
+            for letter, values in (("a", change.a), ("b", change.b)):
+                builder.tensor(f"{tensor}.lora_{letter}", values.shape, "F32", values.numpy())
+    return builder.write(path)

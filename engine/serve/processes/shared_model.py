@@ -13,7 +13,7 @@ from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.config import Ranker, Task
 from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
-from quengine.request.adapter_scales import AdapterScales
+from quengine.request.adapter_scales import NO_ADAPTERS, AdapterScales
 from quengine.request.chat_format import ChatFormat, Ending
 from quengine.request.pooling import pair_ids, ranks_pairs, tasks_of
 from quengine.request.sampling_params import SamplingParams
@@ -88,7 +88,7 @@ class ServedModel:
         memory: int = 0,
         marker: str = "",
         projector: str = "",
-        adapters: AdapterScales = AdapterScales(),
+        adapters: AdapterScales = NO_ADAPTERS,
     ) -> None:
         self._text, self.adapters = text, adapters
         config = text.checkpoint.config
