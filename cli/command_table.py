@@ -208,6 +208,14 @@ COMMANDS = {
             "engine quantize model-f16.gguf --type IQ4_XS --dry-run",
         ),
     ),
+    "merge": CommandEntry(
+        "merge",
+        MODELS,
+        (
+            "engine merge model.gguf --lora adapter.gguf -o merged.gguf",
+            "engine merge model-f16.gguf --lora adapter-folder:0.5 --lora other.gguf -o merged.gguf --type Q4_K_M",
+        ),
+    ),
     "bench": CommandEntry(
         "bench",
         MEASURE,
