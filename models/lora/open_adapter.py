@@ -62,7 +62,7 @@ def _of_declared(config: ModelConfig, changes: Mapping[str, LowRank]) -> dict[st
             continue
         parts = [each for each in specs if each != name and holder_of(each) == name]
         if name.endswith("attn_kv_b.weight"):
-            found |= _of_latent(config, name, change)
+            found |= of_latent(config, name, change)
             continue
         rows = [specs[each].shape[-2] for each in parts]
         if name.endswith("ssm_in.weight") or sum(rows) != joined_specs(config)[name].shape[-2]:
@@ -72,7 +72,7 @@ def _of_declared(config: ModelConfig, changes: Mapping[str, LowRank]) -> dict[st
     return found
 
 
-def _of_latent(config: ModelConfig, name: str, change: LowRank) -> dict[str, LowRank]:
+def of_latent(config: ModelConfig, name: str, change: LowRank) -> dict[str, LowRank]:
     """Of keys and values that are made of a latent: those of each head, keys the other way round."""
     sizes = config.latent
     assert sizes is not None

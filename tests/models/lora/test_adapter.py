@@ -22,6 +22,7 @@ from tests.each_case import each_case
 from tests.gguf_builder import GGUFBuilder
 from tests.llama_cpp_convert import VOCAB, write_tokenizer
 from tests.models.architectures.both_files import write_case
+from tests.models.convert.test_convert import check_equal
 from tests.models.lora.lora_folders import ALPHA, RANK, convert_lora, write_adapter, write_merged
 from tests.transformers_models import write_model
 
@@ -75,7 +76,7 @@ def check_changes(base: Path, merged: Path, adapter: Path) -> None:
     for name, value in values(checkpoint).items():
         if deltas.changes(name):
             changed += 1
-            value = value + deltas.of(name)
+            value = value + torch.cat(list(deltas.pieces(name))).view(value.shape)
         torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-5, msg=name)
     assert changed >= 4
     for each in (checkpoint, expected):
@@ -85,10 +86,11 @@ def check_changes(base: Path, merged: Path, adapter: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_change_the_tensors_of_folders_and_files(root: Path, name: str) -> None:
     folder, merged = written(root, name), root / f"{name}-merged"
-    adapters = [root / f"{name}-adapter"]
+    adapters = [root / f"{name}-adapter", root / f"{name}-adapter.gguf"]
+    quengine.convert(adapters[0], adapters[1], base=folder, threads=1)
     if CASES[name][2]:
-        adapters.append(root / f"{name}-adapter.gguf")
-        convert_lora(adapters[0], folder, adapters[1])
+        convert_lora(adapters[0], folder, root / "theirs.gguf")
+        check_equal(adapters[1], root / "theirs.gguf")
     for adapter in adapters:
         check_changes(folder, merged, adapter)
         check_changes(folder.with_suffix(".gguf"), merged.with_suffix(".gguf"), adapter)
@@ -106,6 +108,26 @@ def test_scales_are_those_of_peft(root: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "adapter", folder, use_rslora=True, fan_in_fan_out=True, **patterns)
     merged = write_merged(tmp_path / "merged", folder, adapter, scale)
     check_changes(folder, merged, adapter)
+    quengine.convert(adapter, tmp_path / "adapter.gguf", base=folder, threads=1)
+    check_changes(folder, merged, tmp_path / "adapter.gguf")
+
+
+def test_files_are_llama_cpps_in_other_types(root: Path, tmp_path: Path) -> None:
+    folder = written(root, "llama")
+    adapter = write_adapter(tmp_path / "some-adapter-v2", folder)
+    (adapter / "README.md").write_text("---\nbase_model: someone/Base-7B\nlicense: mit\n---\n# x\n")
+    convert_lora(adapter, folder, tmp_path / "theirs.gguf", "q8_0")
+    config = json.loads((adapter / CONFIG).read_text())
+    (adapter / CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": str(folder)}))
+    quengine.convert(adapter, tmp_path / "ours.gguf", "q8_0", threads=1)
+    check_equal(tmp_path / "ours.gguf", tmp_path / "theirs.gguf")
+    (adapter / CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": "someone/else"}))
+    with pytest.raises(EngineError, match=r"base model's folder is needed, --base FOLDER: .* 'someone/else'"):
+        quengine.convert(adapter, tmp_path / "ours.gguf")
+    with pytest.raises(
+        EngineError, match=r"--base x: .* is a model's folder: there is no adapter_config.json"
+    ):
+        quengine.convert(folder, tmp_path / "ours.gguf", base="x")
 
 
 def test_a_path_may_end_in_a_scale(tmp_path: Path) -> None:
