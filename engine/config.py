@@ -1,7 +1,7 @@
 """The options of a run: one frozen dataclass, validated when it is made."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -291,7 +291,7 @@ class EngineConfig:
         Flag("--image-cache", "MiB of host memory for images that are kept encoded.", RUN_PANEL, "MIB"),
     ] = 512
     lora: Annotated[
-        tuple[str, ...],
+        tuple[str | Path, ...],
         Flag(
             "--lora",
             "A LoRA adapter (GGUF file or PEFT folder), and its scale; repeatable.",
@@ -312,6 +312,8 @@ class EngineConfig:
         if self.cache_type not in CACHE_TYPES:
             raise EngineError(f"cache type {self.cache_type!r}: must be {' or '.join(CACHE_TYPES)}")
         check_ranges(self, "{name} {value}")
+        given = (self.lora,) if isinstance(self.lora, str | Path) else self.lora
+        object.__setattr__(self, "lora", tuple(map(str, given)))
         if self.no_mmproj and self.mmproj is not None:
             raise EngineError(f"mmproj {self.mmproj}: no_mmproj leaves images out; give one of them")
         self._check_shares()
@@ -444,12 +446,11 @@ class Configured:
         mmproj: str | Path | None = None,
         no_mmproj: bool = False,
         image_cache: int = 512,
-        lora: Sequence[str | Path] = (),
+        lora: tuple[str | Path, ...] = (),
         chat_template: str | None = None,
         progress: Callable[[str], None] | None = None,
         make_room: Callable[[int, int, str], bool] | None = None,
     ) -> None:
-        lora = tuple(map(str, [lora] if isinstance(lora, str | Path) else lora))
         options = {name: value for name, value in locals().items() if name not in ("self", "model")}
         self._open(model, EngineConfig(**options))
 

@@ -54,7 +54,7 @@ def open_adapters(config: EngineConfig, checkpoint: Checkpoint) -> OpenAdapters:
     """
     if not config.lora:
         return NONE_OPEN
-    shape, given = checkpoint.config, [parse_lora(text) for text in config.lora]
+    shape, given = checkpoint.config, [parse_lora(str(text)) for text in config.lora]
     why = {
         "an encoder": shape.encoder is not None,
         "a model with alternating updates": shape.altup is not None,

@@ -74,3 +74,8 @@ NO_ADAPTERS = AdapterScales()
 def salted(ids: list[int], salt: int) -> list[int]:
     """Ids that identify the contents of blocks, int64, told apart by `salt`."""
     return ids if not salt else [token ^ (salt << 32) for token in ids]
+
+
+def is_salted(ids: list[int]) -> bool:
+    """Whether ids are those of `salted`, of a text with tokens."""
+    return any(token >> 32 for token in ids if token >= 0)

@@ -136,7 +136,7 @@ class SamplingParams:
             `n_discard` of them, 0: half (context/context_shift.py).
         n_indent: a line, but the first, that begins with fewer spaces and tabs ends the text before what else it has.
         t_max_predict_ms: so long after the first token the next line end ends the text; 0 or -1: never.
-        lora: the scales of the model's LoRA adapters by number, from 0 in the order of loading; those that it leaves out
+        lora: the scales of the model's LoRA adapters by number, from 0 in the order of loading; those that are left out
             are 0. None: the scales that they were loaded with.
         n: how many completions of the prompt; they share the seed and differ in its stream of random numbers.
 

@@ -20,8 +20,8 @@ from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, RowInputs, S
 from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import STATE_ENTRIES, ForwardBatch, PrefillTiles, pad_block_tables
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
-from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
 from quengine.request.adapter_scales import Scales
+from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
 from quengine.slot import Slot
 from quengine.step_plan import SequenceRows, adapter_scales
 

@@ -27,6 +27,10 @@ _COLUMNS = 64
 """Columns of x that a program of `shrink` takes at a time."""
 _LEAST_COLUMNS = 256
 """Columns of x that a split has, at least."""
+_OUTPUTS = 64
+"""Columns of y of a program of `expand`."""
+_MANY_ROWS = 64
+"""Steps of more rows have programs of more rows."""
 _MOST_SPLITS = 16
 _FIXED_SPLITS = 4
 """Splits where a row's bits are not to depend on the number of rows."""
@@ -35,40 +39,25 @@ _FIXED_SPLITS = 4
 @dataclass(frozen=True)
 class CudaChanges(Changes):
     """The changes on a device. tiles: int32 [tiles, 3], of each tile of rows of b its matrix, its first row and the
-    row after its matrix's last; for steps of few rows and of many."""
+    row after its matrix's last."""
 
-    few_tiles: Tensor
-    many_tiles: Tensor
+    tiles: Tensor
 
     @classmethod
     def of(cls, changes: Changes, device: torch.device) -> "CudaChanges":
         placed = changes.to(torch.float32, device)
-        few, many = (_tiles(changes.parts, size).to(device) for size in (_FEW.outputs, _MANY.outputs))
-        return cls(placed.parts, placed.a.contiguous(), placed.b.contiguous(), few, many)
+        tiles, first = list[tuple[int, int, int]](), 0
+        for part, rows in enumerate(changes.parts):
+            end = first + rows
+            tiles += [(part, row, end) for row in range(first, end, _OUTPUTS)]
+            first = end
+        made = torch.tensor(tiles, dtype=torch.int32).to(device)
+        return cls(placed.parts, placed.a.contiguous(), placed.b.contiguous(), made)
 
 
-@dataclass(frozen=True)
-class _Blocks:
-    """rows, outputs: those of a program of `expand`."""
-
-    rows: int
-    outputs: int
-
-
-_FEW, _MANY = _Blocks(16, 64), _Blocks(64, 128)
-
-
-def _blocks(rows: int) -> _Blocks:
-    return _FEW if rows <= _MANY.rows else _MANY
-
-
-def _tiles(parts: tuple[int, ...], size: int) -> Tensor:
-    found, first = list[tuple[int, int, int]](), 0
-    for part, rows in enumerate(parts):
-        end = first + rows
-        found += [(part, row, end) for row in range(first, end, size)]
-        first = end
-    return torch.tensor(found, dtype=torch.int32)
+def _block(rows: int) -> int:
+    """Rows of a program."""
+    return 16 if rows <= _MANY_ROWS else 64
 
 
 @triton.jit
@@ -173,7 +162,7 @@ def shrink(
     assert scales.shape[0] == adapters and scales.is_contiguous() and scales.dtype == torch.float32
     assert not isinstance(x, QuantizedActivations) or x.rms is None
     form = form_of(x, rows, cols)
-    block = _blocks(rows).rows
+    block = _block(rows)
     tiles = triton.cdiv(rows, block)
     most = max(1, min(_MOST_SPLITS, cols // _LEAST_COLUMNS))
     splits = min(most, _FIXED_SPLITS) if fixed_splits else max(1, min(most, 64 // tiles))
@@ -194,11 +183,10 @@ def expand(y: Tensor, shrunk: Tensor, changes: CudaChanges, scales: Tensor, pdl:
     adapters, rank = changes.b.shape[1:]
     rows, width = y.shape
     assert y.is_contiguous() and y.dtype == torch.float32 and rows == scales.shape[1]
-    blocks = _blocks(rows)
-    tiles = changes.few_tiles if blocks is _FEW else changes.many_tiles
-    _expand_kernel[(triton.cdiv(rows, blocks.rows), len(tiles))](
-        y, shrunk, changes.b, scales, tiles, rows, width, len(shrunk),
-        ADAPTERS=adapters, RANK=rank, WIDTH=shrunk.shape[2], ROWS=blocks.rows, OUTPUTS=blocks.outputs,
+    block = _block(rows)
+    _expand_kernel[(triton.cdiv(rows, block), len(changes.tiles))](
+        y, shrunk, changes.b, scales, changes.tiles, rows, width, len(shrunk),
+        ADAPTERS=adapters, RANK=rank, WIDTH=shrunk.shape[2], ROWS=block, OUTPUTS=_OUTPUTS,
         PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return y
