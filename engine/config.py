@@ -291,7 +291,7 @@ class EngineConfig:
         Flag("--image-cache", "MiB of host memory for images that are kept encoded.", RUN_PANEL, "MIB"),
     ] = 512
     lora: Annotated[
-        tuple[str | Path, ...],
+        tuple[str, ...],
         Flag(
             "--lora",
             "A LoRA adapter (GGUF file or PEFT folder), and its scale; repeatable.",
@@ -446,7 +446,7 @@ class Configured:
         mmproj: str | Path | None = None,
         no_mmproj: bool = False,
         image_cache: int = 512,
-        lora: tuple[str | Path, ...] = (),
+        lora: tuple[str, ...] = (),
         chat_template: str | None = None,
         progress: Callable[[str], None] | None = None,
         make_room: Callable[[int, int, str], bool] | None = None,

@@ -20,7 +20,7 @@ from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, emp
 from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
-from quengine.kernels.cuda.lora.low_rank import CudaChanges, expand, shrink
+from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
 from quengine.kernels.cuda.vision_rows import expanded_blocks
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes
@@ -266,7 +266,7 @@ def adapter_steps() -> Iterator[Step]:
 
     def step(x: Tensor | QuantizedActivations | Fp16Operand, rows: int) -> None:
         scales = empty(count, rows)
-        expand(empty(rows, sum(parts)), shrink(x, changes, scales, pdl=pdl), changes, scales, pdl)
+        from_rank(empty(rows, sum(parts)), to_rank(x, changes, scales, pdl=pdl), changes, scales, pdl)
 
     yield True, partial(step, QuantizedActivations.empty(1, width, META), 1)
     for rows in (1, 16, 130):

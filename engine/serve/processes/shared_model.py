@@ -77,6 +77,7 @@ class ServedModel:
     tasks: Sequence[Task] = ()
     end_of_text: int | None = None
     marker: str = ""
+    adapters: AdapterScales = NO_ADAPTERS
 
     def __init__(
         self,

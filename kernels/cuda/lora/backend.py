@@ -8,7 +8,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import OperandLayout, ScaledProduct
 from quengine.kernels.cuda.gemm.matmul import paired_matmul
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.glu import glu_rows
-from quengine.kernels.cuda.lora.low_rank import CudaChanges, expand, shrink
+from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
 from quengine.kernels.cuda.pointwise import pointwise, pointwise_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.softcap import softcap_logits
@@ -50,13 +50,13 @@ class AdaptedCuda(Adapted, CudaBackend):
 
     def shrunk(self, _batch: ForwardBatch, x: Rows, changes: Changes, scales: Tensor) -> Tensor:
         assert isinstance(changes, CudaChanges)
-        return shrink(x, changes, scales, self.batch_invariant, self.pdl)
+        return to_rank(x, changes, scales, self.batch_invariant, self.pdl)
 
     def add_changes(
         self, _batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes, scales: Tensor
     ) -> Tensor:
         assert isinstance(changes, CudaChanges)
-        return expand(y, shrunk, changes, scales, self.pdl)
+        return from_rank(y, shrunk, changes, scales, self.pdl)
 
     def glu_of(self, _batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor:
         return glu_rows(y, activation, self.pdl)

@@ -1,7 +1,7 @@
 """Changes by LoRA adapters on CUDA, defined in kernels/lora/low_rank.py: a launch for A x, and one for B of it.
 
-    shrink   s[split, t, (p, m, r)] = sum over a share of K of a[p, m, r, k] x[t, k]
-    expand   y[t, n] += sum over m of scale[m, t] sum over r of b[n, m, r] (sum over splits of s[split, t, (p, m, r)])
+    to_rank    s[split, t, (p, m, r)] = sum over a share of K of a[p, m, r, k] x[t, k]
+    from_rank  y[t, n] += sum over m of scale[m, t] sum over r of b[n, m, r] (sum over splits of s[split, t, (p, m, r)])
 
 A program takes some rows, and passes over adapters that none of these has, so that a step reads the matrices of the
 adapters that its rows have, whichever. The scales are read when the kernels run: a captured step serves any mix.
@@ -24,11 +24,11 @@ from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes
 
 _RANKS = tl.constexpr(RANKS_AT_ONCE)
 _COLUMNS = 64
-"""Columns of x that a program of `shrink` takes at a time."""
+"""Columns of x that a program of `to_rank` takes at a time."""
 _LEAST_COLUMNS = 256
 """Columns of x that a split has, at least."""
 _OUTPUTS = 64
-"""Columns of y of a program of `expand`."""
+"""Columns of y of a program of `from_rank`."""
 _MANY_ROWS = 64
 """Steps of more rows have programs of more rows."""
 _MOST_SPLITS = 16
@@ -81,7 +81,7 @@ def _load_rows(
 
 @DirectLaunch
 @triton.jit
-def _shrink_kernel(
+def _to_rank_kernel(
     x_ptr, low_ptr, x_scale_ptr, a_ptr, scales_ptr, out_ptr, rows, stride, share,
     K: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
     LAYOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
@@ -110,7 +110,7 @@ def _shrink_kernel(
 
 @DirectLaunch
 @triton.jit
-def _expand_kernel(
+def _from_rank_kernel(
     y_ptr, shrunk_ptr, b_ptr, scales_ptr, tiles_ptr, rows, width, splits,
     ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -145,7 +145,7 @@ def _expand_kernel(
         tl.store(at, tl.load(at, mask=inside, other=0.0) + total, mask=inside)
 
 
-def shrink(
+def to_rank(
     x: Tensor | QuantizedActivations | Fp16Operand,
     changes: CudaChanges,
     scales: Tensor,
@@ -170,7 +170,7 @@ def shrink(
     splits = triton.cdiv(cols, share)
     out = torch.empty(splits, rows, ranks, dtype=torch.float32, device=scales.device)
     values, low, scale, _ = form.planes
-    _shrink_kernel[(tiles, ranks // RANKS_AT_ONCE, splits)](
+    _to_rank_kernel[(tiles, ranks // RANKS_AT_ONCE, splits)](
         values, low, scale, changes.a, scales, out, rows, form.stride, share,
         K=cols, ADAPTERS=adapters, RANK=rank, WIDTH=ranks, KIND=form.kind, LAYOUT=form.layout,
         ROWS=block, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4, launch_pdl=pdl,
@@ -178,13 +178,13 @@ def shrink(
     return out
 
 
-def expand(y: Tensor, shrunk: Tensor, changes: CudaChanges, scales: Tensor, pdl: bool = False) -> Tensor:
-    """y fp32 [T, N], contiguous, plus the scaled B of the partial sums of `shrink`, in place."""
+def from_rank(y: Tensor, shrunk: Tensor, changes: CudaChanges, scales: Tensor, pdl: bool = False) -> Tensor:
+    """y fp32 [T, N], contiguous, plus the scaled B of the partial sums of `to_rank`, in place."""
     adapters, rank = changes.b.shape[1:]
     rows, width = y.shape
     assert y.is_contiguous() and y.dtype == torch.float32 and rows == scales.shape[1]
     block = _block(rows)
-    _expand_kernel[(triton.cdiv(rows, block), len(changes.tiles))](
+    _from_rank_kernel[(triton.cdiv(rows, block), len(changes.tiles))](
         y, shrunk, changes.b, scales, changes.tiles, rows, width, len(shrunk),
         ADAPTERS=adapters, RANK=rank, WIDTH=shrunk.shape[2], ROWS=block, OUTPUTS=_OUTPUTS,
         PDL=pdl, num_warps=4, launch_pdl=pdl,

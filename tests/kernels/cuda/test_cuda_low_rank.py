@@ -5,7 +5,7 @@ import torch
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, to_fp16_operand
 from quengine.kernels.cuda.gemv.activations import quantize_activations
-from quengine.kernels.cuda.lora.low_rank import CudaChanges, expand, shrink
+from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
 from quengine.kernels.lora.low_rank import LowRank, add_changes, stacked
 
 
@@ -56,7 +56,7 @@ def test_kernels_are_the_definition(
         x = to_fp16_operand(plain, Fp16Operand.empty(rows, cols, device, layout[form]))
         read = x.dequantize(cols)
     wanted = add_changes(y.double(), read.double(), changes, scales)
-    found = expand(y.clone(), shrink(x, changes, scales, fixed), changes, scales)
+    found = from_rank(y.clone(), to_rank(x, changes, scales, fixed), changes, scales)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-4)
 
 
@@ -64,9 +64,9 @@ def test_rows_without_adapters_keep_their_bits(device: torch.device) -> None:
     changes = changes_of([32], 64, [8], device)
     y, scales = torch.randn(3, 32, device=device), torch.zeros(1, 3, device=device)
     x = torch.randn(3, 64, device=device)
-    assert torch.equal(expand(y.clone(), shrink(x, changes, scales), changes, scales), y)
+    assert torch.equal(from_rank(y.clone(), to_rank(x, changes, scales), changes, scales), y)
     scales[0, 1] = 1.0
-    found = expand(y.clone(), shrink(x, changes, scales), changes, scales)
+    found = from_rank(y.clone(), to_rank(x, changes, scales), changes, scales)
     assert torch.equal(found[::2], y[::2]) and not torch.equal(found[1], y[1])
 
 
@@ -77,6 +77,6 @@ def test_a_row_has_the_bits_that_it_has_in_any_batch(device: torch.device) -> No
 
     def computed(count: int) -> torch.Tensor:
         own = scales[:, :count].contiguous()
-        return expand(y[:count].clone(), shrink(x[:count], changes, own, True), changes, own)
+        return from_rank(y[:count].clone(), to_rank(x[:count], changes, own, True), changes, own)
 
     assert torch.equal(computed(5), computed(80)[:5])
