@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from quengine.block_pool import CachePool
-from quengine.config import EngineConfig
+from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.ranks.communicator import Communicator
@@ -146,7 +146,8 @@ def load_model(
     draft = draft if own is None else own
     free = free_memory(device, config.ranks)
     kept_images = 0 if vision is None else image_room(device.type, free, config.image_cache)
-    free -= kept_images + (0 if vision is None else vision.workspace) + adapters.nbytes
+    free -= kept_images + (0 if vision is None else vision.workspace)
+    free -= adapters.nbytes(config.chunk_size or DEFAULT_CHUNK[device.type])
     logger.info("device %s: %s; %s of memory free", device, device_name(device), gib(free))
     experts = ExpertPlacement.choose(config, part, device.type)
     experts.check_host_memory(available_memory())

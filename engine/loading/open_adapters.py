@@ -23,11 +23,14 @@ class OpenAdapters:
     weights: Adapters | None = None
     files: tuple[Adapter, ...] = ()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that they take."""
-        found = () if self.weights is None else self.weights.changes.values()
-        return sum(4 * (c.a.numel() + c.b.numel()) for each in found for c in each if c is not None)
+    def nbytes(self, chunk: int) -> int:
+        """Bytes of memory that they take, with the products of a chunk of `chunk` tokens of a prompt: of gate and up,
+        and their activation, which are then not computed at once."""
+        changes = {} if self.weights is None else self.weights.changes
+        held = [c for each in changes.values() for c in each if c is not None]
+        of_layers = (c for name, each in changes.items() for c in each if c is not None and "blk." in name)
+        widest = max((len(c.b) for c in of_layers), default=0)
+        return sum(4 * (c.a.numel() + c.b.numel()) for c in held) + 3 * 4 * chunk * widest
 
     @property
     def notes(self) -> list[str]:
