@@ -369,43 +369,26 @@ def make_backend(
     adapters: Adapters | None = None,
 ) -> Backend[Any]:
     """The backend of a device. adapters: of the weights that it is to load."""
-    keeps = REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2
-    if adapters is not None:
-        return _adapted(config, device, threads, keeps, adapters)
-    if config.backend == "reference":
-        from quengine.kernels.reference import ReferenceBackend
-
-        return ReferenceBackend(keep=keeps)
-    if device.type == "cuda":
-        from quengine.kernels.cuda.backend import CudaBackend
-        from quengine.platform.device import announce_compilation
-
-        cuda_start.wait()
-        announce_compilation(torch.cuda.get_device_name(device))
-        return CudaBackend(device, batch_invariant=config.deterministic)
-    from quengine.kernels.cpu.backend import CpuBackend
-
-    return CpuBackend(threads)
-
-
-def _adapted(
-    config: EngineConfig, device: torch.device, threads: int, keeps: bool, adapters: Adapters
-) -> Backend[Any]:
-    """The backend with these adapters."""
     if config.backend == "reference":
         from quengine.kernels.lora.reference import AdaptedReference
+        from quengine.kernels.reference import ReferenceBackend
 
-        return AdaptedReference(adapters, keep=keeps)
+        keep = REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2
+        return ReferenceBackend(keep) if adapters is None else AdaptedReference(adapters, keep)
     if device.type == "cuda":
+        from quengine.kernels.cuda.backend import CudaBackend
         from quengine.kernels.cuda.lora.backend import AdaptedCuda
         from quengine.platform.device import announce_compilation
 
         cuda_start.wait()
         announce_compilation(torch.cuda.get_device_name(device))
+        if adapters is None:
+            return CudaBackend(device, batch_invariant=config.deterministic)
         return AdaptedCuda(adapters, device, batch_invariant=config.deterministic)
+    from quengine.kernels.cpu.backend import CpuBackend
     from quengine.kernels.cpu.lora import AdaptedCpu
 
-    return AdaptedCpu(adapters, threads)
+    return CpuBackend(threads) if adapters is None else AdaptedCpu(adapters, threads)
 
 
 def _make_runner(
