@@ -101,6 +101,8 @@ class EngineConfig:
         no_mmproj: the model is to read text alone.
         image_cache: host memory in MiB for encoded images, which later prompts need not encode again, once they have no
             room left on a CUDA device, a 64th of whose free memory they may take; 0: none are kept.
+        lora: LoRA adapters of the model, GGUF files or PEFT folders, as "FILE" or "FILE:SCALE"; they are applied beside
+            the weights, and a request may have scales of its own (`SamplingParams.lora`).
         chat_template: in place of the model's own: its text, or a name.
         progress: called with a line of text as weights are loaded onto a GPU, or copied.
         make_room: called before anything is allocated, with the bytes that the run needs, those that are free, and the
@@ -288,6 +290,15 @@ class EngineConfig:
         Range(0),
         Flag("--image-cache", "MiB of host memory for images that are kept encoded.", RUN_PANEL, "MIB"),
     ] = 512
+    lora: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--lora",
+            "A LoRA adapter (GGUF file or PEFT folder), and its scale; repeatable.",
+            RUN_PANEL,
+            "FILE[:SCALE]",
+        ),
+    ] = ()
     chat_template: str | None = None
     progress: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
     make_room: Callable[[int, int, str], bool] | None = field(default=None, compare=False, repr=False)
@@ -301,6 +312,8 @@ class EngineConfig:
         if self.cache_type not in CACHE_TYPES:
             raise EngineError(f"cache type {self.cache_type!r}: must be {' or '.join(CACHE_TYPES)}")
         check_ranges(self, "{name} {value}")
+        given = (self.lora,) if isinstance(self.lora, str | Path) else self.lora
+        object.__setattr__(self, "lora", tuple(map(str, given)))
         if self.no_mmproj and self.mmproj is not None:
             raise EngineError(f"mmproj {self.mmproj}: no_mmproj leaves images out; give one of them")
         self._check_shares()
@@ -433,6 +446,7 @@ class Configured:
         mmproj: str | Path | None = None,
         no_mmproj: bool = False,
         image_cache: int = 512,
+        lora: tuple[str, ...] = (),
         chat_template: str | None = None,
         progress: Callable[[str], None] | None = None,
         make_room: Callable[[int, int, str], bool] | None = None,

@@ -37,6 +37,7 @@ from quengine.platform.deferred_interrupt import DeferredInterrupt
 from quengine.platform.device import on_device
 from quengine.platform.machine import peak_memory
 from quengine.platform.out_of_memory import memory_errors
+from quengine.request.adapter_scales import LoadedAdapter
 from quengine.request.chat_format import ChatFormat
 from quengine.request.chat_options import ReasoningFormat
 from quengine.request.content_parts import flattened, has_images, images_of, why_text_alone
@@ -129,8 +130,10 @@ class LLM(Configured):
             alone = self._turns is None or config.deterministic
             self.images = ImagePrompts(vision, self.tokenizer, self._turns, *kept, most, alone)
         self._sequences = SequenceFactory(
-            self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose
+            *(self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose),
+            adapters=self.loaded.adapters,
         )
+        self.runner.adapters = self.loaded.adapters.of(None)
         source = self._chat.source
         has = "no chat template" if source is None else f"chat template of {len(source)} characters"
         logger.info("tokenizer of %d tokens, %s", self.tokenizer.vocab_size, has)
@@ -139,6 +142,11 @@ class LLM(Configured):
         # `finally` does so by a single C call, since an interrupt may come before any other.
         self.dropped: deque[Sequence] = deque()
         _open_models.add(self)
+
+    @property
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """The model's LoRA adapters, in the order of their numbers (`SamplingParams.lora`)."""
+        return self.loaded.adapters.adapters
 
     @property
     def answer_format(self) -> AnswerFormat:

@@ -136,6 +136,8 @@ class SamplingParams:
             `n_discard` of them, 0: half (context/context_shift.py).
         n_indent: a line, but the first, that begins with fewer spaces and tabs ends the text before what else it has.
         t_max_predict_ms: so long after the first token the next line end ends the text; 0 or -1: never.
+        lora: the scales of the model's LoRA adapters by number, from 0 in the order of loading; those that are left out
+            are 0. None: the scales that they were loaded with.
         n: how many completions of the prompt; they share the seed and differ in its stream of random numbers.
 
     Raises:
@@ -275,6 +277,7 @@ class SamplingParams:
     n_discard: Annotated[int, Range(0, MAX_COUNT)] = 0
     n_indent: Annotated[int, Range(0, MAX_COUNT)] = 0
     t_max_predict_ms: Annotated[int, Range(-1, MAX_COUNT)] = 0
+    lora: Mapping[int, float] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -292,6 +295,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", _texts("stop", self.stop, "stop string"))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "lora", _scales(self.lora))
         object.__setattr__(self, "dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
         object.__setattr__(self, "samplers", _order(self.samplers))
         object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
@@ -434,6 +438,17 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     for token in ids:
         _check_number(name, token, _TOKEN, whole=True)
     return ids
+
+
+def _scales(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _invalid("lora", value, "must map numbers of adapters to scales")
+    for number, scale in value.items():
+        _check_number("lora adapter", number, _TOKEN, whole=True)
+        _check_number(f"lora[{number}]", scale, _BIAS, whole=False)
+    return {number: float(scale) for number, scale in value.items()}
 
 
 def _biases(value: Any) -> dict[int, float]:

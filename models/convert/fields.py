@@ -49,6 +49,21 @@ def file_fields(folder: Path, config: ModelConfig, tensors: list[FileTensor], ki
     return {key: _field(value) for key, value in writer.kv_data[0].items()}
 
 
+def adapter_fields(
+    folder: Path, config: ModelConfig, tensors: list[FileTensor], alpha: float
+) -> dict[str, Field]:
+    """Every metadata entry of the file of a LoRA adapter in `folder`. config: of the model that it changes."""
+    import gguf
+
+    writer = gguf.GGUFWriter(None, config.architecture)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    _add_general(writer, folder, tensors)
+    writer.add_float32("adapter.lora.alpha", alpha)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    return {key: _field(value) for key, value in writer.kv_data[0].items()}
+
+
 def check_converted(config: ModelConfig) -> None:
     """Raises EngineError for a model whose file's metadata are not known here."""
     _parts(config)

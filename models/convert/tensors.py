@@ -57,7 +57,7 @@ class FileTensor:
     def pieces(self) -> Iterator[QuantTensor]:
         """Its parts as the folder stores them, read when they are taken."""
         if self.computed is not None:
-            data = self.computed.float().reshape(1, -1).view(torch.uint8)
+            data = self.computed.float().reshape(-1, self.computed.shape[-1]).view(torch.uint8)
             yield QuantTensor(self.info.name, FORMATS["F32"], tuple(self.computed.shape), data)
         for part in self.parts:
             yield self.held[part] if self.change is None else _changed(self.held[part], self.change)

@@ -98,6 +98,7 @@ class ModelHost:
         nbytes: of its weights; 0 while they are not known.
         worker: another one each time the model is loaded.
         kept: what stays of a model that sleeps, until it is loaded again.
+        lora: scales of its LoRA adapters for requests that give none; None: those that it is loaded with.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class ModelHost:
         self.load_began = 0.0
         self.nbytes = spec.nbytes
         self.kept: ServedModel | None = None
+        self.lora: Mapping[int, float] | None = None
         self._latest: ServedModel | None = None
         self._make_engine, self._changed, self._ended = make_engine, changed, ended
         self.metrics = metrics = Metrics()

@@ -120,6 +120,14 @@ def _chosen(answer: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
     return chosen
 
 
+def _scales(params: SamplingParams, model: ServedModel | None) -> list[dict[str, int | float]]:
+    """The LoRA adapters that a request applies."""
+    if model is None:
+        return []
+    scales = model.adapters.scales(params.lora)
+    return [{"id": number, "scale": scale} for number, scale in enumerate(scales) if scale]
+
+
 @dataclass
 class _Form(ChunkForm):
     """The chunks of a stream, of which the last has the fields of a whole answer."""
@@ -203,5 +211,5 @@ def generation_settings(params: SamplingParams, model: ServedModel | None) -> di
         "adaptive_target": -1.0,
         "adaptive_decay": 0.9,
         "min_keep": 0,
-        "lora": [],
+        "lora": _scales(params, model),
     }

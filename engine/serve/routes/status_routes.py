@@ -17,6 +17,7 @@ from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import FINGERPRINT
 from quengine.serve.routes.images import MEDIA_MARKER
 from quengine.serve.routes.native import generation_settings
+from quengine.serve.routes.sampling import adapter_scales
 from quengine.serve.schemas.errors import ApiError, switched_off
 from quengine.serve.schemas.fields import LoraAdapter
 from quengine.serve.schemas.llama import Health, Replicas, Success
@@ -143,15 +144,24 @@ async def change_props(models: Models, request: Request) -> Response:
 
 
 async def lora_adapters(models: Models, request: Request) -> Response:
-    """The adapters: none."""
-    del models, request
-    return json_response([])
+    """The LoRA adapters of the only model, or of one that is named, with the scales of requests that give none."""
+    host = models.queried(request.query_params.get("model", ""))
+    if host is None:
+        return json_response([])
+    of_model = host.model.adapters
+    scales = of_model.scales(host.lora)
+    return json_response(
+        [
+            {"id": each.id, "path": each.path, "scale": scale, "task_name": "", "prompt_prefix": ""}
+            for each, scale in zip(of_model.adapters, scales, strict=True)
+        ]
+    )
 
 
 async def change_lora_adapters(models: Models, request: Request) -> Response:
-    """Switch adapters off.
-
-    There are none, so that all scales must be 0.
-    """
-    read_part(list[LoraAdapter], await read_array(request, models.settings.limits), "adapters")
+    """Set the scales of LoRA adapters for requests that give none; those that are left out become 0."""
+    given = read_part(list[LoraAdapter], await read_array(request, models.settings.limits), "adapters")
+    host = models.queried(request.query_params.get("model", ""))
+    if host is not None:
+        host.lora = adapter_scales(given, host.model)
     return json_response(Success())

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from quengine.request.pooling import POOLINGS, Pooling
-from quengine.request.sampling_params import MAX_BREAKER, MAX_SEED, RANGES, Range
+from quengine.request.sampling_params import MAX_BIAS, MAX_BREAKER, MAX_SEED, RANGES, Range
 from quengine.sampling_chain.names import LETTERS, MAX_SAMPLERS
 from quengine.structured.tool_calls import MAX_TOOLS
 
@@ -144,11 +144,11 @@ class Body(Fields, frozen=True):
 
 
 class LoraAdapter(msgspec.Struct, frozen=True):
-    """A LoRA adapter that is off: there are none."""
+    """How strongly a LoRA adapter is applied."""
 
-    id: int = -1
+    id: Annotated[int, Meta(description="Its number in /lora-adapters.")] = -1
     scale: Annotated[
-        float, Meta(ge=0, le=0, extra={"rule": "must be 0, since this server has no adapters"})
+        float, Meta(ge=-MAX_BIAS, le=MAX_BIAS, extra={"rule": f"must be a number of at most {MAX_BIAS:g}"})
     ] = 0
 
 

@@ -122,7 +122,7 @@ def _generation_settings() -> Schema:
         dry_sequence_breakers=array(STRING),
         samplers=array(STRING),
         post_sampling_probs=BOOLEAN,
-        lora={"type": "array", "maxItems": 0},
+        lora=array(record(id=COUNT, scale=NUMBER)),
     )
 
 
@@ -153,7 +153,9 @@ def _status() -> dict[str, Schema]:
     limits = ("body", "prompt_tokens", "n", "stop", "logit_bias", "queue")
     return {
         **_slots(),
-        "LoraAdapters": {"type": "array", "maxItems": 0},
+        "LoraAdapters": array(
+            record(id=COUNT, path=STRING, scale=NUMBER, task_name=STRING, prompt_prefix=STRING)
+        ),
         **_tools_and_streams(),
         "Props": record(
             default_generation_settings=record(n_ctx=COUNT, params=ref("GenerationSettings")),
