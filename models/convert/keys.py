@@ -297,6 +297,13 @@ def _head_sizes_by_window(source: Source) -> None:
         )
 
 
+def _assistant(source: Source) -> None:
+    """Of a model whose layers all draft, and attend to another model's keys and values."""
+    source.writer.add_embedding_length_out(source.config.target_width)
+    source.writer.add_nextn_predict_layers(source.config.block_count)
+    source.writer.add_shared_kv_layers(source.keys["text_config"].get("num_kv_shared_layers", 0))
+
+
 def _kv_heads(source: Source) -> None:
     """The number of key and value heads of each layer, where they differ."""
     heads = [source.config.sizes(layer).head_count_kv for layer in range(source.config.block_count)]
@@ -428,6 +435,15 @@ _NEMOTRON: Sequence[Part] = (
 )
 _GRANITE: Sequence[Part] = (vocab_size, _rope_dim, _granite)
 _GEMMA3N: Sequence[Part] = (head_size, _window, window_base, _window_pattern, _softcaps, _lengths_by_layer)
+_GEMMA4: Sequence[Part] = (
+    _head_sizes_by_window,
+    _kv_heads,
+    _layered_lengths,
+    _window,
+    window_base,
+    _window_pattern,
+    _softcaps,
+)
 _QWEN35: Sequence[Part] = (given_head_size, _rope_dim, _gated_delta, _drafts)
 
 PARTS: Mapping[str, Sequence[Part]] = {
@@ -460,18 +476,8 @@ PARTS: Mapping[str, Sequence[Part]] = {
     "exaone4": (*_PLAIN, vocab_size, _window, _window_pattern),
     "gemma2": (head_size, _window, _softcaps, _without_base),
     "gemma3": (head_size, _window, window_base, _softcaps),
-    "gemma4": (
-        _head_sizes_by_window,
-        _kv_heads,
-        _layered_lengths,
-        _window,
-        window_base,
-        _window_pattern,
-        _softcaps,
-        _sharing,
-        _layer_inputs,
-        _expert_length,
-    ),
+    "gemma4": (*_GEMMA4, _sharing, _layer_inputs, _expert_length),
+    "gemma4-assistant": (*_GEMMA4, _layer_inputs, _assistant),
     "glm4": (*_PLAIN, _rope_dim),
     "glm4moe": (*_PLAIN, _rope_dim, *_ROUTED, _sigmoid, _drafts_or_zero),
     "gpt-oss": (*_PLAIN, _window, _expert_length),
