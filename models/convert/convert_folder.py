@@ -11,7 +11,14 @@ import torch
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import FORMATS
 from quengine.models.convert.convert_adapter import AdapterFile, alpha_of, halves
-from quengine.models.convert.fields import adapter_fields, check_converted, file_fields, task_fields
+from quengine.models.convert.convert_projector import ProjectorFile
+from quengine.models.convert.fields import (
+    adapter_fields,
+    check_converted,
+    file_fields,
+    projector_fields,
+    task_fields,
+)
 from quengine.models.convert.tensors import TYPES, FileTensor, file_tensors, has_drafts
 from quengine.models.gguf.whole_file import whole_file
 from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_bytes, padded, write_padding
@@ -42,6 +49,7 @@ def convert(
     type: str | None = None,
     *,
     base: str | Path | None = None,
+    mmproj: bool = False,
     split_max_size: int | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -56,6 +64,7 @@ def convert(
         type: of matrices: "f32", "f16", "bf16" or "q8_0"; None: "f16", of an adapter "f32". Vectors, norms and routers
             are F32.
         base: of an adapter the folder of its model, of which config.json alone is read; None: that which it names.
+        mmproj: of a model with vision its projector, not the text model.
         split_max_size: bytes of tensors of a file, at most, but of one tensor at least; None: one file.
         threads: of the CPU; None: one for each processor.
 
@@ -69,6 +78,8 @@ def convert(
         raise EngineError(
             f"no type {name}: {', '.join(TYPES)}; for others quantize the file: engine quantize"
         )
+    if mmproj:
+        return _convert_projector(path, Path(target), kind, threads, progress)
     if is_peft(path):
         adapter = AdapterFile(path, None if base is None else Path(base), kind)
         fields = adapter_fields(path, adapter.config, adapter.tensors, adapter.alpha)
@@ -98,6 +109,17 @@ class _File:
     @property
     def infos(self) -> list[TensorInfo]:
         return [tensor.info for tensor in self.tensors]
+
+
+def _convert_projector(
+    folder: Path, target: Path, kind: str, threads: int | None, progress: Progress | None
+) -> Conversion:
+    projector = ProjectorFile(folder, kind)
+    try:
+        fields = projector_fields(folder, projector, kind)
+        return _converted(folder, "clip", [_File(target, fields, projector.tensors)], threads, progress)
+    finally:
+        projector.close()
 
 
 def _converted(

@@ -12,6 +12,7 @@ import numpy as np
 
 from quengine.errors import EngineError
 from quengine.models.config import ModelConfig, Task
+from quengine.models.convert.convert_projector import ProjectorFile
 from quengine.models.convert.encoder_keys import ENCODER_PARTS
 from quengine.models.convert.encoder_vocabulary import add_encoder_vocabulary
 from quengine.models.convert.keys import PARTS, Keys, Part, Source, Writer
@@ -77,6 +78,19 @@ def task_fields(config: ModelConfig, task: Task, alpha: float) -> dict[str, Fiel
     writer.add_string("adapter.lora.task_name", task.name)
     if config.encoder is not None and any(each.prefix for each in config.encoder.tasks):
         writer.add_string("adapter.lora.prompt_prefix", task.prefix)
+    return {key: _field(value) for key, value in writer.kv_data[0].items()}
+
+
+def projector_fields(folder: Path, projector: ProjectorFile, kind: str) -> dict[str, Field]:
+    """Every metadata entry of the file of a folder's vision part."""
+    import gguf
+
+    writer = gguf.GGUFWriter(None, "clip")
+    writer.add_type("mmproj")
+    _add_general(writer, folder, projector.tensors)
+    writer.add_file_type(FILE_TYPES[kind])
+    projector.add_keys(writer)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     return {key: _field(value) for key, value in writer.kv_data[0].items()}
 
 

@@ -22,9 +22,14 @@ def contents(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return metadata, tensors
 
 
-def check_equal(ours: Path, theirs: Path, splits: bool = True) -> None:
-    """The same tensors and keys; but for the name of the pre-tokenizer, where not `splits`."""
+def check_equal(ours: Path, theirs: Path, splits: bool = True, more: tuple[str, ...] = ()) -> None:
+    """The same tensors and keys; but for the name of the pre-tokenizer, where not `splits`, and for `more`, tensors and
+    keys that ours may have beside."""
     (metadata, tensors), (expected, expected_tensors) = contents(ours), contents(theirs)
+    for name in more:
+        for mine, other in ((metadata, expected), (tensors, expected_tensors)):
+            if name not in other:
+                mine.pop(name, None)
     for each in () if splits else (metadata, expected):
         each.pop("tokenizer.ggml.pre")
     assert metadata == expected
