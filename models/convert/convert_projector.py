@@ -5,6 +5,7 @@ Tensors are those that the vision encoder reads of a folder, which have GGUF's n
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,12 @@ from quengine.models.tokenizer import Tokenizer
 from quengine.models.vision.files import FolderSource
 from quengine.models.vision.load import open_folder
 from quengine.models.vision.settings import VisionSettings
+
+_IMAGE_SIZES = {"qwen2.5vl_merger": 560, "lfm2": 256}
+"""Of projectors that take any size, what files have all the same."""
+
+_SPLIT = ("qwen2.5vl_merger",)
+"""Projectors whose files have queries, keys and values of a layer in three tensors, where folders have one."""
 
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _PATCHES = (".patch_embd.weight", ".patch_merger.weight")
@@ -52,7 +59,11 @@ class ProjectorFile:
         if name not in PARTS:
             raise EngineError(f"{folder}: projector {name} is not converted yet; {', '.join(PARTS)} are")
         held = _Held(source)
-        self.tensors = [_tensor(held, each, self._forced(each), kind) for each in held]
+        self.tensors = [
+            tensor
+            for each in held
+            for tensor in _tensors(held, each, self._forced(each), kind, name in _SPLIT)
+        ]
         if name == "pixtral":
             self.tensors.append(_break_row(folder, source))
 
@@ -64,7 +75,7 @@ class ProjectorFile:
         settings = self._settings
         writer.add_clip_has_vision_encoder(True)
         writer.add_vision_projection_dim(settings.text_size)
-        writer.add_vision_image_size(settings.image_size)
+        writer.add_vision_image_size(_IMAGE_SIZES.get(settings.projector, settings.image_size))
         writer.add_vision_patch_size(settings.patch)
         writer.add_vision_embedding_length(settings.width)
         writer.add_vision_feed_forward_length(settings.feed_forward)
@@ -105,10 +116,24 @@ def _stored(name: str, tensor: Tensor) -> QuantTensor:
     return QuantTensor(name, FORMATS[_NAMES[tensor.dtype]], tuple(tensor.shape), data)
 
 
-def _tensor(held: _Held, name: str, forced: str | None, kind: str) -> FileTensor:
+def _tensors(held: _Held, name: str, forced: str | None, kind: str, split: bool) -> list[FileTensor]:
+    """The tensors of a file that `name` becomes: itself, or if `split` its rows of queries, keys and values."""
     shape = held[name].shape
-    stored = forced or _type(name, shape, kind)
-    return FileTensor(TensorInfo(name, shape, stored), held, (name,))
+    if not split or ".attn_qkv." not in name:
+        return [FileTensor(TensorInfo(name, shape, forced or _type(name, shape, kind)), held, (name,))]
+    shape = (shape[0] // 3, *shape[1:])
+    found = []
+    for part, letter in enumerate("qkv"):
+        own = name.replace("attn_qkv", f"attn_{letter}")
+        change = partial(_third, part)
+        found.append(
+            FileTensor(TensorInfo(own, shape, _type(own, shape, kind)), held, (name,), change=change)
+        )
+    return found
+
+
+def _third(part: int, values: Tensor) -> Tensor:
+    return values.chunk(3)[part]
 
 
 def _type(name: str, shape: tuple[int, ...], kind: str) -> str:
@@ -139,11 +164,7 @@ def _eps(source: ProjectorSource) -> None:
 
 def _pixtral(source: ProjectorSource) -> None:
     _eps(source)
-    activation = source.keys["vision_config"].get("hidden_act", "gelu")
-    if activation == "silu":
-        source.writer.add_vision_use_silu(True)
-    else:
-        source.writer.add_vision_use_gelu(True)
+    _activation(source)
     if "spatial_merge_size" in source.keys:
         source.writer.add_vision_spatial_merge_size(source.settings.merge)
 
@@ -175,10 +196,51 @@ def _qwen3(source: ProjectorSource) -> None:
     source.writer.add_vision_is_deepstack_layers([layer in deep for layer in range(source.settings.layers)])
 
 
+def _activation(source: ProjectorSource) -> None:
+    if source.keys["vision_config"].get("hidden_act", "gelu") == "silu":
+        source.writer.add_vision_use_silu(True)
+    else:
+        source.writer.add_vision_use_gelu(True)
+
+
+def _internvl(source: ProjectorSource) -> None:
+    _eps(source)
+    _activation(source)
+    source.writer.add_vision_projector_scale_factor(source.settings.merge)
+    for key, add in (
+        ("min_dynamic_patch", source.writer.add_vision_preproc_min_tiles),
+        ("max_dynamic_patch", source.writer.add_vision_preproc_max_tiles),
+    ):
+        if source.keys.get(key, 0) > 0:
+            add(source.keys[key])
+
+
+def _lfm2(source: ProjectorSource) -> None:
+    _eps(source)
+    source.writer.add_vision_projector_scale_factor(source.settings.merge)
+    source.writer.add_vision_use_gelu(True)
+
+
+def _glm4(source: ProjectorSource) -> None:
+    _eps(source)
+    _activation(source)
+
+
+def _qwen25(source: ProjectorSource) -> None:
+    source.writer.add_vision_attention_layernorm_eps(source.keys.get("rms_norm_eps", 1e-6))
+    source.writer.add_vision_use_silu(True)
+    full = source.settings.features["full"]
+    source.writer.add_vision_n_wa_pattern(full[0] + 1)
+
+
 PARTS: Mapping[str, Callable[[ProjectorSource], None]] = {
     "pixtral": _pixtral,
     "gemma3": _gemma3,
     "idefics3": _idefics3,
     "qwen3vl_merger": _qwen3,
+    "qwen2.5vl_merger": _qwen25,
+    "internvl": _internvl,
+    "lfm2": _lfm2,
+    "glm4v": _glm4,
 }
 """Projector -> what writes its own keys."""
