@@ -188,6 +188,7 @@ COMMANDS = {
         (
             "engine convert folder -o model-f16.gguf",
             "engine convert folder -o model-bf16.gguf --type bf16 --split-max-size 4G",
+            "engine convert folder --mmproj -o mmproj-f16.gguf",
             "engine convert adapter-folder --base folder -o adapter.gguf",
         ),
     ),

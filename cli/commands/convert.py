@@ -40,6 +40,9 @@ def convert(
             show_default="the one that adapter_config.json names",
         ),
     ] = None,
+    mmproj: Annotated[
+        bool, typer.Option("--mmproj", help="Of a model with vision its projector, not the text model.")
+    ] = False,
     split_max_size: Annotated[
         str | None,
         typer.Option(
@@ -65,7 +68,14 @@ def convert(
 
     most = None if split_max_size is None else _size(split_max_size)
     result = convert_folder(
-        folder, output, type, base=base, split_max_size=most, threads=threads, progress=show
+        folder,
+        output,
+        type,
+        base=base,
+        mmproj=mmproj,
+        split_max_size=most,
+        threads=threads,
+        progress=show,
     )
     line.clear()
     typer.echo(

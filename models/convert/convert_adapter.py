@@ -6,7 +6,7 @@ and the second half of the others is multiplied by what is missing.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -41,12 +41,8 @@ class AdapterFile:
             changes |= of_latent(self.config, name, changes.pop(name))
         if not changes:
             raise adapter.error("has no changes to convert")
-        self.alpha = _alpha(changes.values())
-        self.tensors = [
-            _tensor(f"{name}.lora_{letter}", half, kind)
-            for name, change in changes.items()
-            for letter, half in zip("ab", _halves(name, change, self.alpha), strict=True)
-        ]
+        self.alpha = alpha_of(changes.values())
+        self.tensors = halves(changes, self.alpha, kind)
 
 
 def _base_config(adapter: PeftAdapter, base: Path | None) -> ModelConfig:
@@ -58,9 +54,18 @@ def _base_config(adapter: PeftAdapter, base: Path | None) -> ModelConfig:
     return read_hf_config(read_config(folder))
 
 
-def _alpha(changes: Iterable[LowRank]) -> float:
+def alpha_of(changes: Iterable[LowRank]) -> float:
     """The scale times the rank of most changes."""
     return Counter(change.scale * change.rank for change in changes).most_common(1)[0][0]
+
+
+def halves(changes: Mapping[str, LowRank], alpha: float, kind: str) -> list[FileTensor]:
+    """The tensors of a file of these changes with this alpha, in the tensor type `kind`."""
+    return [
+        _tensor(f"{name}.lora_{letter}", half, kind)
+        for name, change in changes.items()
+        for letter, half in zip("ab", _halves(name, change, alpha), strict=True)
+    ]
 
 
 def _halves(name: str, change: LowRank, alpha: float) -> tuple[Tensor, Tensor]:

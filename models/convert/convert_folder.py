@@ -10,8 +10,15 @@ import torch
 
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import FORMATS
-from quengine.models.convert.convert_adapter import AdapterFile
-from quengine.models.convert.fields import adapter_fields, check_converted, file_fields
+from quengine.models.convert.convert_adapter import AdapterFile, alpha_of, halves
+from quengine.models.convert.convert_projector import ProjectorFile
+from quengine.models.convert.fields import (
+    adapter_fields,
+    check_converted,
+    file_fields,
+    projector_fields,
+    task_fields,
+)
 from quengine.models.convert.tensors import TYPES, FileTensor, file_tensors, has_drafts
 from quengine.models.gguf.whole_file import whole_file
 from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_bytes, padded, write_padding
@@ -42,19 +49,22 @@ def convert(
     type: str | None = None,
     *,
     base: str | Path | None = None,
+    mmproj: bool = False,
     split_max_size: int | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Converts the Hugging Face folder to the GGUF file `target`, tensors and metadata as llama.cpp's converter.
 
-    A folder of PEFT with a LoRA adapter becomes an adapter's file, as its convert_lora_to_gguf.py writes it.
+    Adapters of an encoder's tasks (Jina Embeddings v3) are files beside it, lora-TASK-NAME.gguf. A folder of PEFT with
+    a LoRA adapter becomes an adapter's file, as its convert_lora_to_gguf.py writes it.
 
     Args:
         target: where the file goes, complete or not at all; of a split NAME.gguf is NAME-00001-of-00003.gguf.
         type: of matrices: "f32", "f16", "bf16" or "q8_0"; None: "f16", of an adapter "f32". Vectors, norms and routers
             are F32.
         base: of an adapter the folder of its model, of which config.json alone is read; None: that which it names.
+        mmproj: of a model with vision its projector, not the text model.
         split_max_size: bytes of tensors of a file, at most, but of one tensor at least; None: one file.
         threads: of the CPU; None: one for each processor.
 
@@ -68,6 +78,8 @@ def convert(
         raise EngineError(
             f"no type {name}: {', '.join(TYPES)}; for others quantize the file: engine quantize"
         )
+    if mmproj:
+        return _convert_projector(path, Path(target), kind, threads, progress)
     if is_peft(path):
         adapter = AdapterFile(path, None if base is None else Path(base), kind)
         fields = adapter_fields(path, adapter.config, adapter.tensors, adapter.alpha)
@@ -82,6 +94,7 @@ def convert(
         config = replace(checkpoint.config, draft_layers=int(has_drafts(checkpoint)))
         fields = file_fields(path, config, tensors, kind)
         files = _files(Path(target), fields, tensors, split_max_size)
+        files += _task_files(Path(target), checkpoint)
         return _converted(path, config.architecture, files, threads, progress)
     finally:
         checkpoint.close()
@@ -96,6 +109,17 @@ class _File:
     @property
     def infos(self) -> list[TensorInfo]:
         return [tensor.info for tensor in self.tensors]
+
+
+def _convert_projector(
+    folder: Path, target: Path, kind: str, threads: int | None, progress: Progress | None
+) -> Conversion:
+    projector = ProjectorFile(folder, kind)
+    try:
+        fields = projector_fields(folder, projector, kind)
+        return _converted(folder, "clip", [_File(target, fields, projector.tensors)], threads, progress)
+    finally:
+        projector.close()
 
 
 def _converted(
@@ -134,6 +158,19 @@ def _files(
         )
         for number, part in enumerate(parts)
     ]
+
+
+def _task_files(target: Path, checkpoint: HFCheckpoint) -> list[_File]:
+    """The adapters of an encoder's tasks, a file each, beside the model's."""
+    encoder, changes = checkpoint.config.encoder, checkpoint.adapters()
+    found = []
+    for task in () if encoder is None else encoder.tasks:
+        of_task = changes[task.name]
+        alpha = alpha_of(of_task.values())
+        fields = task_fields(checkpoint.config, task, alpha)
+        path = target.with_name(f"lora-{task.name}-{target.name}")
+        found.append(_File(path, fields, halves(of_task, alpha, "F32")))
+    return found
 
 
 def _split_fields(number: int, count: int, tensors: int) -> dict[str, Field]:

@@ -22,7 +22,7 @@ from tests.each_case import each_case
 from tests.gguf_builder import GGUFBuilder
 from tests.llama_cpp_convert import VOCAB, write_tokenizer
 from tests.models.architectures.both_files import write_case
-from tests.models.convert.test_convert import check_equal
+from tests.models.convert.equal_files import check_equal
 from tests.models.lora.lora_folders import ALPHA, RANK, convert_lora, write_adapter, write_merged
 from tests.transformers_models import write_model
 
