@@ -21,6 +21,9 @@ from quengine.models.architectures.gemma4_assistant import sources
 from quengine.models.assistant_decoder import AssistantDecoder
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.decoder import Decoder
+from quengine.models.synthetic.presets import PRESETS
+from quengine.models.synthetic.synthetic import synthetic_bytes, write_synthetic
+from quengine.models.synthetic.synthetic_assistant import assistant_of
 from quengine.runners.assistant_graphs import AssistantGraphs
 from quengine.slot import Slot
 from quengine.speculative.draft_assistant import AssistantDrafts
@@ -420,6 +423,20 @@ def test_a_target_of_other_sizes_is_refused(root: Path) -> None:
             sources(own, changed)
     with pytest.raises(EngineError, match="2 key/value heads of 16, and layer 1 of the model has 1"):
         sources(own, open_checkpoint(root / "layered").config)
+
+
+@pytest.mark.parametrize("preset", ["gemma-4-31b", "gemma-4-e4b", "gemma-4-tiny"])
+def test_a_synthetic_assistant_fits_its_model(tmp_path: Path, preset: str) -> None:
+    target = PRESETS[preset].config()
+    spec = assistant_of(target)
+    if preset == "gemma-4-31b":
+        assert 460e6 < synthetic_bytes(spec) / 4.5 * 8 < 480e6  # as many weights as the published one has
+    small = assistant_of(target, width=64, length=64)
+    config = open_checkpoint(write_synthetic(tmp_path / "m.gguf", replace(small, vocab_size=400))).config
+    assert [target.layer_windows[layer] for layer in sources(config, target)] == [
+        *(target.sliding_window,) * 3,
+        None,
+    ]
 
 
 def test_an_assistant_alone_generates_nothing(root: Path) -> None:
