@@ -96,7 +96,7 @@ def _encoder(weights: Weights, settings: VisionSettings) -> Gemma4UV:
 
 def _channels_first(values: Tensor, settings: VisionSettings) -> Tensor:
     """[..., patch * patch * 3] with the channels of a pixel together -> with the pixels of a channel together."""
-    pixels = values.unflatten(-1, (settings.patch**2, 3))
+    pixels = values.reshape(*values.shape[:-1], settings.patch**2, 3)
     return pixels.transpose(-1, -2).flatten(-2).contiguous()
 
 
