@@ -12,7 +12,7 @@ import torch
 
 from quengine.block_pool import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
-from quengine.kernels.backend import Backend
+from quengine.kernels.backend import Backend, LayerState
 from quengine.kernels.lora.adapted import Adapted
 from quengine.kernels.lora.low_rank import Adapters
 from quengine.kernels.quant_tensor import QuantTensor
@@ -193,24 +193,31 @@ class Machine:
         note += f"weights {gib(layer.nbytes)}, "
         note += f"cache {gib(held)} with the hidden rows that it reads"
         most = config.draft_mtp or 0
-        on_device = self._drafts_on_device(runner, target, most)
+        on_device = self._drafts_on_device(decoder, cache.layers, target, most)
         return MtpDrafts(runner, self.draft_steps(runner, target), most, on_device), [note]
 
-    def _drafts_on_device(self, layer: ModelRunner, target: ModelRunner, most: int) -> "DraftGraphs | None":
-        """Steps in which the layer drafts on the device; None where a model has a state that cannot wait for them,
-        image rows with three positions, or steps whose bits are to be those of any other (`deterministic`)."""
-        if layer.graphs is None or target.device_decoder is None:
+    def _drafts_on_device(
+        self, decoder: Decoder, cache: Sequence[LayerState], target: ModelRunner, most: int
+    ) -> "DraftGraphs | None":
+        """Steps in which a layer or an assistant drafts on the device; None where a model has a state that cannot wait
+        for them, image rows with three positions, or steps that have the bits of any other (`deterministic`)."""
+        if target.device_decoder is None:
             return None
         shape = target.decoder.config
         # Text after images is rotated by less than its position.
         turned = self.takes_images and bool(shape.rope_axes)
         if turned or not may_draft_on_device(self.config) or not states_can_wait(shape):
             return None
+        from quengine.runners.assistant_graphs import AssistantGraphs
         from quengine.runners.cuda_graphs import CudaGraphs
         from quengine.runners.draft_graphs import DraftGraphs
 
-        assert isinstance(layer.graphs, CudaGraphs) and isinstance(target.graphs, CudaGraphs)
-        made = DraftGraphs(target.graphs, layer.graphs, most, draft_rows(self.config, "cuda"))
+        assert isinstance(target.graphs, CudaGraphs)
+        graphs, rows = target.graphs, draft_rows(self.config, "cuda")
+        if isinstance(decoder, AssistantDecoder):
+            made: DraftGraphs = AssistantGraphs(graphs, decoder, cache, most, rows)
+        else:
+            made = DraftGraphs(graphs, decoder, cache, most, rows)
         target.device_decoder.drafting = made
         return made
 
@@ -224,7 +231,11 @@ class Machine:
         note = (
             f"drafts by {checkpoint.path.name} from the model's own cache: weights {gib(checkpoint.nbytes)}, "
         )
-        return AssistantDrafts(decoder, target), [f"{note}hidden rows {gib(target.cache.hidden.nbytes)}"]
+        most = draft_tokens(self.config, self.device.type)
+        on_device = self._drafts_on_device(decoder, target.cache.layers, target, most)
+        return AssistantDrafts(decoder, target, on_device), [
+            f"{note}hidden rows {gib(target.cache.hidden.nbytes)}"
+        ]
 
     def _drafts_of_eagle(
         self, target: ModelRunner, eagle: EagleCheckpoint, pools: Sequence[CachePool]
@@ -240,7 +251,7 @@ class Machine:
         note = f"{_draft_note(eagle, cache, target.cache.ctx_size)}; EAGLE-3, of the inputs of layers {layers}, whose "
         note += f"rows take {gib(target.cache.hidden.nbytes)}; {eagle.config.eagle.drafted} tokens"
         most = draft_tokens(config, self.device.type)
-        on_device = self._drafts_on_device(runner, target, most)
+        on_device = self._drafts_on_device(decoder, cache.layers, target, most)
         return EagleDrafts(runner, self.draft_steps(runner, target), most, on_device), [note]
 
     def _draft_runner(self, decoder: Decoder, cache: KVCache) -> ModelRunner:
@@ -276,7 +287,8 @@ class Machine:
     def _layer_plan(self, target: ModelConfig) -> "LayerPlan | None":
         from quengine.runners.compile_kernels import LayerPlan, stored_tensors
 
-        if self.layer is None or not self.layer.config.is_draft_layer:
+        config = None if self.layer is None else self.layer.config
+        if self.layer is None or config is None or not (config.is_draft_layer or config.target_width):
             return None
         tensors, slots = stored_tensors(self.layer.tensors), _graph_rows(self.config, True)
         waits = states_can_wait(target) and may_draft_on_device(self.config)
@@ -286,7 +298,8 @@ class Machine:
             fusion = stored_tensors(self.layer.fusion.tensors)
             reduced = self.layer.drafted is not None
             return LayerPlan(self.layer.config, tensors, slots, most, rows, fusion, reduced)
-        most = self.config.draft_mtp or 0 if waits else 0
+        wanted = draft_tokens(self.config, "cuda") if config.target_width else self.config.draft_mtp or 0
+        most = wanted if waits else 0
         return LayerPlan(self.layer.config, tensors, slots, most, rows)
 
     def draft_steps(self, runner: ModelRunner, target: ModelRunner) -> DraftSteps:

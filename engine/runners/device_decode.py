@@ -66,7 +66,7 @@ class DeviceDecoder:
             if slot.kind != kind:
                 self._rows.configure(slot, sequence.params, sequence.sampler, sequence.token_ids)
             self.drafting.configure(slot, kind, sequence.params, sequence.sampler)
-            if 0 < slot.undrafted <= window:
+            if self.drafting.goes_on(slot):
                 parts.append(DraftedSequence(slot.index, *room))
             else:
                 ids = sequence.token_ids
