@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 import h11
+import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -271,7 +272,7 @@ class Connection(H11Protocol):
 
 def _answer(error: ApiError, phrase: bytes) -> bytes:
     """An error as a whole HTTP answer, for a connection without a request."""
-    body = json.dumps(error.body).encode()
+    body = json.dumps(msgspec.to_builtins(error.body)).encode()
     retry = b"" if error.retry_after is None else b"Retry-After: %d\r\n" % error.retry_after
     return (
         b"HTTP/1.1 %d %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"

@@ -17,8 +17,7 @@ from quengine.platform import collector
 from quengine.platform.log_lines import one_line
 from quengine.serve import access_log
 from quengine.serve.connections import DIRECT, Connection, SlowReaderError
-from quengine.serve.schemas.error_forms import in_dialect
-from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.errors import ApiError, bad_request, in_dialect
 from quengine.serve.schemas.fields import Body
 from quengine.serve.schemas.reading import parse_array, read_body
 from quengine.serve.settings import Limits
@@ -57,13 +56,13 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 def error_response(error: ApiError, path: str) -> Response:
     """The answer to a request of `path`, in the form of its dialect."""
-    error = in_dialect(error, path)
+    status, body = in_dialect(error, path)
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 505:
         headers["Connection"] = "close"  # what follows is no HTTP/1.1 either
-    return json_response(error.body, error.status, headers)
+    return json_response(body, status, headers)
 
 
 async def read_request(request: Request, kind: type[B], limits: Limits) -> B:

@@ -1,5 +1,7 @@
 """The routes of the server: the one table of them, but for those of side rooms."""
 
+from typing import Any
+
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
@@ -34,15 +36,28 @@ from quengine.serve.schemas.anthropic import (
     MessagesRequest,
     TokenCount,
 )
+from quengine.serve.schemas.fields import Schema
 from quengine.serve.schemas.llama import (
     DetokenizedText,
+    ErasedSlot,
     FoundStream,
     Health,
     Model,
     ModelList,
+    NativeChunk,
+    NativeCompletion,
     NativeEmbedding,
+    NativeFields,
+    NoAdapters,
+    Props,
+    RankedDocuments,
     RenderedPrompt,
+    RestoredSlot,
+    SavedSlot,
+    ScoredText,
+    Slot,
     Success,
+    Tokens,
 )
 from quengine.serve.schemas.ollama import (
     OllamaChat,
@@ -75,10 +90,12 @@ from quengine.serve.schemas.openai import (
     DeletedResponse,
     EmbeddingList,
     EmbeddingRequest,
+    InputItemList,
     PromptTokens,
+    ResponseEvent,
+    ResponseObject,
     ResponseRequest,
 )
-from quengine.serve.schemas.openapi_parts import OBJECT, Schema, ref
 from quengine.serve.schemas.requests import (
     DetokenizeRequest,
     InfillRequest,
@@ -93,8 +110,8 @@ from quengine.serve.schemas.requests import (
 )
 
 _ANTHROPICS = (*READS_ALONE, 404, 500, 529)
-_ONE: Schema = {"anyOf": [ref("NativeCompletion"), ref("NativeFields")]}
-_ONE_OR_SEVERAL: Schema = {"anyOf": [_ONE, {"type": "array", "items": _ONE}]}
+_ONE_OR_SEVERAL = (NativeCompletion, NativeFields, list[NativeCompletion], list[NativeFields])
+_EVENTS = (NativeChunk, NativeCompletion, NativeFields)
 _CONVERSATION: tuple[tuple[str, Schema], ...] = (("conv_id", {"type": "string", "minLength": 1}),)
 _ACTION: tuple[tuple[str, Schema], ...] = (("action", {"enum": ["save", "restore", "erase"]}),)
 _HTML, _SCRIPT = "text/html; charset=utf-8", "text/javascript; charset=utf-8"
@@ -110,22 +127,22 @@ async def openapi(models: Models, request: Request) -> Response:
 ROUTES: tuple[OfModel | OfServer, ...] = (
     OfServer("GET /", page, _HTML, errors=(404,), keyless=True),
     OfServer("GET /page/{name}", page_file, _SCRIPT, errors=(404,), keyless=True),
-    OfServer("GET /openapi.json", openapi, OBJECT, apps=True),
+    OfServer("GET /openapi.json", openapi, dict[str, Any], apps=True),
     OfServer("GET /health /v1/health", status_routes.health, Health, None, (503,), apps=True, keyless=True),
     OfServer("GET /metrics", status_routes.metrics, CONTENT_TYPE_LATEST, errors=(501,)),
-    OfServer("GET /props", status_routes.props, "Props", errors=(503,), apps=True),
+    OfServer("GET /props", status_routes.props, Props, errors=(503,), apps=True),
     OfServer("POST /props", status_routes.change_props, Success, errors=(501,)),
-    OfServer("GET /slots", slot_routes.slots, "Slots", errors=(501, 503)),
+    OfServer("GET /slots", slot_routes.slots, list[Slot], errors=(501, 503)),
     OfModel(
         "POST /slots/{id_slot}",
         slot_routes.slot_action,
-        "SlotAction",
+        (SavedSlot, RestoredSlot, ErasedSlot),
         SlotFileRequest,
         (*COMPUTES, 501),
         query=_ACTION,
         apps=False,
     ),
-    OfServer("GET /lora-adapters", status_routes.lora_adapters, "LoraAdapters"),
+    OfServer("GET /lora-adapters", status_routes.lora_adapters, NoAdapters),
     OfServer("POST /lora-adapters", status_routes.change_lora_adapters, Success, "LoraScales", READS_ALONE),
     OfServer("GET /models /v1/models", model_routes.models, ModelList, errors=(503,), apps=True),
     OfServer("GET /v1/models/{name:path}", model_routes.model, Model, errors=(404, 503), apps=True),
@@ -154,7 +171,7 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
         ChatRequest,
         READS,
     ),
-    OfModel("POST /v1/responses /responses", responses, "Response", ResponseRequest, event="ResponseEvent"),
+    OfModel("POST /v1/responses /responses", responses, ResponseObject, ResponseRequest, event=ResponseEvent),
     OfModel(
         "POST /v1/responses/input_tokens /responses/input_tokens",
         response_tokens,
@@ -164,20 +181,20 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     ),
     OfModel("POST /v1/messages", messages, AnthropicMessage, MessagesRequest, _ANTHROPICS, AnthropicEvent),
     OfModel("POST /v1/messages/count_tokens", count_tokens, TokenCount, CountTokensRequest, _ANTHROPICS),
-    OfServer("GET /v1/responses/{id}", stored_response, "Response", errors=(400, 404)),
-    OfServer("GET /v1/responses/{id}/input_items", response_input_items, "InputItemList", errors=(400, 404)),
+    OfServer("GET /v1/responses/{id}", stored_response, ResponseObject, errors=(400, 404)),
+    OfServer("GET /v1/responses/{id}/input_items", response_input_items, InputItemList, errors=(400, 404)),
     OfServer("DELETE /v1/responses/{id}", delete_response, DeletedResponse, errors=(404,)),
     OfModel("POST /v1/embeddings", embeddings, EmbeddingList, EmbeddingRequest),
     OfModel("POST /embeddings /embedding", native_embeddings, list[NativeEmbedding], NativeEmbeddingRequest),
     OfModel(
         "POST /v1/rerank /v2/rerank /rerank /v1/reranking /reranking",
         rerank,
-        "RankedDocuments",
+        (RankedDocuments, list[ScoredText]),
         RerankRequest,
     ),
-    OfModel("POST /infill", infill, _ONE_OR_SEVERAL, InfillRequest, (*COMPUTES, 501), "NativeChunk"),
-    OfModel("POST /completion /completions", completion, _ONE_OR_SEVERAL, NativeRequest, event="NativeChunk"),
-    OfModel("POST /tokenize", token_routes.tokenize, "Tokens", TokenizeRequest, READS),
+    OfModel("POST /infill", infill, _ONE_OR_SEVERAL, InfillRequest, (*COMPUTES, 501), _EVENTS),
+    OfModel("POST /completion /completions", completion, _ONE_OR_SEVERAL, NativeRequest, event=_EVENTS),
+    OfModel("POST /tokenize", token_routes.tokenize, Tokens, TokenizeRequest, READS),
     OfModel("POST /detokenize", token_routes.detokenize, DetokenizedText, DetokenizeRequest, READS),
     OfModel("POST /apply-template", token_routes.apply_template, RenderedPrompt, TemplateRequest, READS),
     OfModel("POST /api/chat", generation.chat, OllamaChat, OllamaChatRequest, line=OllamaChat),

@@ -94,7 +94,8 @@ class LiveTimings:
 
     def _of_progress(self, each: PromptProgress) -> dict[str, Any]:
         times = Timings(prompt_tokens=each.processed, cached_tokens=each.cache, prompt_s=each.time_ms / 1e3)
-        return {"prompt_progress": each} | ({"timings": timings_body(times)} if self._timings else {})
+        progress = llama.PromptProgress(each.total, each.cache, each.processed, each.time_ms)
+        return {"prompt_progress": progress} | ({"timings": timings_body(times)} if self._timings else {})
 
     def after(self, choice: int, piece: Piece) -> dict[str, Any]:
         """Fields of the events of a piece with tokens."""

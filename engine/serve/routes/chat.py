@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,7 +24,7 @@ from quengine.serve.routes.answers import (
 )
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.images import counted
-from quengine.serve.routes.logprob_forms import chat_logprobs
+from quengine.serve.routes.logprob_forms import scored_tokens
 from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.prompts import (
     chat_ids,
@@ -45,6 +45,7 @@ from quengine.serve.schemas.openai import (
     ChatPiece,
     ChatReason,
     ChatRequest,
+    ChatScores,
     FunctionCall,
     PromptTokens,
 )
@@ -199,7 +200,7 @@ def _body(
             message=_message(part, end, functions),
             logprobs=_logprobs(requests[index], part.piece, host.model),
             finish_reason=_reason(end, functions),
-            **end.checked,
+            schema_violation=end.violation,
         )
         for index, (part, end) in enumerate(outputs)
     ]
@@ -209,10 +210,11 @@ def _body(
     return ChatCompletion(**head, choices=choices, **tail, **more)
 
 
-def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> dict[str, Any] | None:
+def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> ChatScores | None:
     params = request.params
-    wanted = params.logprobs is not None
-    return chat_logprobs(piece.logprobs, model, params.post_sampling_probs) if wanted else None
+    if params.logprobs is None:
+        return None
+    return ChatScores(content=scored_tokens(piece.logprobs, model, params.post_sampling_probs))
 
 
 @dataclass
@@ -258,7 +260,7 @@ class _Chunks(ChunkForm):
         if self.verbose:
             more |= verbose_chunk(self.host, choice, self._requests[choice], end.finished)
         return held + self._chunk(
-            choice, ChatDelta(), _reason(end, self.functions), more=more, last=end.checked
+            choice, ChatDelta(), _reason(end, self.functions), more=more, violation=end.violation
         )
 
     def end(self, ends: Sequence[Finished]) -> bytes:
@@ -272,11 +274,9 @@ class _Chunks(ChunkForm):
         reason: ChatReason | None,
         piece: Piece | None = None,
         more: Mapping[str, Any] | None = None,
-        last: Mapping[str, Any] | None = None,
+        violation: str | UnsetType = UNSET,
     ) -> bytes:
-        entry = ChatPiece(index=choice, delta=delta, finish_reason=reason)
-        if last:
-            entry = replace(entry, **last)
+        entry = ChatPiece(index=choice, delta=delta, finish_reason=reason, schema_violation=violation)
         if piece is not None and self._with_logprobs:
             entry.logprobs = _logprobs(self._requests[choice], piece, self._model)
         self._whole.choices = [entry]

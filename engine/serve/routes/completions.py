@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,13 +21,19 @@ from quengine.serve.routes.logprob_forms import (
     completion_logprobs,
     echoed_logprobs,
     joined_logprobs,
-    native_probabilities,
+    scored_tokens,
 )
 from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
-from quengine.serve.schemas.openai import Completion, CompletionChunk, CompletionRequest, TextChoice
+from quengine.serve.schemas.openai import (
+    Completion,
+    CompletionChunk,
+    CompletionRequest,
+    TextChoice,
+    TextScores,
+)
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for this route."""
@@ -83,7 +90,7 @@ def _body(
             text=echoed[index] + part.piece.text,
             logprobs=_logprobs(requests[index], part.piece, host.model),
             finish_reason=_reason(end),
-            **end.checked,
+            schema_violation=end.violation,
         )
         for index, (part, end) in enumerate(outputs)
     ]
@@ -98,11 +105,11 @@ def _reason(end: End) -> Literal["stop", "length"]:
     return "length" if end.reason == "length" else "stop"
 
 
-def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> dict[str, Any] | None:
+def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> TextScores | None:
     if request.params.logprobs is None:
         return None
     if request.params.post_sampling_probs:  # llama-server's form
-        return {"content": native_probabilities(piece.logprobs, model, sampled=True)}
+        return TextScores(content=scored_tokens(piece.logprobs, model, sampled=True))
     if not request.score_prompt:
         return completion_logprobs(piece.logprobs, model, 0)[0]
     prompt, offset = echoed_logprobs(request.prompt, piece.prompt_logprobs, model)
@@ -165,7 +172,7 @@ class _Chunks(ChunkForm):
         more = {} if self.include_usage else answer_tail([request], [end.finished])
         if self.verbose:
             more |= verbose_chunk(self.host, end.choice, request, end.finished)
-        return self._chunk(end.choice, "", None, _reason(end), more, end.checked)
+        return self._chunk(end.choice, "", None, _reason(end), more, end.violation)
 
     def end(self, ends: Sequence[Finished]) -> bytes:
         return stream_end(self._head, self.requests, ends, self.include_usage)
@@ -174,11 +181,14 @@ class _Chunks(ChunkForm):
         self,
         choice: int,
         text: str,
-        logprobs: dict[str, Any] | None,
+        logprobs: TextScores | None,
         reason: Literal["stop", "length"] | None,
         more: Mapping[str, Any] | None = None,
-        last: Mapping[str, Any] | None = None,
+        violation: str | UnsetType = UNSET,
     ) -> bytes:
-        entry = TextChoice(index=choice, text=text, logprobs=logprobs, finish_reason=reason)
-        self._whole.choices = [replace(entry, **last) if last else entry]
+        self._whole.choices = [
+            TextChoice(
+                index=choice, text=text, logprobs=logprobs, finish_reason=reason, schema_violation=violation
+            )
+        ]
         return data(replace(self._whole, **more) if more else self._whole)

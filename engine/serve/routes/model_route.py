@@ -22,8 +22,7 @@ from quengine.serve.http import EVENTS, read_raw, to_json, unless_gone
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
 from quengine.serve.routes.route import OfModel
-from quengine.serve.schemas.error_forms import in_dialect
-from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.errors import ApiError, bad_request, in_dialect
 from quengine.serve.schemas.fields import Body
 from quengine.serve.schemas.reading import read_body
 from quengine.serve.settings import Limits
@@ -180,7 +179,7 @@ class _WaitingStream:
 
     async def fail(self, error: ApiError) -> None:
         """The error as the last event."""
-        error = in_dialect(error, self._path)
+        _, answer = in_dialect(error, self._path)
         name = b"event: error\n" if self._path.startswith("/v1/messages") else b""
-        body = name + b"data: " + to_json(error.body) + b"\n\n"
+        body = name + b"data: " + to_json(answer) + b"\n\n"
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,10 +17,11 @@ from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answer_events import Answer, End, Part, text_answers
 from quengine.serve.routes.answers import LiveTimings, prompt_tokens, timings_body
 from quengine.serve.routes.constraints import read_constraint
-from quengine.serve.routes.logprob_forms import native_probabilities
+from quengine.serve.routes.logprob_forms import scored_tokens
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
 from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
+from quengine.serve.schemas.llama import Bias, GenerationSettings, NativeChunk, NativeCompletion, ScoredToken
 from quengine.serve.schemas.requests import Native, NativeRequest
 
 _ABSENT = object()
@@ -62,32 +64,31 @@ async def _prepared(
 
 def native_result(
     host: ModelHost, index: int, request: GenerationRequest, end: Finished, text: str, tokens: Sequence[int]
-) -> dict[str, Any]:
+) -> NativeCompletion:
     """llama-server's own answer for one completion. The newest token is not in the cache. `truncated`: the context was
     full, and ended the text or was shifted; no prompt is ever cut."""
     model = host.model
     prompt, generated = prompt_tokens(request, end), end.timings.generated_tokens
     held = prompt + generated - end.timings.discarded_tokens
     word = end.stop_text
-    kind = "word" if word is not None else "limit" if end.reason == "length" else "eos"
-    return {
-        "index": index,
-        "content": text,
-        "tokens": tokens,
-        "id_slot": request.slot,
-        "stop": True,
-        "model": host.name,
-        "tokens_predicted": generated,
-        "tokens_evaluated": prompt,
-        "tokens_cached": held - min(1, generated),
-        "generation_settings": generation_settings(request.params, model) | {"seed": end.seed},
-        "prompt": b"".join(map(model.token_bytes, request.prompt)).decode(errors="replace"),
-        "has_new_line": "\n" in text,
-        "truncated": end.timings.shifts > 0 or (end.reason == "length" and held >= model.ctx_size),
-        "stop_type": kind,
-        "stopping_word": word or "",
-        "timings": timings_body(end.timings),
-    }
+    kind: Any = "word" if word is not None else "limit" if end.reason == "length" else "eos"
+    return NativeCompletion(
+        index=index,
+        content=text,
+        tokens=tokens,
+        id_slot=request.slot,
+        model=host.name,
+        tokens_predicted=generated,
+        tokens_evaluated=prompt,
+        tokens_cached=held - min(1, generated),
+        generation_settings=generation_settings(request.params, model, end.seed),
+        prompt=b"".join(map(model.token_bytes, request.prompt)).decode(errors="replace"),
+        has_new_line="\n" in text,
+        truncated=end.timings.shifts > 0 or (end.reason == "length" and held >= model.ctx_size),
+        stop_type=kind,
+        stopping_word=word or "",
+        timings=timings_body(end.timings),
+    )
 
 
 def verbose_result(
@@ -106,7 +107,7 @@ def verbose_chunk(host: ModelHost, index: int, request: GenerationRequest, end: 
     return {"verbose": native_result(host, index, request, end, "", ())}
 
 
-def _chosen(answer: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+def _chosen(answer: NativeCompletion, fields: Sequence[str]) -> NativeCompletion | dict[str, Any]:
     """The fields of an answer that response_fields names, a/b for b in a; all of them where it names none."""
     if not fields:
         return answer
@@ -132,76 +133,77 @@ class _Form(ChunkForm):
     _predicted: dict[int, int] = field(default_factory=dict)
     _lines: set[int] = field(default_factory=set)
 
-    def whole(self, part: Part, end: End, tokens: bool) -> dict[str, Any]:
+    def whole(self, part: Part, end: End, tokens: bool) -> NativeCompletion | dict[str, Any]:
         """An answer that is not streamed, with the tokens where they are wanted."""
         choice, piece = part.choice, part.piece
         request, given = self.requests[choice], piece.tokens if tokens else ()
         answer = native_result(self.host, choice, request, end.finished, piece.text, given)
-        return _chosen(answer | end.checked | self._probabilities(choice, piece.logprobs), self.fields)
+        answer.schema_violation = end.violation
+        answer.completion_probabilities = self._probabilities(choice, piece.logprobs)
+        return _chosen(answer, self.fields)
 
     def part(self, part: Part) -> bytes:
         choice, piece = part.choice, part.piece
         progress = b"".join(
-            data(self._chunk(choice, "", ()) | each) for each in self.live.progress(choice, piece)
+            data(self._chunk(choice, "", (), **each)) for each in self.live.progress(choice, piece)
         )
         if not (piece.tokens or piece.text):
             return progress
         self._predicted[choice] = self._predicted.get(choice, 0) + len(piece.tokens)
         if "\n" in piece.text:
             self._lines.add(choice)
-        chunk = self._chunk(choice, piece.text, piece.tokens) | self.live.after(choice, piece)
-        return progress + data(chunk | self._probabilities(choice, piece.logprobs))
+        chunk = self._chunk(choice, piece.text, piece.tokens, **self.live.after(choice, piece))
+        chunk.completion_probabilities = self._probabilities(choice, piece.logprobs)
+        return progress + data(chunk)
 
     def finished(self, end: End) -> bytes:
         choice = end.choice
-        last = native_result(self.host, choice, self.requests[choice], end.finished, "", ()) | end.checked
-        return data(_chosen(last | {"has_new_line": choice in self._lines}, self.fields))
+        last = native_result(self.host, choice, self.requests[choice], end.finished, "", ())
+        last.schema_violation, last.has_new_line = end.violation, choice in self._lines
+        return data(_chosen(last, self.fields))
 
-    def _chunk(self, choice: int, text: str, tokens: Sequence[int]) -> dict[str, Any]:
-        return {
-            "index": choice,
-            "content": text,
-            "tokens": tokens,
-            "stop": False,
-            "id_slot": self.requests[choice].slot,
-            "tokens_predicted": self._predicted.get(choice, 0),
-            "tokens_evaluated": prompt_tokens(self.requests[choice]),
-        }
+    def _chunk(self, choice: int, text: str, tokens: Sequence[int], **more: Any) -> NativeChunk:
+        return NativeChunk(
+            index=choice,
+            content=text,
+            tokens=tokens,
+            id_slot=self.requests[choice].slot,
+            tokens_predicted=self._predicted.get(choice, 0),
+            tokens_evaluated=prompt_tokens(self.requests[choice]),
+            **more,
+        )
 
-    def _probabilities(self, choice: int, entries: Sequence[Any]) -> dict[str, Any]:
-        params, model = self.requests[choice].params, self.host.model
+    def _probabilities(self, choice: int, entries: Sequence[Any]) -> list[ScoredToken] | UnsetType:
+        params = self.requests[choice].params
         if params.logprobs is None:
-            return {}
-        return {"completion_probabilities": native_probabilities(entries, model, params.post_sampling_probs)}
+            return UNSET
+        return scored_tokens(entries, self.host.model, params.post_sampling_probs)
 
 
-def generation_settings(params: SamplingParams, model: ServedModel | None) -> dict[str, Any]:
-    """The sampling parameters as llama-server names them; a bias of null bans a token. Without a model: of several."""
+def generation_settings(
+    params: SamplingParams, model: ServedModel | None, seed: int | None = None
+) -> GenerationSettings:
+    """The sampling parameters as llama-server names them, `seed` as it was drawn. Without a model: of several."""
     unlimited = (None, MAX_COUNT, None if model is None else model.ctx_size)
     max_tokens = -1 if params.max_tokens in unlimited else params.max_tokens
-    seed = -1 if params.seed is None else params.seed
+    seed = params.seed if seed is None else seed
     banned = float("-inf")
-    biases = [
-        {"token": token, "bias": None if bias == banned else bias}
-        for token, bias in params.logit_bias.items()
-    ]
+    biases = [Bias(token, None if bias == banned else bias) for token, bias in params.logit_bias.items()]
     if params.ignore_eos and model is not None:
-        biases += [{"token": token, "bias": None} for token in sorted(model.eos_ids)]
-    return {key: getattr(params, key) for key in RANGES if key not in ("max_tokens", "logprobs", "n")} | {
-        "n_predict": max_tokens,
-        "max_tokens": max_tokens,
-        "seed": seed,
-        "stop": list(params.stop),
-        "logit_bias": biases,
-        "n_probs": params.logprobs or 0,
-        "n_ctx": 0 if model is None else model.ctx_size,
-        "ignore_eos": params.ignore_eos,
-        "context_shift": params.context_shift,
-        "dry_sequence_breakers": list(params.dry_sequence_breakers),
-        "samplers": list(params.samplers),
-        "post_sampling_probs": params.post_sampling_probs,
-        "adaptive_target": -1.0,
-        "adaptive_decay": 0.9,
-        "min_keep": 0,
-        "lora": [],
-    }
+        biases += [Bias(token, None) for token in sorted(model.eos_ids)]
+    return GenerationSettings(
+        **{key: getattr(params, key) for key in RANGES if key not in ("max_tokens", "logprobs", "n", "seed")},
+        seed=-1 if seed is None else seed,
+        n_predict=max_tokens,
+        max_tokens=max_tokens,
+        stop=params.stop,
+        logit_bias=biases,
+        n_probs=params.logprobs or 0,
+        n_ctx=0 if model is None else model.ctx_size,
+        ignore_eos=params.ignore_eos,
+        context_shift=params.context_shift,
+        dry_sequence_breakers=params.dry_sequence_breakers,
+        samplers=params.samplers,
+        post_sampling_probs=params.post_sampling_probs,
+        lora=[],
+    )

@@ -6,17 +6,14 @@ that of one event or line, as is the use before OpenAPI 3.2 has a word of its ow
 
 import re
 from collections.abc import Sequence
-from types import GenericAlias, UnionType
 from typing import Any
 
 from quengine import __version__
 from quengine.serve.http import EVENTS, LINES
 from quengine.serve.routes.route import NOTHING, OfModel, OfServer
-from quengine.serve.schemas.fields import Body
-from quengine.serve.schemas.openapi_answers import answer_schemas
-from quengine.serve.schemas.openapi_parts import STRING, Schema, ref
-from quengine.serve.schemas.openapi_requests import request_schemas
-from quengine.serve.schemas.written import written_schemas
+from quengine.serve.schemas.fields import Body, Schema
+from quengine.serve.schemas.openapi_requests import STRING, ref, request_schemas
+from quengine.serve.schemas.written import Written, written_schemas
 from quengine.serve.settings import ServerSettings
 
 JSON = "application/json"
@@ -60,10 +57,16 @@ def document(
     }
     names = settings.model_names if settings.strict_model else ()
     bodies = dict.fromkeys(route.request for route in routes if isinstance(route.request, type))
-    _, written = written_schemas(_structs(routes))
-    read, told = request_schemas(bodies, settings.limits, names, vocab_size), answer_schemas()
-    schemas = {**read, **written, **told}
-    assert len(schemas) == len(read) + len(written) + len(told), "a name has two schemas"
+    read = request_schemas(bodies, settings.limits, names, vocab_size)
+    kinds = [
+        kind
+        for route in routes
+        for each in (route.answer, route.event, route.line, route.error)
+        for kind in _alternatives(each)
+    ]
+    _, written = written_schemas(kinds)
+    schemas = {**read, **written}
+    assert len(schemas) == len(read) + len(written), "a name has two schemas"
     components: dict[str, Any] = {"schemas": schemas}
     if settings.api_keys:
         components["securitySchemes"] = {
@@ -103,23 +106,16 @@ def _operation_id(method: str, path: str) -> str:
     return "_".join([method.lower(), *filter(None, words)])
 
 
-def _structs(routes: Sequence[OfModel | OfServer]) -> list[Any]:
-    """The types of all answers, events and lines that are structs."""
-    kinds = [each for route in routes for each in (route.answer, route.event, route.line) if _is_type(each)]
-    return list(dict.fromkeys(kinds))
+def _alternatives(answer: Any) -> tuple[Any, ...]:
+    """The types of an answer, an event or a line in JSON."""
+    if isinstance(answer, tuple):
+        return answer
+    return () if answer is None or isinstance(answer, str) else (answer,)
 
 
-def _is_type(answer: Any) -> bool:
-    return isinstance(answer, type | GenericAlias | UnionType)
-
-
-def _schema(answer: Any) -> Schema:
-    if isinstance(answer, str):
-        return ref(answer)
-    if not _is_type(answer):
-        return dict(answer)
-    ((schema,), _) = written_schemas([answer])
-    return schema
+def _schema(*answers: Any) -> Schema:
+    schemas, _ = written_schemas([kind for each in answers for kind in _alternatives(each)])
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def _name(request: type[Body] | str) -> str:
@@ -136,14 +132,14 @@ def _success(route: OfModel | OfServer) -> dict[str, Any]:
     if route.event is not None:
         content[EVENTS] = {"schema": _event(route)}
     if route.line is not None:
-        content[LINES] = {"schema": {"anyOf": [_schema(route.line), ref(route.error)]}}
+        content[LINES] = {"schema": _schema(route.line, route.error)}
     return {"description": route.summary, "content": content}
 
 
 def _event(route: OfModel | OfServer) -> Schema:
     """An event whose data is JSON, or the end of the stream."""
     assert route.event is not None
-    inner = {"anyOf": [_schema(route.event), ref(route.error)]}
+    inner = _schema(route.event, route.error)
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": inner}
     return {
         "type": "object",
@@ -152,9 +148,9 @@ def _event(route: OfModel | OfServer) -> Schema:
     }
 
 
-def _failure(status: int, error: str) -> dict[str, Any]:
+def _failure(status: int, error: type[Written]) -> dict[str, Any]:
     failure: dict[str, Any] = {
         "description": _MEANINGS[status],
-        "content": {JSON: {"schema": ref(error)}},
+        "content": {JSON: {"schema": _schema(error)}},
     }
     return {**failure, "headers": _RETRY} if status in (429, 503, 529) else failure

@@ -12,9 +12,8 @@ from starlette.responses import Response
 
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
-from quengine.serve.schemas.error_forms import error_schema_of
-from quengine.serve.schemas.fields import Body
-from quengine.serve.schemas.openapi_parts import Schema
+from quengine.serve.schemas.errors import error_type
+from quengine.serve.schemas.fields import Body, Schema
 from quengine.serve.schemas.written import Written
 
 H = TypeVar("H", ModelHost, Models)
@@ -34,11 +33,11 @@ class Route(Generic[H]):
     Attributes:
         rule: its method, and its paths as Starlette takes them, between spaces.
         endpoint: its function; the first line of its docstring is the route's summary.
-        answer: its struct, or a list of such; a schema, the name of one, a media type for what is no JSON, or NOTHING.
+        answer: its type, as msgspec takes it, or a tuple: one of several; a media type for what is no JSON, or NOTHING.
         request: the struct of its body, or the name of a schema.
         errors: the statuses of its errors, beside those of access.
-        event: the struct of a stream's events (EVENTS), several of them, or the name of a schema.
-        line: the struct of a stream's lines (LINES), or the name of a schema.
+        event: the type of a stream's events (EVENTS), or of several.
+        line: the struct of a stream's lines (LINES).
         query: names and schemas of parameters of the query, all of them required.
         apps: apps of this machine may use it where no key guards anything: generating, and what they look at before.
         keyless: it needs no key.
@@ -47,11 +46,11 @@ class Route(Generic[H]):
 
     rule: str
     endpoint: Callable[[H, Request], Awaitable[Response]]
-    answer: Schema | str | type[Any]
+    answer: Any
     request: type[Body] | str | None = None
     errors: tuple[int, ...] = ()
     event: Any = None
-    line: str | type[Written] | None = None
+    line: Any = None
     query: tuple[tuple[str, Schema], ...] = ()
     apps: bool = False
     keyless: bool = False
@@ -70,9 +69,9 @@ class Route(Generic[H]):
         return (self.endpoint.__doc__ or "").partition("\n")[0]
 
     @property
-    def error(self) -> str:
-        """The schema of its errors."""
-        return error_schema_of(self.paths[0])
+    def error(self) -> type[Written]:
+        """The form of its errors."""
+        return error_type(self.paths[0])
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from typing import Any, get_args
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -10,6 +11,7 @@ from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
 from quengine.serve.processes.shared_engine import SlotAction, SlotActionKind, SlotStats
 from quengine.serve.schemas.errors import ApiError, bad_request, switched_off
+from quengine.serve.schemas.llama import ErasedSlot, RestoredSlot, RestoreTime, SavedSlot, SaveTime, Slot
 from quengine.serve.schemas.reading import shown
 from quengine.serve.schemas.requests import SlotFileRequest
 
@@ -29,34 +31,24 @@ async def slots(models: Models, request: Request) -> Response:
         entries = _slots(asked)
     else:
         loaded = [each for each in models.hosts if each.loaded]
-        entries = [slot | {"model": each.name} for each in loaded for slot in _slots(each)]
-    if request.query_params.get("fail_on_no_slot") and all(each["is_processing"] for each in entries):
+        entries = [slot for each in loaded for slot in _slots(each, each.name)]
+    if request.query_params.get("fail_on_no_slot") and all(each.is_processing for each in entries):
         raise ApiError(503, "no slot is free", code="no_free_slot", retry_after=1)
     return json_response(entries)
 
 
-def _slots(host: ModelHost) -> list[dict[str, Any]]:
+def _slots(host: ModelHost, named: str | UnsetType = UNSET) -> list[Slot]:
     worker, context = host.worker, host.model.ctx_size
     holders, stats = worker.slot_holders, {slot.request_id: slot for slot in worker.stats.slots}
-    entries: list[dict[str, Any]] = []
+    entries: list[Slot] = []
     for slot in range(worker.slots):
-        entry: dict[str, Any] = {
-            "id": slot,
-            "id_task": -1,
-            "n_ctx": context,
-            "is_processing": slot in holders,
-        }
+        entry = Slot(id=slot, n_ctx=context, is_processing=slot in holders, model=named)
         if slot in holders:
-            holder = holders[slot]
-            of_request = stats.get(holder, SlotStats(holder, 0, 0, 0))
-            entry |= {
-                "id_task": holder,
-                "n_prompt_tokens": of_request.prompt_tokens,
-                "n_computed": of_request.computed,
-                "n_decoded": of_request.generated,
-            }
-            if of_request.replica is not None:
-                entry["replica"] = of_request.replica
+            entry.id_task = holder = holders[slot]
+            runs = stats.get(holder, SlotStats(holder, 0, 0, 0))
+            entry.n_prompt_tokens, entry.n_computed = runs.prompt_tokens, runs.computed
+            entry.n_decoded = runs.generated
+            entry.replica = UNSET if runs.replica is None else runs.replica
         entries.append(entry)
     return entries
 
@@ -82,12 +74,11 @@ async def slot_action(host: ModelHost, request: Request) -> Response:
     action = SlotAction(kind, slot, "" if kind == "erase" else str(folder / name))
     done = await unless_gone(request.receive, host.slot_action(action))
     if kind == "erase":
-        return json_response({"id_slot": slot, "n_erased": done.tokens})
-    tokens, size = ("n_saved", "n_written") if kind == "save" else ("n_restored", "n_read")
-    timings = {f"{kind}_ms": 1e3 * done.seconds}
-    return json_response(
-        {"id_slot": slot, "filename": name, tokens: done.tokens, size: done.nbytes, "timings": timings}
-    )
+        return json_response(ErasedSlot(slot, done.tokens))
+    took = 1e3 * done.seconds
+    if kind == "save":
+        return json_response(SavedSlot(slot, name, done.tokens, done.nbytes, SaveTime(took)))
+    return json_response(RestoredSlot(slot, name, done.tokens, done.nbytes, RestoreTime(took)))
 
 
 async def _file_name(host: ModelHost, request: Request) -> str:

@@ -19,7 +19,15 @@ from quengine.serve.routes.images import MEDIA_MARKER
 from quengine.serve.routes.native import generation_settings
 from quengine.serve.schemas.errors import ApiError, switched_off
 from quengine.serve.schemas.fields import LoraAdapter
-from quengine.serve.schemas.llama import Health, Replicas, Success
+from quengine.serve.schemas.llama import (
+    DefaultSettings,
+    Health,
+    Props,
+    ReadsMedia,
+    Replicas,
+    RequestLimits,
+    Success,
+)
 from quengine.serve.schemas.reading import read_part
 from quengine.serve.settings import ServerSettings
 
@@ -78,59 +86,56 @@ async def props(models: Models, request: Request) -> Response:
     """
     host = models.queried(request.query_params.get("model", ""))
     if host is None:
-        router = {
-            "role": "router",
-            "max_instances": models.settings.models.most,
-            "models_autoload": models.settings.models.autoload,
-            "is_sleeping": False,
-        }
-        return json_response(_settings(models.settings, None) | router)
+        given = models.settings.models
+        return json_response(
+            _props(
+                models.settings, None, role="router", max_instances=given.most, models_autoload=given.autoload
+            )
+        )
     served = host.model
 
     def text_of(token: int | None) -> str:
         return "" if token is None else served.token_bytes(token).decode(errors="replace")
 
     return json_response(
-        _settings(host.spec.settings, served)
-        | {
-            "total_slots": host.worker.slots,
-            "model_alias": host.name,
-            "model_path": served.facts.get("path", ""),
-            "chat_template": served.template or "",
-            "model_ftype": quant_of(str(served.facts.get("path", ""))),
-            "bos_token": text_of(served.bos_id),
-            "eos_token": text_of(served.eos_id),
-            "eos_tokens": [text_of(token) for token in sorted(served.eos_ids)],
-            "is_sleeping": host.status == "sleeping",
-        }
+        _props(
+            host.spec.settings,
+            served,
+            total_slots=host.worker.slots,
+            model_alias=host.name,
+            model_path=served.facts.get("path", ""),
+            chat_template=served.template or "",
+            model_ftype=quant_of(str(served.facts.get("path", ""))),
+            bos_token=text_of(served.bos_id),
+            eos_token=text_of(served.eos_id),
+            eos_tokens=[text_of(token) for token in sorted(served.eos_ids)],
+            is_sleeping=host.status == "sleeping",
+        )
     )
 
 
-def _settings(settings: ServerSettings, model: ServedModel | None) -> dict[str, Any]:
-    """What hardly depends on the model."""
-    ctx_size = 0 if model is None else model.ctx_size
-    limits = {
-        "body": settings.limits.body,
-        "prompt_tokens": settings.limits.prompt or max(0, ctx_size - 1),
-        "n": settings.limits.n,
-        "stop": settings.limits.stops,
-        "logit_bias": settings.limits.biases,
-        "queue": settings.limits.queue,
-    }
-    params = generation_settings(settings.defaults, model)
-    return {
-        "default_generation_settings": {"n_ctx": ctx_size, "params": params},
-        "modalities": {"vision": bool(model and model.marker), "audio": False, "video": False},
-        "media_marker": MEDIA_MARKER if model and model.marker else "",
-        "endpoint_slots": settings.slots,
-        "endpoint_props": False,
-        "endpoint_metrics": settings.metrics,
-        "ui": settings.ui,
-        "cors_proxy_enabled": False,
-        "build_info": FINGERPRINT,
-        "limits": limits,
-        "tools": bool(settings.tools.names or settings.tools.mcp),
-    }
+def _props(settings: ServerSettings, model: ServedModel | None, **more: Any) -> Props:
+    """The properties, of which `more` depend on the model."""
+    ctx_size, limits = 0 if model is None else model.ctx_size, settings.limits
+    return Props(
+        default_generation_settings=DefaultSettings(ctx_size, generation_settings(settings.defaults, model)),
+        modalities=ReadsMedia(vision=bool(model and model.marker)),
+        media_marker=MEDIA_MARKER if model and model.marker else "",
+        endpoint_slots=settings.slots,
+        endpoint_metrics=settings.metrics,
+        ui=settings.ui,
+        build_info=FINGERPRINT,
+        limits=RequestLimits(
+            body=limits.body,
+            prompt_tokens=limits.prompt or max(0, ctx_size - 1),
+            n=limits.n,
+            stop=limits.stops,
+            logit_bias=limits.biases,
+            queue=limits.queue,
+        ),
+        tools=bool(settings.tools.names or settings.tools.mcp),
+        **more,
+    )
 
 
 async def change_props(models: Models, request: Request) -> Response:

@@ -1,5 +1,5 @@
-"""The bodies of Anthropic's routes as structs, read as those of the other routes are (`requests`), and their answers as
-JSON schemas.
+"""The bodies of Anthropic's routes as structs, read as those of the other routes are (`requests`), and of their
+answers.
 
 Source: Anthropic's API reference, "Messages" and "Count Message tokens". Sampling parameters are also taken under this
 server's names. What a block or a tool has beside these fields (cache_control, citations, strict, ...) changes no token.
@@ -13,12 +13,6 @@ from msgspec import UNSET, Meta, UnsetType
 from quengine.request.sampling_params import RANGES
 from quengine.serve.schemas.fields import Fields, JSONSchema, Sampling, SomeText
 from quengine.serve.schemas.messages import TextContent
-from quengine.serve.schemas.openapi_parts import (
-    Schema,
-    const,
-    error_schema,
-    record,
-)
 from quengine.serve.schemas.written import Count, Written
 from quengine.structured.tool_calls import MAX_TOOLS
 
@@ -332,7 +326,3 @@ AnthropicEvent = (
     | AnthropicMessageDelta
     | AnthropicMessageStop
 )
-
-
-def anthropic_error() -> Schema:
-    return record(type=const("error"), error=error_schema()["properties"]["error"])

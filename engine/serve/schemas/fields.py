@@ -12,6 +12,8 @@ from quengine.sampling_chain.names import LETTERS, MAX_SAMPLERS
 from quengine.structured.tool_calls import MAX_TOOLS
 
 REF = "#/components/schemas/{name}"
+Schema = dict[str, Any]
+"""A JSON schema (draft 2020-12)."""
 
 
 def component(name: str, rule: str | None = None) -> Meta:

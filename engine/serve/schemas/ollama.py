@@ -20,7 +20,8 @@ from quengine.serve.schemas.fields import (
     in_range,
     only,
 )
-from quengine.serve.schemas.written import Count, TokenScores, Vector, Written
+from quengine.serve.schemas.llama import ScoredToken
+from quengine.serve.schemas.written import Count, Vector, Written
 from quengine.structured.tool_calls import MAX_TOOLS
 
 Images = Annotated[
@@ -308,7 +309,7 @@ class OllamaChat(Written, kw_only=True):
     model: str
     created_at: str
     message: OllamaAnswer
-    logprobs: TokenScores | UnsetType = UNSET
+    logprobs: list[ScoredToken] | UnsetType = UNSET
     done: bool
     done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
     total_duration: Count | UnsetType = UNSET
@@ -327,7 +328,7 @@ class OllamaGenerate(Written, kw_only=True):
     created_at: str
     response: str
     thinking: str | UnsetType = UNSET
-    logprobs: TokenScores | UnsetType = UNSET
+    logprobs: list[ScoredToken] | UnsetType = UNSET
     done: bool
     done_reason: Literal["stop", "length", "load", "unload"] | UnsetType = UNSET
     total_duration: Count | UnsetType = UNSET

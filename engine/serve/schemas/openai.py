@@ -1,5 +1,5 @@
-"""The bodies of OpenAI's API as structs, read as those of the other routes are (`requests`), and its answers as JSON
-schemas."""
+"""The bodies of OpenAI's API as structs, read as those of the other routes are (`requests`), and those of its
+answers."""
 
 from typing import Annotated, Any, Literal
 
@@ -24,28 +24,7 @@ from quengine.serve.schemas.fields import (
     only,
     without_effect,
 )
-from quengine.serve.schemas.llama import Timings
-from quengine.serve.schemas.openapi_parts import (
-    ANY,
-    BOOLEAN,
-    CHECKED,
-    COUNT,
-    NULL,
-    NUMBER,
-    OBJECT,
-    PROGRESS,
-    STRING,
-    TEXT_OR_NULL,
-    TIMINGS,
-    Schema,
-    array,
-    const,
-    enum,
-    native_token,
-    or_null,
-    record,
-    ref,
-)
+from quengine.serve.schemas.llama import NativeCompletion, PromptProgress, ScoredToken, Timings
 from quengine.serve.schemas.written import Count, Written
 from quengine.structured.tool_calls import MAX_TOOLS
 
@@ -245,13 +224,12 @@ class Usage(Written):
     completion_tokens_details: ReasoningTokens | UnsetType = UNSET
 
 
-_NATIVE = Annotated[
-    Any, Meta(extra_json_schema={"anyOf": [ref("NativeCompletion"), array(ref("NativeCompletion"))]})
-]
-_PROGRESS = Annotated[Any, Meta(extra_json_schema=ref("PromptProgress"))]
-_CHAT_SCORES = Annotated[
-    Any, Meta(extra_json_schema=or_null(record(content=array(native_token()), refusal=NULL)))
-]
+_Native = NativeCompletion | list[NativeCompletion]
+
+
+class ChatScores(Written, kw_only=True):
+    content: list[ScoredToken]
+    refusal: None = None
 
 
 class FunctionCall(Written, kw_only=True):
@@ -293,7 +271,7 @@ ChatReason = Literal["stop", "length", "tool_calls", "function_call"]
 class ChatChoice(Written, kw_only=True):
     index: Count
     message: ChatAnswer
-    logprobs: _CHAT_SCORES = None
+    logprobs: ChatScores | None = None
     finish_reason: ChatReason
     schema_violation: str | UnsetType = UNSET
 
@@ -302,7 +280,7 @@ class ChatPiece(Written, kw_only=True):
     index: Count
     delta: ChatDelta
     finish_reason: ChatReason | None = None
-    logprobs: _CHAT_SCORES = None
+    logprobs: ChatScores | None = None
     schema_violation: str | UnsetType = UNSET
 
 
@@ -321,33 +299,32 @@ class ChatCompletion(Answered, kw_only=True):
     usage: Usage
     seed: Count
     timings: Timings
-    verbose: _NATIVE | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+    verbose: _Native | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
 class ChatChunk(Answered, kw_only=True):
     choices: list[ChatPiece]
     usage: Usage | UnsetType | None = UNSET
     seed: Count | UnsetType = UNSET
-    prompt_progress: _PROGRESS | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
-    verbose: _NATIVE | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+    verbose: _Native | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
-_ARRAYS = record(
-    tokens=array(STRING),
-    token_logprobs=array({"type": ["number", "null"]}),
-    top_logprobs=array(or_null({"type": "object", "additionalProperties": NUMBER})),
-    text_offset=array(COUNT),
-)
-_TEXT_SCORES = Annotated[
-    Any, Meta(extra_json_schema={"anyOf": [NULL, _ARRAYS, record(content=array(native_token()))]})
-]
+class TextScores(Written, kw_only=True):
+    """Parallel arrays; with post_sampling_probs `content` alone, in llama-server's form."""
+
+    tokens: list[str] | UnsetType = UNSET
+    token_logprobs: list[float | None] | UnsetType = UNSET
+    top_logprobs: list[dict[str, float] | None] | UnsetType = UNSET
+    text_offset: list[Count] | UnsetType = UNSET
+    content: list[ScoredToken] | UnsetType = UNSET
 
 
 class TextChoice(Written, kw_only=True):
     index: Count
     text: str
-    logprobs: _TEXT_SCORES = None
+    logprobs: TextScores | None = None
     finish_reason: Literal["stop", "length"] | None = None
     schema_violation: str | UnsetType = UNSET
 
@@ -357,113 +334,131 @@ class Completion(Answered, kw_only=True):
     usage: Usage
     seed: Count
     timings: Timings
-    verbose: _NATIVE | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+    verbose: _Native | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
 class CompletionChunk(Answered, kw_only=True):
     choices: list[TextChoice]
     usage: Usage | UnsetType = UNSET
     seed: Count | UnsetType = UNSET
-    prompt_progress: _PROGRESS | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
-    verbose: _NATIVE | UnsetType = msgspec.field(default=UNSET, name="__verbose")
+    verbose: _Native | UnsetType = msgspec.field(default=UNSET, name="__verbose")
 
 
-def openai_answers() -> dict[str, Schema]:
-    """The schemas of the answers that are no structs, and of their parts, by component name."""
-    status = enum("in_progress", "completed", "incomplete")
-    part = record(type=const("output_text"), text=STRING, annotations=array(ANY), logprobs=array(ANY))
-    thought = record(type=const("reasoning_text"), text=STRING)
-    item = {"id": STRING, "status": status}
-    call = {"call_id": STRING, "name": STRING}
-    kinds = [
-        record(**item, type=const("message"), role=const("assistant"), content=array(part)),
-        record(
-            {"encrypted_content": STRING},
-            **item,
-            type=const("reasoning"),
-            summary=array(ANY),
-            content=array(thought),
-        ),
-        record(**item, **call, type=const("function_call"), arguments=STRING),
-        record(**item, **call, type=const("custom_tool_call"), input=STRING),
-    ]
-    return {
-        "OutputItem": {"anyOf": kinds},
-        "Response": _response(),
-        "ResponseEvent": _response_event(part, thought),
-        "InputItemList": record(
-            {"first_id": TEXT_OR_NULL, "last_id": TEXT_OR_NULL},
-            object=const("list"),
-            data=array(OBJECT),
-            has_more=BOOLEAN,
-        ),
-    }
+class ItemPart(Written, kw_only=True):
+    """Part of an item's content; the arrays are those of a message's text, and empty."""
+
+    type: Literal["output_text", "reasoning_text"]
+    annotations: list[Any] | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+    text: str = ""
 
 
-def _response() -> Schema:
-    usage = record(
-        input_tokens=COUNT,
-        input_tokens_details=record(cached_tokens=COUNT),
-        output_tokens=COUNT,
-        output_tokens_details=record(reasoning_tokens=COUNT),
-        total_tokens=COUNT,
-    )
-    count_or_null: Schema = {"type": ["integer", "null"]}
-    return record(
-        CHECKED,
-        id=STRING,
-        object=const("response"),
-        created_at=COUNT,
-        completed_at=count_or_null,
-        status=enum("in_progress", "completed", "incomplete", "failed"),
-        background=const(False),
-        error=or_null(record(code=STRING, message=STRING)),
-        incomplete_details=or_null(record(reason=const("max_output_tokens"))),
-        instructions=TEXT_OR_NULL,
-        max_output_tokens=count_or_null,
-        max_tool_calls=count_or_null,
-        model=STRING,
-        output=array(ref("OutputItem")),
-        parallel_tool_calls=BOOLEAN,
-        previous_response_id=TEXT_OR_NULL,
-        prompt_cache_key=TEXT_OR_NULL,
-        reasoning=record(effort=TEXT_OR_NULL, summary=NULL),
-        safety_identifier=TEXT_OR_NULL,
-        service_tier=const("default"),
-        store=BOOLEAN,
-        temperature=NUMBER,
-        text=record(format=OBJECT, verbosity=const("medium")),
-        tool_choice=ANY,
-        tools=array(OBJECT),
-        top_logprobs=const(0),
-        top_p=NUMBER,
-        truncation=enum("auto", "disabled"),
-        usage=or_null(usage),
-        user=TEXT_OR_NULL,
-        metadata=OBJECT,
-    )
+class OutputItem(Written, kw_only=True):
+    """A message or reasoning, with content, or a call."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
+    role: Literal["assistant"] | UnsetType = UNSET
+    summary: list[Any] | UnsetType = UNSET
+    content: list[ItemPart] | UnsetType = UNSET
+    call_id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+    status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
+    encrypted_content: str | UnsetType = UNSET
 
 
-def _response_event(part: Schema, thought: Schema) -> Schema:
-    def event(*names: str, **fields: Schema) -> Schema:
-        kinds = enum(*(f"response.{name}" for name in names))
-        return record(TIMINGS | PROGRESS, type=kinds, sequence_number=COUNT, **fields)
+class ResponseFailure(Written):
+    code: str
+    message: str
 
-    at = {"item_id": STRING, "output_index": COUNT}
-    in_part = {**at, "content_index": COUNT}
-    whole = ("created", "in_progress", "completed", "incomplete", "failed")
-    return {
-        "anyOf": [
-            event(*whole, response=ref("Response")),
-            event("output_item.added", "output_item.done", output_index=COUNT, item=ref("OutputItem")),
-            event("content_part.added", "content_part.done", **in_part, part={"anyOf": [part, thought]}),
-            event("output_text.delta", **in_part, delta=STRING, logprobs=array(ANY)),
-            event("output_text.done", **in_part, text=STRING, logprobs=array(ANY)),
-            event("reasoning_text.delta", **in_part, delta=STRING),
-            event("reasoning_text.done", **in_part, text=STRING),
-            event("function_call_arguments.delta", "custom_tool_call_input.delta", **at, delta=STRING),
-            event("function_call_arguments.done", **at, name=STRING, arguments=STRING),
-            event("custom_tool_call_input.done", **at, input=STRING),
-        ]
-    }
+
+class IncompleteDetails(Written):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseReasoning(Written):
+    effort: str | None
+    summary: None = None
+
+
+class ResponseText(Written):
+    format: dict[str, Any]
+    verbosity: Literal["medium"] = "medium"
+
+
+class ResponseUsage(Written, kw_only=True):
+    input_tokens: Count
+    input_tokens_details: CachedTokens
+    output_tokens: Count
+    output_tokens_details: ReasoningTokens
+    total_tokens: Count
+
+
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class ResponseObject(Written, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    created_at: Count
+    completed_at: Count | None = None
+    status: ResponseStatus
+    background: Literal[False] = False
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ResponseReasoning
+    safety_identifier: str | None
+    service_tier: Literal["default"] = "default"
+    store: bool
+    temperature: float
+    text: ResponseText
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: Literal[0] = 0
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    usage: ResponseUsage | None = None
+    user: str | None
+    metadata: dict[str, str]
+    schema_violation: str | UnsetType = UNSET
+
+
+class ResponseEvent(Written, kw_only=True):
+    """An event of a stream: which fields it has follows from its type, as in OpenAI's reference."""
+
+    type: str
+    sequence_number: Count = 0
+    response: ResponseObject | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: Count | UnsetType = UNSET
+    content_index: Count | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    part: ItemPart | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+    logprobs: list[Any] | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+class InputItemList(Written, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from quengine.errors import EngineError
+from quengine.serve.schemas.written import Written
 
 Answer = dict[str, Any]
 Write = Callable[[str], None]
@@ -32,6 +34,29 @@ class ToolInput:
     write: Write | None = None
 
 
+class Permissions(Written):
+    write: bool
+
+
+class ListedTool(Written, kw_only=True):
+    """An entry of GET /tools, in llama-server's form."""
+
+    display_name: str
+    tool: str
+    type: Literal["server", "mcp"]
+    permissions: Permissions
+    uses_cwd: bool
+    definition: dict[str, Any]
+
+
+class ToolEvent(Written, kw_only=True):
+    """Of a call's stream: a piece of output, or its end."""
+
+    chunk: str | UnsetType = UNSET
+    done: Literal[True] | UnsetType = UNSET
+    error: str | UnsetType = UNSET
+
+
 @dataclass(frozen=True)
 class ServerTool:
     """`changes`: it may change something, so that a person is asked before it is called. `streams`: it has output
@@ -47,17 +72,16 @@ class ServerTool:
     streams: bool = False
 
     @property
-    def listing(self) -> dict[str, Any]:
-        """The entry of GET /tools, in llama-server's form."""
+    def listing(self) -> ListedTool:
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {
-            "display_name": self.title,
-            "tool": self.name,
-            "type": self.kind,
-            "permissions": {"write": self.changes},
-            "uses_cwd": self.kind == "server",
-            "definition": {"type": "function", "function": function},
-        }
+        return ListedTool(
+            display_name=self.title,
+            tool=self.name,
+            type=self.kind,
+            permissions=Permissions(self.changes),
+            uses_cwd=self.kind == "server",
+            definition={"type": "function", "function": function},
+        )
 
 
 def schema_of(arguments: type[msgspec.Struct]) -> dict[str, Any]:

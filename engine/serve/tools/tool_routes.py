@@ -9,8 +9,10 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
+from typing import Any
 from urllib.parse import unquote
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,10 +21,9 @@ from quengine.serve.models.registry import Models
 from quengine.serve.routes.route import READS_ALONE, OfServer
 from quengine.serve.routes.streaming import data
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.openapi_parts import OBJECT
 from quengine.serve.schemas.requests import ToolRequest
 from quengine.serve.tool_options import ToolsOptions
-from quengine.serve.tools.tool import ServerTool, ToolError, ToolInput
+from quengine.serve.tools.tool import ListedTool, ServerTool, ToolError, ToolEvent, ToolInput
 from quengine.serve.tools.toolset import Toolset
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -40,8 +41,8 @@ class ToolRoom:
         self.toolset = Toolset(options, say)
         errors = (*READS_ALONE, 404, 500, 501)
         self.routes = (
-            OfServer("GET /tools", self.list_tools, "Tools"),
-            OfServer("POST /tools", self.call_tool, OBJECT, ToolRequest, errors, "ToolEvent"),
+            OfServer("GET /tools", self.list_tools, list[ListedTool]),
+            OfServer("POST /tools", self.call_tool, dict[str, Any], ToolRequest, errors, ToolEvent),
         )
         self.start, self.end = self.toolset.start, self.toolset.end
 
@@ -91,9 +92,9 @@ async def _streamed(
     try:
         yield b": begun\n\n"
         while (part := await parts.get()) is not None:
-            yield data({"chunk": part})
+            yield data(ToolEvent(chunk=part))
         error = task.result().get("error")
-        yield data({"done": True} if error is None else {"done": True, "error": error})
+        yield data(ToolEvent(done=True, error=UNSET if error is None else error))
     finally:
         task.cancel()
 

@@ -165,7 +165,12 @@ def test_items_of_one_kind_are_apart() -> None:
         output.take(parser.push(character))
     output.take(parser.finish())
     output.finish(cut=False)
-    assert [item["content"][0]["text"] for item in output.items] == [THOUGHT, "Let me see.", THOUGHT, TEXT]
+    assert [item.content[0].text for item in output.items if item.content] == [
+        THOUGHT,
+        "Let me see.",
+        THOUGHT,
+        TEXT,
+    ]
 
 
 def test_an_effort_that_the_api_does_not_have_is_a_400(client: openai.OpenAI) -> None:

@@ -34,8 +34,7 @@ from quengine.serve.schemas.anthropic import (
     StopReason,
     TokenCount,
 )
-from quengine.serve.schemas.error_forms import AnthropicError
-from quengine.serve.schemas.errors import ApiError
+from quengine.serve.schemas.errors import ApiError, anthropic_error
 
 
 async def messages(host: ModelHost, request: Request) -> Response:
@@ -96,7 +95,7 @@ class _Form(ChunkForm):
         return _events([*rest, delta, AnthropicMessageStop()])
 
     def failed(self, error: ApiError) -> bytes:
-        return named_event("error", AnthropicError(error).body)
+        return named_event("error", anthropic_error(error)[1])
 
     def _message(
         self, content: list[AnthropicBlock], stop: AnthropicStop, usage: AnthropicUsage
@@ -118,7 +117,7 @@ class _Form(ChunkForm):
             reason = "stop_sequence"
         elif reason == "max_tokens" and end.finished.timings.generated_tokens < limit:
             reason = "model_context_window_exceeded"
-        return AnthropicStop(reason, stop_text, **end.checked)
+        return AnthropicStop(reason, stop_text, end.violation)
 
     def _usage(self, end: Finished | None) -> AnthropicUsage:
         """Tokens from the cache, which are known at the end, are not among those of the input."""

@@ -18,11 +18,10 @@ from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import GenerationRequest, Piece
 from quengine.serve.routes.answer_events import End, Part
 from quengine.serve.routes.answers import prompt_tokens
-from quengine.serve.routes.logprob_forms import chat_logprobs
+from quengine.serve.routes.logprob_forms import scored_tokens
 from quengine.serve.routes.model_route import seconds_of
 from quengine.serve.routes.streaming import ChunkForm
-from quengine.serve.schemas.error_forms import OllamaError
-from quengine.serve.schemas.errors import ApiError
+from quengine.serve.schemas.errors import ApiError, OllamaError
 from quengine.serve.schemas.ollama import (
     OllamaAnswer,
     OllamaAnswerCall,
@@ -90,7 +89,7 @@ class AnswerLines(ChunkForm, ABC):
         return held + line(self.written(self._host.name, AnswerPart(), **self._tail(end)))
 
     def failed(self, error: ApiError) -> bytes:
-        return line(OllamaError(error).body)
+        return line(OllamaError(error.message))
 
     def whole(self, part: Part, end: End) -> OllamaChat | OllamaGenerate:
         """The answer that is not streamed."""
@@ -108,7 +107,7 @@ class AnswerLines(ChunkForm, ABC):
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         if self._request.params.logprobs is None or not piece.logprobs:
             return {}
-        return {"logprobs": chat_logprobs(piece.logprobs, self._model)["content"]}
+        return {"logprobs": scored_tokens(piece.logprobs, self._model)}
 
     def _tail(self, end: End) -> dict[str, Any]:
         timings = end.finished.timings
@@ -121,7 +120,7 @@ class AnswerLines(ChunkForm, ABC):
             "prompt_eval_duration": nanoseconds(timings.prompt_s),
             "eval_count": timings.generated_tokens,
             "eval_duration": nanoseconds(timings.decode_s),
-            **end.checked,
+            "schema_violation": end.violation,
         }
 
     def _rest(self, end: End) -> list[AnswerPart]:

@@ -18,8 +18,7 @@ from quengine.serve.models.preset_file import made_options
 from quengine.serve.models.pulls import FileProgress, Step
 from quengine.serve.models.registry import Models
 from quengine.serve.routes.ollama.answers import line
-from quengine.serve.schemas.error_forms import OllamaError
-from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.errors import ApiError, OllamaError, bad_request
 from quengine.serve.schemas.ollama import (
     OllamaCopyRequest,
     OllamaCreateRequest,
@@ -61,7 +60,7 @@ async def _lines(steps: AsyncGenerator[Step, None]) -> AsyncGenerator[bytes, Non
             yield line(_SUCCESS)
         except ApiError as error:
             access_log.current().error = error.message
-            yield line(OllamaError(error).body)
+            yield line(OllamaError(error.message))
 
 
 async def _last(steps: AsyncGenerator[Step, None]) -> None:

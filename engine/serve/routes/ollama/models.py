@@ -97,7 +97,7 @@ async def show(models: Models, request: Request) -> Response:
     host.check_model_name(served_name(host, body.given))
     model = await models.described(models.named(body.given))
     settings = generation_settings(host.settings.defaults, model)
-    parameters = [("num_ctx", model.ctx_size), *((name, settings[name]) for name in _SHOWN)]
+    parameters = [("num_ctx", model.ctx_size), *((name, getattr(settings, name)) for name in _SHOWN)]
     return json_response(
         OllamaShow(
             modelfile=f"FROM {host.name}\n",

@@ -4,17 +4,29 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished
 from quengine.serve.routes.answer_events import Answer, End, Part
 from quengine.serve.routes.answers import LiveTimings, new_id, timings_body, token_counts
-from quengine.serve.routes.responses.output_items import Event, OutputItems
+from quengine.serve.routes.responses.output_items import OutputItems
 from quengine.serve.routes.responses.tools import OfferedTools
 from quengine.serve.routes.streaming import ChunkForm, named_event
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.schemas.openai import ResponseRequest
-
-Item = dict[str, Any]
+from quengine.serve.schemas.openai import (
+    CachedTokens,
+    IncompleteDetails,
+    ReasoningTokens,
+    ResponseEvent,
+    ResponseFailure,
+    ResponseObject,
+    ResponseReasoning,
+    ResponseRequest,
+    ResponseStatus,
+    ResponseText,
+    ResponseUsage,
+)
 
 
 class ResponseForm(ChunkForm):
@@ -32,7 +44,7 @@ class ResponseForm(ChunkForm):
         body: ResponseRequest,
         answer: Answer,
         tools: OfferedTools,
-        conversation: Sequence[Item],
+        conversation: Sequence[Any],
     ) -> None:
         self.answer = answer
         self._host = host
@@ -45,7 +57,7 @@ class ResponseForm(ChunkForm):
         self._live = LiveTimings(body, [answer.request])
         self._number = 0
 
-    def whole(self, part: Part, end: End) -> Item:
+    def whole(self, part: Part, end: End) -> ResponseObject:
         """The whole object, which is stored where the request wants it."""
         self._output.take(part.deltas + end.deltas)
         self._output.finish(end.reason == "length")
@@ -53,91 +65,83 @@ class ResponseForm(ChunkForm):
 
     def begin(self) -> bytes:
         response = self._response("in_progress")
-        return self._events([("created", {"response": response}), ("in_progress", {"response": response})])
+        return self._events([_of_response("created", response), _of_response("in_progress", response)])
 
     def part(self, part: Part) -> bytes:
         steps = self._live.progress(part.choice, part.piece)
-        response = self._response("in_progress") if steps else {}
-        progress = self._events([("in_progress", {"response": response, **step}) for step in steps])
+        progress = [_of_response("in_progress", self._response("in_progress"), **step) for step in steps]
         more, events = self._live.after(part.choice, part.piece), self._output.take(part.deltas)
-        return progress + self._events([(name, {**values, **more}) for name, values in events])
+        return self._events([*progress, *(replace(event, **more) if more else event for event in events)])
 
     def finished(self, end: End) -> bytes:
         events = self._output.take(end.deltas) + self._output.finish(end.reason == "length")
         response = self._whole(end)
-        last = {"response": response, "timings": timings_body(end.finished.timings)}
-        return self._events([*events, (response["status"], last)])
+        last = _of_response(response.status, response, timings=timings_body(end.finished.timings))
+        return self._events([*events, last])
 
     def failed(self, error: ApiError) -> bytes:
-        failure = {"code": error.code or "server_error", "message": error.message}
-        response = {**self._response("failed"), "output": self._output.items, "error": failure}
-        return self._events([("failed", {"response": response})])
+        response = self._response("failed")
+        response.output = self._output.items
+        response.error = ResponseFailure(error.code or "server_error", error.message)
+        return self._events([_of_response("failed", response)])
 
-    def _whole(self, end: End) -> Item:
+    def _whole(self, end: End) -> ResponseObject:
         cut = end.reason == "length"
-        response = {
-            **self._response("incomplete" if cut else "completed"),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "completed_at": None if cut else int(time.time()),
-            "output": self._output.items,
-            "usage": self._usage(end.finished),
-            **end.checked,
-        }
+        response = self._response("incomplete" if cut else "completed")
+        response.incomplete_details = IncompleteDetails() if cut else None
+        response.completed_at = None if cut else int(time.time())
+        response.output, response.usage = self._output.items, self._usage(end.finished)
+        response.schema_violation = end.violation
         if self._stored:
             self._host.responses.put(response, [*self._conversation, *self._output.items])
         return response
 
-    def _response(self, status: str) -> Item:
+    def _response(self, status: ResponseStatus) -> ResponseObject:
         """The object, as it is before the first item."""
         body, params, use = self._body, self.answer.request.params, self.answer.use
-        return {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._created,
-            "completed_at": None,
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": params.max_tokens,
-            "max_tool_calls": body.max_tool_calls,
-            "model": self._host.name,
-            "output": [],
-            "parallel_tool_calls": use.parallel,
-            "previous_response_id": body.previous_response_id,
-            "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {"effort": body.reasoning.effort, "summary": None},
-            "safety_identifier": body.safety_identifier,
-            "service_tier": "default",
-            "store": self._stored,
-            "temperature": params.temperature,
-            "text": {"format": body.text.format or {"type": "text"}, "verbosity": "medium"},
-            "tool_choice": use.choice if body.tool_choice is None else body.tool_choice,
-            "tools": self._tools,
-            "top_logprobs": 0,
-            "top_p": params.top_p,
-            "truncation": body.truncation or "disabled",
-            "usage": None,
-            "user": body.user,
-            "metadata": body.metadata or {},
-        }
+        return ResponseObject(
+            id=self._id,
+            created_at=self._created,
+            status=status,
+            instructions=body.instructions,
+            max_output_tokens=params.max_tokens,
+            max_tool_calls=body.max_tool_calls,
+            model=self._host.name,
+            output=[],
+            parallel_tool_calls=use.parallel,
+            previous_response_id=body.previous_response_id,
+            prompt_cache_key=body.prompt_cache_key,
+            reasoning=ResponseReasoning(body.reasoning.effort),
+            safety_identifier=body.safety_identifier,
+            store=self._stored,
+            temperature=params.temperature,
+            text=ResponseText(body.text.format or {"type": "text"}),
+            tool_choice=use.choice if body.tool_choice is None else body.tool_choice,
+            tools=self._tools,
+            top_p=params.top_p,
+            truncation=body.truncation or "disabled",
+            user=body.user,
+            metadata=body.metadata or {},
+        )
 
-    def _usage(self, end: Finished) -> Item:
+    def _usage(self, end: Finished) -> ResponseUsage:
         prompt, cached, generated = token_counts([self.answer.request], [end])
-        return {
-            "input_tokens": prompt,
-            "input_tokens_details": {"cached_tokens": cached},
-            "output_tokens": generated,
-            "output_tokens_details": {"reasoning_tokens": self.answer.reasoning_tokens},
-            "total_tokens": prompt + generated,
-        }
+        return ResponseUsage(
+            input_tokens=prompt,
+            input_tokens_details=CachedTokens(cached),
+            output_tokens=generated,
+            output_tokens_details=ReasoningTokens(self.answer.reasoning_tokens),
+            total_tokens=prompt + generated,
+        )
 
-    def _events(self, events: Sequence[Event]) -> bytes:
+    def _events(self, events: Sequence[ResponseEvent]) -> bytes:
         written = b""
-        for name, values in events:
-            kind = f"response.{name}"
-            event = {"type": kind, "sequence_number": self._number, **values}
+        for event in events:
+            event.sequence_number = self._number
             self._number += 1
-            written += named_event(kind, event)
+            written += named_event(event.type, event)
         return written
+
+
+def _of_response(name: str, response: ResponseObject, **more: Any) -> ResponseEvent:
+    return ResponseEvent(type=f"response.{name}", response=response, **more)

@@ -19,7 +19,7 @@ from quengine.serve.routes.sampling import requests_of, sampling_params
 from quengine.serve.routes.shortening import tell
 from quengine.serve.routes.streaming import stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.openai import DeletedResponse, PromptTokens, ResponseRequest
+from quengine.serve.schemas.openai import DeletedResponse, InputItemList, PromptTokens, ResponseRequest
 from quengine.serve.schemas.reading import shown
 from quengine.structured.constraint_spec import ConstraintSpec
 
@@ -79,13 +79,12 @@ async def response_input_items(models: Models, request: Request) -> Response:
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + int(limit)]
     return json_response(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": start + len(page) < len(items),
-        }
+        InputItemList(
+            data=page,
+            first_id=page[0]["id"] if page else None,
+            last_id=page[-1]["id"] if page else None,
+            has_more=start + len(page) < len(items),
+        )
     )
 
 

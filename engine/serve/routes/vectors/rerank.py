@@ -6,10 +6,10 @@ object, in `method`.
 """
 
 from collections.abc import Sequence
-from typing import Any
 from uuid import uuid4
 
 import numpy as np
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,6 +19,15 @@ from quengine.serve.models.model_host import ModelHost
 from quengine.serve.routes.prompts import read_pairs, read_prompts
 from quengine.serve.routes.vectors.embeddings import chosen_pooling, embedded
 from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, bad_request
+from quengine.serve.schemas.llama import (
+    ApiVersion,
+    Ranked,
+    RankedDocuments,
+    RankedText,
+    RankingMeta,
+    RankingUsage,
+    ScoredText,
+)
 from quengine.serve.schemas.reading import wrong_value
 from quengine.serve.schemas.requests import Document, RerankRequest
 
@@ -46,22 +55,28 @@ async def rerank(host: ModelHost, request: Request) -> Response:
     order = sorted(range(len(documents)), key=lambda index: -scores[index])[: body.top_n]
     headers = {"X-Rerank-Method": _method(host)}
     if key == "texts":
-        return json_response(
-            [
-                {"index": index, "score": scores[index]}
-                | ({"text": texts[index]} if body.return_text else {})
-                for index in order
-            ],
-            headers=headers,
-        )
-    results = [
-        {"index": index, "relevance_score": scores[index]}
-        | ({"document": {"text": texts[index]}} if body.return_documents else {})
-        for index in order
-    ]
-    answer = _answer(host, results, tokens)
-    if request.url.path == "/v2/rerank":
-        answer |= {"id": str(uuid4()), "meta": {"api_version": {"version": "2"}}}
+        with_text = body.return_text
+        scored = [
+            ScoredText(index=index, score=scores[index], text=texts[index] if with_text else UNSET)
+            for index in order
+        ]
+        return json_response(scored, headers=headers)
+    with_text, v2 = body.return_documents, request.url.path == "/v2/rerank"
+    answer = RankedDocuments(
+        model=host.name,
+        method=_method(host),
+        usage=RankingUsage(tokens, tokens),
+        results=[
+            Ranked(
+                index=index,
+                relevance_score=scores[index],
+                document=RankedText(texts[index]) if with_text else UNSET,
+            )
+            for index in order
+        ],
+        id=str(uuid4()) if v2 else UNSET,
+        meta=RankingMeta(ApiVersion()) if v2 else UNSET,
+    )
     return json_response(answer, headers=headers)
 
 
@@ -116,14 +131,3 @@ async def _read(host: ModelHost, request: Request, query: str, texts: list[str],
 
 def _method(host: ModelHost) -> str:
     return HEAD if host.model.ranks else COSINE
-
-
-def _answer(host: ModelHost, results: list[dict[str, Any]], tokens: int) -> dict[str, Any]:
-    """`tokens`: of each pair of query and document, as ranking models and llama-server count."""
-    return {
-        "model": host.name,
-        "object": "list",
-        "method": _method(host),
-        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        "results": results,
-    }
