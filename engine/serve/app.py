@@ -18,6 +18,7 @@ from quengine.serve.guard import APP_ORIGIN, CORS, LOOPBACK_ORIGIN, Guard, admit
 from quengine.serve.http import Catch, WithoutTrailingSlash, error_response
 from quengine.serve.models.registry import Models
 from quengine.serve.resumable import Resumable
+from quengine.serve.routes.dispatch import of_server
 from quengine.serve.routes.model_route import ModelRoute
 from quengine.serve.routes.route import OfModel, OfServer
 from quengine.serve.schemas.errors import ApiError
@@ -37,7 +38,7 @@ def _by_path(routes: Sequence[OfModel | OfServer], kind: type[R]) -> dict[str, d
 
 
 async def _dispatch(models: Models, routes: Mapping[str, OfServer], request: Request) -> Response:
-    return await routes["GET" if request.method == "HEAD" else request.method].endpoint(models, request)
+    return await of_server(routes["GET" if request.method == "HEAD" else request.method], models, request)
 
 
 def _of_model(models: Models, routes: Mapping[str, OfModel]) -> ASGIApp:

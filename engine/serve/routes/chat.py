@@ -6,11 +6,8 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
-from starlette.requests import Request
-from starlette.responses import Response
 
 from quengine.errors import EngineError
-from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
@@ -33,7 +30,7 @@ from quengine.serve.routes.prompts import (
     reasoning_wanted,
 )
 from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
-from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
+from quengine.serve.routes.streaming import AnswerForm, data
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.openai import (
     ChatAnswer,
@@ -60,35 +57,19 @@ from quengine.structured.tool_calls import (
 )
 
 
-async def chat_completions(host: ModelHost, request: Request) -> Response:
+async def chat_completions(host: ModelHost, body: ChatRequest) -> "ChatForm":
     """Answer a conversation."""
-    body = await read_request(request, ChatRequest, host.limits)
-    answers = await unless_gone(request.receive, prepare_chat(host, body))
-    if body.stream:
-        live = LiveTimings(body, [answer.request for answer in answers])
-        chunks = _Chunks(
-            host,
-            answers,
-            bool(body.functions),
-            body.stream_options.include_usage,
-            host.verbose(body),
-            live,
-        )
-        return await stream_answer(host, request, answers, chunks)
-    outputs = await whole_answer(host, request, answers)
-    more = verbose_result(host, answers, outputs) if host.verbose(body) else {}
-    return json_response(_body(host, answers, bool(body.functions), outputs, more))
+    return ChatForm(host, await prepare_chat(host, body), body)
 
 
-async def chat_tokens(host: ModelHost, request: Request) -> Response:
+async def chat_tokens(host: ModelHost, body: ChatRequest) -> PromptTokens:
     """Tokens of a conversation's prompt.
 
     Of a request that would be answered.
     """
-    body = await read_request(request, ChatRequest, host.limits)
-    (answer, *_) = await unless_gone(request.receive, prepare_chat(host, body))
+    (answer, *_) = await prepare_chat(host, body)
     tokens = await counted(host, answer.request.prompt, answer.request.images, "messages")
-    return json_response(PromptTokens(input_tokens=tokens))
+    return PromptTokens(input_tokens=tokens)
 
 
 async def prepare_chat(host: ModelHost, body: ChatRequest) -> list[Answer]:
@@ -186,30 +167,6 @@ def _reason(end: End, functions: bool) -> ChatReason:
     return "function_call" if functions and end.reason == "tool_calls" else end.reason
 
 
-def _body(
-    host: ModelHost,
-    answers: Sequence[Answer],
-    functions: bool,
-    outputs: Sequence[tuple[Part, End]],
-    more: Mapping[str, Any],
-) -> ChatCompletion:
-    requests = [answer.request for answer in answers]
-    choices = [
-        ChatChoice(
-            index=index,
-            message=_message(part, end, functions),
-            logprobs=_logprobs(requests[index], part.piece, host.model),
-            finish_reason=_reason(end, functions),
-            schema_violation=end.violation,
-        )
-        for index, (part, end) in enumerate(outputs)
-    ]
-    head = answer_head(host, "chatcmpl-", "chat.completion")
-    reasoning = sum(answer.reasoning_tokens for answer in answers)
-    tail = answer_tail(requests, [end.finished for _, end in outputs], reasoning)
-    return ChatCompletion(**head, choices=choices, **tail, **more)
-
-
 def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> ChatScores | None:
     params = request.params
     if params.logprobs is None:
@@ -217,24 +174,38 @@ def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> C
     return ChatScores(content=scored_tokens(piece.logprobs, model, params.post_sampling_probs))
 
 
-@dataclass
-class _Chunks(ChunkForm):
-    """A stream of chat.completion.chunk objects."""
+class ChatForm(AnswerForm):
+    """A chat.completion object, or a stream of chat.completion.chunk objects."""
 
-    host: ModelHost
-    answers: Sequence[Answer]
-    functions: bool
-    include_usage: bool
-    verbose: bool
-    live: LiveTimings
-
-    def __post_init__(self) -> None:
-        self._head = answer_head(self.host, "chatcmpl-", "chat.completion.chunk")
+    def __init__(self, host: ModelHost, answers: Sequence[Answer], body: ChatRequest) -> None:
+        super().__init__(host, answers, body.stream)
+        self.functions = bool(body.functions)
+        self.include_usage = body.stream_options.include_usage
+        self.verbose = host.verbose(body)
+        self.live = LiveTimings(body, self.requests)
+        self._head = answer_head(host, "chatcmpl-", "chat.completion.chunk")
         usage = None if self.include_usage else UNSET
         self._whole = ChatChunk(**self._head, choices=[], usage=usage)
-        self._requests = [answer.request for answer in self.answers]
+        self._requests = self.requests
         self._with_logprobs = self._requests[0].params.logprobs is not None
-        self._model = self.host.model
+        self._model = host.model
+
+    def whole(self, outputs: Sequence[tuple[Part, End]]) -> ChatCompletion:
+        choices = [
+            ChatChoice(
+                index=index,
+                message=_message(part, end, self.functions),
+                logprobs=_logprobs(self._requests[index], part.piece, self._model),
+                finish_reason=_reason(end, self.functions),
+                schema_violation=end.violation,
+            )
+            for index, (part, end) in enumerate(outputs)
+        ]
+        head = answer_head(self.host, "chatcmpl-", "chat.completion")
+        reasoning = sum(answer.reasoning_tokens for answer in self.answers)
+        tail = answer_tail(self._requests, [end.finished for _, end in outputs], reasoning)
+        more = verbose_result(self.host, self.answers, outputs) if self.verbose else {}
+        return ChatCompletion(**head, choices=choices, **tail, **more)
 
     def begin(self) -> bytes:
         first = ChatDelta(role="assistant", content=None)

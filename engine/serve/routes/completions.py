@@ -1,15 +1,11 @@
 """POST /v1/completions."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
-from starlette.requests import Request
-from starlette.responses import Response
 
-from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
 from quengine.serve.processes.shared_model import ServedModel
@@ -26,7 +22,7 @@ from quengine.serve.routes.logprob_forms import (
 from quengine.serve.routes.native import verbose_chunk, verbose_result
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
-from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
+from quengine.serve.routes.streaming import AnswerForm, data
 from quengine.serve.schemas.openai import (
     Completion,
     CompletionChunk,
@@ -39,19 +35,9 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for this route."""
 
 
-async def completions(host: ModelHost, request: Request) -> Response:
+async def completions(host: ModelHost, body: CompletionRequest) -> "CompletionForm":
     """Complete prompts."""
-    body = await read_request(request, CompletionRequest, host.limits)
-    answers = await unless_gone(request.receive, prepare_completions(host, body))
-    model, requests = host.model, [answer.request for answer in answers]
-    echoed = [model.decode(each.prompt) if body.echo else "" for each in requests]
-    if body.stream:
-        live = LiveTimings(body, requests)
-        chunks = _Chunks(host, requests, echoed, body.stream_options.include_usage, host.verbose(body), live)
-        return await stream_answer(host, request, answers, chunks)
-    outputs = await whole_answer(host, request, answers)
-    more = verbose_result(host, answers, outputs) if host.verbose(body) else {}
-    return json_response(_body(host, requests, echoed, outputs, more))
+    return CompletionForm(host, await prepare_completions(host, body), body)
 
 
 async def prepare_completions(host: ModelHost, body: CompletionRequest) -> list[Answer]:
@@ -77,30 +63,6 @@ async def prepare_completions(host: ModelHost, body: CompletionRequest) -> list[
     return text_answers(host, requests)
 
 
-def _body(
-    host: ModelHost,
-    requests: Sequence[GenerationRequest],
-    echoed: Sequence[str],
-    outputs: Sequence[tuple[Part, End]],
-    more: Mapping[str, Any],
-) -> Completion:
-    choices = [
-        TextChoice(
-            index=index,
-            text=echoed[index] + part.piece.text,
-            logprobs=_logprobs(requests[index], part.piece, host.model),
-            finish_reason=_reason(end),
-            schema_violation=end.violation,
-        )
-        for index, (part, end) in enumerate(outputs)
-    ]
-    head, tail = (
-        answer_head(host, "cmpl-", "text_completion"),
-        answer_tail(requests, [e.finished for _, e in outputs]),
-    )
-    return Completion(**head, choices=choices, **tail, **more)
-
-
 def _reason(end: End) -> Literal["stop", "length"]:
     return "length" if end.reason == "length" else "stop"
 
@@ -116,27 +78,39 @@ def _logprobs(request: GenerationRequest, piece: Piece, model: ServedModel) -> T
     return joined_logprobs(prompt, completion_logprobs(piece.logprobs, model, offset)[0])
 
 
-@dataclass
-class _Chunks(ChunkForm):
-    """A stream of text_completion objects."""
+class CompletionForm(AnswerForm):
+    """A text_completion object, or a stream of such."""
 
-    host: ModelHost
-    requests: Sequence[GenerationRequest]
-    echoed: Sequence[str]
-    """What each completion begins with: its prompt, or nothing."""
-    include_usage: bool
-    verbose: bool
-    live: LiveTimings
-    _offsets: dict[int, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._head = answer_head(self.host, "cmpl-", "text_completion")
+    def __init__(self, host: ModelHost, answers: Sequence[Answer], body: CompletionRequest) -> None:
+        super().__init__(host, answers, body.stream)
+        self._model, self._requests = host.model, self.requests
+        self.echoed = [self._model.decode(each.prompt) if body.echo else "" for each in self._requests]
+        """What each completion begins with: its prompt, or nothing."""
+        self.include_usage = body.stream_options.include_usage
+        self.verbose = host.verbose(body)
+        self.live = LiveTimings(body, self._requests)
+        self._offsets: dict[int, int] = {}
+        self._head = answer_head(host, "cmpl-", "text_completion")
         self._whole = CompletionChunk(**self._head, choices=[])
-        self._with_logprobs = self.requests[0].params.logprobs is not None
-        self._model = self.host.model
+        self._with_logprobs = self._requests[0].params.logprobs is not None
+
+    def whole(self, outputs: Sequence[tuple[Part, End]]) -> Completion:
+        choices = [
+            TextChoice(
+                index=index,
+                text=self.echoed[index] + part.piece.text,
+                logprobs=_logprobs(self._requests[index], part.piece, self._model),
+                finish_reason=_reason(end),
+                schema_violation=end.violation,
+            )
+            for index, (part, end) in enumerate(outputs)
+        ]
+        tail = answer_tail(self._requests, [end.finished for _, end in outputs])
+        more = verbose_result(self.host, self.answers, outputs) if self.verbose else {}
+        return Completion(**self._head, choices=choices, **tail, **more)
 
     def begin(self) -> bytes:
-        if self.requests[0].score_prompt:
+        if self._requests[0].score_prompt:
             return b""  # the prompts are given back with their log-probabilities, once these are there
         echoed = [(index, text) for index, text in enumerate(self.echoed) if text]
         return b"".join(self._chunk(index, text, None, None) for index, text in echoed)
@@ -153,7 +127,7 @@ class _Chunks(ChunkForm):
         more = self.live.after(choice, piece)
         if not self._with_logprobs:
             return self._chunk(choice, piece.text, None, None, more) if piece.text else b""
-        request, echoed = self.requests[choice], b""
+        request, echoed = self._requests[choice], b""
         if request.score_prompt and choice not in self._offsets and (piece.tokens or piece.prompt_logprobs):
             scores, self._offsets[choice] = echoed_logprobs(
                 request.prompt, piece.prompt_logprobs, self._model
@@ -168,14 +142,14 @@ class _Chunks(ChunkForm):
         return echoed + self._chunk(choice, piece.text, logprobs, None, more)
 
     def finished(self, end: End) -> bytes:
-        request = self.requests[end.choice]
+        request = self._requests[end.choice]
         more = {} if self.include_usage else answer_tail([request], [end.finished])
         if self.verbose:
             more |= verbose_chunk(self.host, end.choice, request, end.finished)
         return self._chunk(end.choice, "", None, _reason(end), more, end.violation)
 
     def end(self, ends: Sequence[Finished]) -> bytes:
-        return stream_end(self._head, self.requests, ends, self.include_usage)
+        return stream_end(self._head, self._requests, ends, self.include_usage)
 
     def _chunk(
         self,

@@ -9,13 +9,9 @@ spell no control tokens.
 from collections.abc import Sequence
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
-from quengine.serve.http import read_request
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_model import ServedModel
-from quengine.serve.routes.native import native_answer
+from quengine.serve.routes.native import NativeForm, native_form
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.openai import CompletionRequest
 from quengine.serve.schemas.requests import ExtraFile, InfillRequest
@@ -25,13 +21,12 @@ _SNIPPET = "\n\n--- snippet ---\n\n"
 """Before each file in models without FIM_SEP."""
 
 
-async def infill(host: ModelHost, request: Request) -> Response:
+async def infill(host: ModelHost, body: InfillRequest) -> NativeForm:
     """Fill the gap in a text."""
-    body = await read_request(request, InfillRequest, host.limits)
     marks = _marks(host.model, 501)
     extra = _extra_parts(host.model, body.input_extra) if body.input_extra else []
     prompt = _parts(marks, extra, body.input_prefix + body.prompt, body.input_suffix)
-    return await native_answer(host, request, body, [prompt], parse_special=False)
+    return await native_form(host, body, [prompt], parse_special=False)
 
 
 def suffix_prompt(model: ServedModel, body: CompletionRequest) -> list[Any]:

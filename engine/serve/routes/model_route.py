@@ -21,6 +21,7 @@ from quengine.serve.guard import check_may_change, is_limited
 from quengine.serve.http import EVENTS, read_raw, to_json, unless_gone
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
+from quengine.serve.routes.dispatch import of_model
 from quengine.serve.routes.route import OfModel
 from quengine.serve.schemas.errors import ApiError, bad_request, in_dialect
 from quengine.serve.schemas.fields import Body
@@ -72,7 +73,7 @@ class ModelRoute:
         route, request = self._routes[method], Request(scope, receive, send)
         if method != "POST":
             named = self._models.named(request.query_params.get("model", ""))
-            await (await route.endpoint(named, request))(scope, receive, send)
+            await (await of_model(route, named, request))(scope, receive, send)
             return
         host, wanted, keep_s = self._models.only, _Wanted(), None
         if host is None or not host.admits:
@@ -84,7 +85,7 @@ class ModelRoute:
         if limited:
             _check_changes_nothing(scope, host, keep_s)
         if keep_s == 0 and wanted.asks_nothing and not host.loaded:
-            await (await route.endpoint(host, request))(scope, receive, send)
+            await (await of_model(route, host, request))(scope, receive, send)
             return
         streams = wanted.stream is True and route.event is not None
         stream = _WaitingStream(send, scope["path"]) if streams else None
@@ -96,7 +97,7 @@ class ModelRoute:
                 else:
                     waiting = entering if stream is None else stream.until(entering, host, self._models)
                     await unless_gone(receive, waiting)
-                await (await route.endpoint(host, request))(scope, receive, stream or send)
+                await (await of_model(route, host, request))(scope, receive, stream or send)
             except ApiError as error:
                 if stream is None or not stream.begun:
                     raise

@@ -4,12 +4,11 @@ import time
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from quengine.models.hub.hub_name import quant_of
 from quengine.models.hub.projectors import find_projector
 from quengine.serve.guard import check_may_change
-from quengine.serve.http import json_response, off_loop, read_request
+from quengine.serve.http import off_loop
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
 from quengine.serve.schemas.errors import ApiError
@@ -20,7 +19,7 @@ _EPOCH = time.time() - time.monotonic()
 """The Unix time at which the other clock begins."""
 
 
-async def models(models: Models, request: Request) -> Response:
+async def models(models: Models, request: Request) -> ModelList:
     """The models, by name.
 
     With `?reload=1` they are looked for again before.
@@ -31,33 +30,31 @@ async def models(models: Models, request: Request) -> Response:
     hosts = list(models.hosts)
     seeing = await off_loop(lambda: {each for each in hosts if _may_see(each)})
     rows = [_model(models, each, name, each in seeing) for each in hosts for name in _ids(each)]
-    return json_response(ModelList(data=rows))
+    return ModelList(data=rows)
 
 
-async def model(models: Models, request: Request) -> Response:
+async def model(models: Models, request: Request) -> Model:
     """The model of a name."""
     name = request.path_params["name"]
     host = models.named(name)
     if name not in host.spec.settings.model_names:
         raise ApiError(404, f"no model {name[:80]!r} here", param="model", code="model_not_found")
-    return json_response(_model(models, host, name, await off_loop(lambda: _may_see(host))))
+    return _model(models, host, name, await off_loop(lambda: _may_see(host)))
 
 
-async def load(models: Models, request: Request) -> Response:
+async def load(models: Models, body: ModelRequest) -> Success:
     """Begin to load a model.
 
     GET /models says when it is there.
     """
-    body = await read_request(request, ModelRequest, models.settings.limits)
     models.load(models.named(body.model))
-    return json_response(Success())
+    return Success()
 
 
-async def unload(models: Models, request: Request) -> Response:
+async def unload(models: Models, body: ModelRequest) -> Success:
     """Unload a model after its running answers."""
-    body = await read_request(request, ModelRequest, models.settings.limits)
     await models.unload(models.named(body.model))
-    return json_response(Success())
+    return Success()
 
 
 def _ids(host: ModelHost) -> tuple[str, ...]:
@@ -70,7 +67,7 @@ def _model(models: Models, host: ModelHost, name: str, may_see: bool) -> Model:
     meta: dict[str, Any] = {"size": host.nbytes}
     modalities = ["text"]
     if host.loaded or host.alone:
-        served = host.model
+        served = host.shown
         modalities += ["image"] if served.marker else []
         shown = {key: value for key, value in served.facts.items() if key != "path"}
         meta = shown | {"n_ctx": served.ctx_size, "ftype": quant_of(str(served.facts.get("path", "")))}
@@ -98,7 +95,8 @@ def _may_see(host: ModelHost) -> bool:
 
 
 def _status(models: Models, host: ModelHost) -> ModelStatus:
-    status = ModelStatus(value=host.status, unloadable=models.unloads and host.loaded)
+    value = "loading" if host.replaced else host.status
+    status = ModelStatus(value=value, unloadable=models.unloads and host.loaded)
     if host.failure is not None and not host.loaded:
         status.failed, status.error = True, host.failure
     if host.loaded:

@@ -1,16 +1,12 @@
 """POST /completion: llama-server's own route, with its names."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
 
 from quengine.request.sampling_params import MAX_COUNT, RANGES, SamplingParams
-from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
@@ -20,37 +16,27 @@ from quengine.serve.routes.constraints import read_constraint
 from quengine.serve.routes.logprob_forms import scored_tokens
 from quengine.serve.routes.prompts import read_prompts
 from quengine.serve.routes.sampling import check_choices, completions_of, requests_of, sampling_params
-from quengine.serve.routes.streaming import ChunkForm, data, stream_answer, whole_answer
-from quengine.serve.schemas.llama import Bias, GenerationSettings, NativeChunk, NativeCompletion, ScoredToken
+from quengine.serve.routes.streaming import AnswerForm, data
+from quengine.serve.schemas.llama import (
+    Bias,
+    GenerationSettings,
+    NativeChunk,
+    NativeCompletion,
+    NativeFields,
+    ScoredToken,
+)
 from quengine.serve.schemas.requests import Native, NativeRequest
 
 _ABSENT = object()
 
 
-async def completion(host: ModelHost, request: Request) -> Response:
+async def completion(host: ModelHost, body: NativeRequest) -> "NativeForm":
     """Complete a prompt, with llama-server's names."""
-    body = await read_request(request, NativeRequest, host.limits)
-    return await native_answer(host, request, body, body.prompt, body.parse_special)
+    return await native_form(host, body, body.prompt, body.parse_special)
 
 
-async def native_answer(
-    host: ModelHost, request: Request, body: Native, prompt: Any, parse_special: bool
-) -> Response:
-    """The answer, or the stream, in llama-server's own form. Raises ApiError, and ClientGoneError."""
-    requests = await unless_gone(request.receive, _prepared(host, body, prompt, parse_special))
-    answers = text_answers(host, requests)
-    form = _Form(host, requests, body.response_fields, LiveTimings(body, requests))
-    if body.stream:
-        return await stream_answer(host, request, answers, form)
-    written = [
-        form.whole(part, end, body.return_tokens) for part, end in await whole_answer(host, request, answers)
-    ]
-    return json_response(written if len(written) > 1 else written[0])
-
-
-async def _prepared(
-    host: ModelHost, body: Native, prompt: Any, parse_special: bool
-) -> list[GenerationRequest]:
+async def native_form(host: ModelHost, body: Native, prompt: Any, parse_special: bool) -> "NativeForm":
+    """The answer in llama-server's own form. Raises ApiError."""
     host.check_model_name(body.model)
     check_choices(body, host.limits)
     params = await sampling_params(
@@ -59,7 +45,8 @@ async def _prepared(
     images = list[tuple[bytes, ...]]()
     prompts = await read_prompts(host, prompt, "prompt", parse_special, images=images)
     n = completions_of(body)
-    return requests_of(prompts, n, params, progress=body.reports, slot=body.id_slot, images=images)
+    requests = requests_of(prompts, n, params, progress=body.reports, slot=body.id_slot, images=images)
+    return NativeForm(host, text_answers(host, requests), body)
 
 
 def native_result(
@@ -107,7 +94,7 @@ def verbose_chunk(host: ModelHost, index: int, request: GenerationRequest, end: 
     return {"verbose": native_result(host, index, request, end, "", ())}
 
 
-def _chosen(answer: NativeCompletion, fields: Sequence[str]) -> NativeCompletion | dict[str, Any]:
+def _chosen(answer: NativeCompletion, fields: Sequence[str]) -> NativeCompletion | NativeFields:
     """The fields of an answer that response_fields names, a/b for b in a; all of them where it names none."""
     if not fields:
         return answer
@@ -121,22 +108,28 @@ def _chosen(answer: NativeCompletion, fields: Sequence[str]) -> NativeCompletion
     return chosen
 
 
-@dataclass
-class _Form(ChunkForm):
-    """The chunks of a stream, of which the last has the fields of a whole answer."""
+class NativeForm(AnswerForm):
+    """One completion or several, or the chunks of a stream, of which the last has the fields of a whole answer."""
 
-    host: ModelHost
-    requests: Sequence[GenerationRequest]
-    fields: Sequence[str]
-    """Of the last chunk, where not all are wanted."""
-    live: LiveTimings
-    _predicted: dict[int, int] = field(default_factory=dict)
-    _lines: set[int] = field(default_factory=set)
+    def __init__(self, host: ModelHost, answers: Sequence[Answer], body: Native) -> None:
+        super().__init__(host, answers, body.stream)
+        self._requests = self.requests
+        self.fields = body.response_fields
+        self.tokens = body.return_tokens
+        self.live = LiveTimings(body, self._requests)
+        self._predicted: dict[int, int] = {}
+        self._lines: set[int] = set()
 
-    def whole(self, part: Part, end: End, tokens: bool) -> NativeCompletion | dict[str, Any]:
-        """An answer that is not streamed, with the tokens where they are wanted."""
+    def whole(
+        self, outputs: Sequence[tuple[Part, End]]
+    ) -> NativeCompletion | NativeFields | list[NativeCompletion] | list[NativeFields]:
+        written: Any = [self._written(part, end) for part, end in outputs]
+        answer: NativeCompletion | list[NativeCompletion] = written if len(written) > 1 else written[0]
+        return answer
+
+    def _written(self, part: Part, end: End) -> NativeCompletion | NativeFields:
         choice, piece = part.choice, part.piece
-        request, given = self.requests[choice], piece.tokens if tokens else ()
+        request, given = self._requests[choice], piece.tokens if self.tokens else ()
         answer = native_result(self.host, choice, request, end.finished, piece.text, given)
         answer.schema_violation = end.violation
         answer.completion_probabilities = self._probabilities(choice, piece.logprobs)
@@ -158,7 +151,7 @@ class _Form(ChunkForm):
 
     def finished(self, end: End) -> bytes:
         choice = end.choice
-        last = native_result(self.host, choice, self.requests[choice], end.finished, "", ())
+        last = native_result(self.host, choice, self._requests[choice], end.finished, "", ())
         last.schema_violation, last.has_new_line = end.violation, choice in self._lines
         return data(_chosen(last, self.fields))
 
@@ -167,14 +160,14 @@ class _Form(ChunkForm):
             index=choice,
             content=text,
             tokens=tokens,
-            id_slot=self.requests[choice].slot,
+            id_slot=self._requests[choice].slot,
             tokens_predicted=self._predicted.get(choice, 0),
-            tokens_evaluated=prompt_tokens(self.requests[choice]),
+            tokens_evaluated=prompt_tokens(self._requests[choice]),
             **more,
         )
 
     def _probabilities(self, choice: int, entries: Sequence[Any]) -> list[ScoredToken] | UnsetType:
-        params = self.requests[choice].params
+        params = self._requests[choice].params
         if params.logprobs is None:
             return UNSET
         return scored_tokens(entries, self.host.model, params.post_sampling_probs)

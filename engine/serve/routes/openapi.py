@@ -10,7 +10,7 @@ from typing import Any
 
 from quengine import __version__
 from quengine.serve.http import EVENTS, LINES
-from quengine.serve.routes.route import NOTHING, OfModel, OfServer
+from quengine.serve.routes.route import NOTHING, OfModel, OfServer, alternatives
 from quengine.serve.schemas.fields import Body, Schema
 from quengine.serve.schemas.openapi_requests import STRING, ref, request_schemas
 from quengine.serve.schemas.written import Written, written_schemas
@@ -56,13 +56,12 @@ def document(
         "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
     }
     names = settings.model_names if settings.strict_model else ()
-    bodies = dict.fromkeys(route.request for route in routes if isinstance(route.request, type))
+    bodies = dict.fromkeys(route.body for route in routes if isinstance(route.body, type))
     read = request_schemas(bodies, settings.limits, names, vocab_size)
     kinds = [
         kind
         for route in routes
-        for each in (route.answer, route.event, route.line, route.error)
-        for kind in _alternatives(each)
+        for kind in (*route.answers, *alternatives(route.event), *alternatives(route.line), route.error)
     ]
     _, written = written_schemas(kinds)
     schemas = {**read, **written}
@@ -94,8 +93,8 @@ def _operation(path: str, route: OfModel | OfServer, keyed: bool) -> dict[str, A
         parameters.append({"name": name, "in": "query", "required": True, "schema": schema})
     if parameters:
         made["parameters"] = parameters
-    if route.request is not None:
-        made["requestBody"] = {"required": True, "content": {JSON: {"schema": ref(_name(route.request))}}}
+    if route.body is not None:
+        made["requestBody"] = {"required": True, "content": {JSON: {"schema": ref(_name(route.body))}}}
     if keyed:
         made["security"] = [{"bearer": []}, {"header": []}]
     return made
@@ -106,15 +105,8 @@ def _operation_id(method: str, path: str) -> str:
     return "_".join([method.lower(), *filter(None, words)])
 
 
-def _alternatives(answer: Any) -> tuple[Any, ...]:
-    """The types of an answer, an event or a line in JSON."""
-    if isinstance(answer, tuple):
-        return answer
-    return () if answer is None or isinstance(answer, str) else (answer,)
-
-
-def _schema(*answers: Any) -> Schema:
-    schemas, _ = written_schemas([kind for each in answers for kind in _alternatives(each)])
+def _schema(*kinds: Any) -> Schema:
+    schemas, _ = written_schemas(kinds)
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
@@ -128,18 +120,18 @@ def _success(route: OfModel | OfServer) -> dict[str, Any]:
     if isinstance(route.answer, str) and "/" in route.answer:
         content: dict[str, Any] = {route.answer: {"schema": STRING}}
     else:
-        content = {JSON: {"schema": _schema(route.answer)}}
+        content = {JSON: {"schema": _schema(*route.answers)}}
     if route.event is not None:
         content[EVENTS] = {"schema": _event(route)}
     if route.line is not None:
-        content[LINES] = {"schema": _schema(route.line, route.error)}
+        content[LINES] = {"schema": _schema(*alternatives(route.line), route.error)}
     return {"description": route.summary, "content": content}
 
 
 def _event(route: OfModel | OfServer) -> Schema:
     """An event whose data is JSON, or the end of the stream."""
     assert route.event is not None
-    inner = _schema(route.event, route.error)
+    inner = _schema(*alternatives(route.event), route.error)
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": inner}
     return {
         "type": "object",

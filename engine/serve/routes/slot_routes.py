@@ -4,9 +4,8 @@ from typing import Any, get_args
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
-from starlette.responses import Response
 
-from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.http import read_request
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
 from quengine.serve.processes.shared_engine import SlotAction, SlotActionKind, SlotStats
@@ -19,7 +18,7 @@ _MAX_NAME_BYTES = 255
 _ACTIONS = get_args(SlotActionKind)
 
 
-async def slots(models: Models, request: Request) -> Response:
+async def slots(models: Models, request: Request) -> list[Slot]:
     """What is being computed.
 
     One entry a slot, as llama-server's; at most a tenth of a second old. Of several models each names its own.
@@ -34,11 +33,11 @@ async def slots(models: Models, request: Request) -> Response:
         entries = [slot for each in loaded for slot in _slots(each, each.name)]
     if request.query_params.get("fail_on_no_slot") and all(each.is_processing for each in entries):
         raise ApiError(503, "no slot is free", code="no_free_slot", retry_after=1)
-    return json_response(entries)
+    return entries
 
 
 def _slots(host: ModelHost, named: str | UnsetType = UNSET) -> list[Slot]:
-    worker, context = host.worker, host.model.ctx_size
+    worker, context = host.worker, host.shown.ctx_size
     holders, stats = worker.slot_holders, {slot.request_id: slot for slot in worker.stats.slots}
     entries: list[Slot] = []
     for slot in range(worker.slots):
@@ -53,7 +52,7 @@ def _slots(host: ModelHost, named: str | UnsetType = UNSET) -> list[Slot]:
     return entries
 
 
-async def slot_action(host: ModelHost, request: Request) -> Response:
+async def slot_action(host: ModelHost, request: Request) -> SavedSlot | RestoredSlot | ErasedSlot:
     """Save what a slot holds to a file, restore it from there, or erase it (without a body).
 
     It waits until what runs in the slot has ended.
@@ -72,13 +71,13 @@ async def slot_action(host: ModelHost, request: Request) -> Response:
     name = "" if kind == "erase" else await _file_name(host, request)
     slot = int(given) % host.worker.slots
     action = SlotAction(kind, slot, "" if kind == "erase" else str(folder / name))
-    done = await unless_gone(request.receive, host.slot_action(action))
+    done = await host.slot_action(action)
     if kind == "erase":
-        return json_response(ErasedSlot(slot, done.tokens))
+        return ErasedSlot(slot, done.tokens)
     took = 1e3 * done.seconds
     if kind == "save":
-        return json_response(SavedSlot(slot, name, done.tokens, done.nbytes, SaveTime(took)))
-    return json_response(RestoredSlot(slot, name, done.tokens, done.nbytes, RestoreTime(took)))
+        return SavedSlot(slot, name, done.tokens, done.nbytes, SaveTime(took))
+    return RestoredSlot(slot, name, done.tokens, done.nbytes, RestoreTime(took))
 
 
 async def _file_name(host: ModelHost, request: Request) -> str:

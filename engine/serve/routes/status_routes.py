@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.models.hub.hub_name import quant_of
-from quengine.serve.http import json_response, read_array
+from quengine.serve.http import read_array
 from quengine.serve.models.model_host import ModelHost, State
 from quengine.serve.models.registry import Models
 from quengine.serve.processes.shared_engine import ReplicaStats
@@ -17,11 +17,12 @@ from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answers import FINGERPRINT
 from quengine.serve.routes.images import MEDIA_MARKER
 from quengine.serve.routes.native import generation_settings
-from quengine.serve.schemas.errors import ApiError, switched_off
+from quengine.serve.schemas.errors import ApiError, shutting_down, switched_off
 from quengine.serve.schemas.fields import LoraAdapter
 from quengine.serve.schemas.llama import (
     DefaultSettings,
     Health,
+    NoAdapters,
     Props,
     ReadsMedia,
     Replicas,
@@ -32,15 +33,14 @@ from quengine.serve.schemas.reading import read_part
 from quengine.serve.settings import ServerSettings
 
 
-async def health(models: Models, request: Request) -> Response:
+async def health(models: Models) -> Health:
     """Whether requests are taken.
 
     200 while requests are taken; 503 while an only model is loaded or its engine replaced, a model does not answer,
     or the server is ending.
     """
-    del request
     if models.draining:
-        raise ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+        raise shutting_down()
     for host in models.hosts:
         if host.alone and host.kept is None and host.state in (State.LOADING, State.FAILED):
             raise host.unavailable()
@@ -51,7 +51,7 @@ async def health(models: Models, request: Request) -> Response:
         stats = models.only.worker.stats
         status.is_sleeping = UNSET if models.only.kept is None else True
         status.replicas, status.prefill_replicas = _replicas(stats.replicas), _replicas(stats.prefill)
-    return json_response(status)
+    return status
 
 
 def _replicas(stats: Sequence[ReplicaStats]) -> Replicas | UnsetType:
@@ -79,7 +79,7 @@ def metrics_text(models: Models, host: ModelHost | None) -> bytes:
     return own + host.metrics.text(host.worker)
 
 
-async def props(models: Models, request: Request) -> Response:
+async def props(models: Models, request: Request) -> Props:
     """The model, the defaults and the limits.
 
     As llama-server's; the defaults are those of a request that says nothing.
@@ -87,30 +87,26 @@ async def props(models: Models, request: Request) -> Response:
     host = models.queried(request.query_params.get("model", ""))
     if host is None:
         given = models.settings.models
-        return json_response(
-            _props(
-                models.settings, None, role="router", max_instances=given.most, models_autoload=given.autoload
-            )
+        return _props(
+            models.settings, None, role="router", max_instances=given.most, models_autoload=given.autoload
         )
     served = host.model
 
     def text_of(token: int | None) -> str:
         return "" if token is None else served.token_bytes(token).decode(errors="replace")
 
-    return json_response(
-        _props(
-            host.spec.settings,
-            served,
-            total_slots=host.worker.slots,
-            model_alias=host.name,
-            model_path=served.facts.get("path", ""),
-            chat_template=served.template or "",
-            model_ftype=quant_of(str(served.facts.get("path", ""))),
-            bos_token=text_of(served.bos_id),
-            eos_token=text_of(served.eos_id),
-            eos_tokens=[text_of(token) for token in sorted(served.eos_ids)],
-            is_sleeping=host.status == "sleeping",
-        )
+    return _props(
+        host.spec.settings,
+        served,
+        total_slots=host.worker.slots,
+        model_alias=host.name,
+        model_path=served.facts.get("path", ""),
+        chat_template=served.template or "",
+        model_ftype=quant_of(str(served.facts.get("path", ""))),
+        bos_token=text_of(served.bos_id),
+        eos_token=text_of(served.eos_id),
+        eos_tokens=[text_of(token) for token in sorted(served.eos_ids)],
+        is_sleeping=host.status == "sleeping",
     )
 
 
@@ -138,25 +134,25 @@ def _props(settings: ServerSettings, model: ServedModel | None, **more: Any) -> 
     )
 
 
-async def change_props(models: Models, request: Request) -> Response:
+async def change_props(models: Models) -> Success:
     """Refused.
 
     POST /props, as llama-server without --props.
     """
-    del models, request
+    del models
     raise ApiError(501, "this server does not support changing global properties")
 
 
-async def lora_adapters(models: Models, request: Request) -> Response:
+async def lora_adapters(models: Models) -> NoAdapters:
     """The adapters: none."""
-    del models, request
-    return json_response([])
+    del models
+    return []
 
 
-async def change_lora_adapters(models: Models, request: Request) -> Response:
+async def change_lora_adapters(models: Models, request: Request) -> Success:
     """Switch adapters off.
 
     There are none, so that all scales must be 0.
     """
     read_part(list[LoraAdapter], await read_array(request, models.settings.limits), "adapters")
-    return json_response(Success())
+    return Success()

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.serve.http import EVENTS, EventStream, json_response, read_request
+from quengine.serve.http import EVENTS, EventStream
 from quengine.serve.models.registry import Models
 from quengine.serve.resumable import KeptStream
 from quengine.serve.schemas.errors import ApiError, bad_request
@@ -49,24 +49,21 @@ async def stop_stream(models: Models, request: Request) -> Response:
     return Response(status_code=204)
 
 
-async def find_streams(models: Models, request: Request) -> Response:
+async def find_streams(models: Models, body: StreamsRequest) -> list[FoundStream]:
     """Which conversations have streams.
 
     And how far each is.
     """
-    body = await read_request(request, StreamsRequest, models.settings.limits)
-    return json_response(
-        [
-            FoundStream(
-                conversation_id=stream.conversation,
-                is_done=stream.done,
-                total_bytes=stream.total,
-                started_at=int(stream.began),
-                completed_at=int(stream.ended_at),
-            )
-            for stream in models.streams.found(body.conversation_ids)
-        ]
-    )
+    return [
+        FoundStream(
+            conversation_id=stream.conversation,
+            is_done=stream.done,
+            total_bytes=stream.total,
+            started_at=int(stream.began),
+            completed_at=int(stream.ended_at),
+        )
+        for stream in models.streams.found(body.conversation_ids)
+    ]
 
 
 def _conversation(request: Request) -> str:

@@ -1,10 +1,9 @@
 """POST /tokenize, /detokenize and /apply-template: what a prompt is made of, without computing it."""
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.request.content_parts import IMAGE
-from quengine.serve.http import json_response, off_loop, read_request, unless_gone
+from quengine.serve.http import off_loop
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_text import TextJob
 from quengine.serve.routes.constraints import read_tools
@@ -15,9 +14,8 @@ from quengine.serve.schemas.reading import token_ids
 from quengine.serve.schemas.requests import DetokenizeRequest, TemplateRequest, TokenizeRequest
 
 
-async def tokenize(host: ModelHost, request: Request) -> Response:
+async def tokenize(host: ModelHost, body: TokenizeRequest) -> Response:
     """Text to tokens."""
-    body = await read_request(request, TokenizeRequest, host.limits)
     host.check_model_name(body.model)
     size = host.model.vocab_size
     parts = [body.content] if isinstance(body.content, str) else body.content
@@ -28,22 +26,20 @@ async def tokenize(host: ModelHost, request: Request) -> Response:
         special=body.parse_special,
         pieces=body.with_pieces,
     )
-    result = await unless_gone(request.receive, host.text_pool.perform(host.model, job))
+    result = await host.text_pool.perform(host.model, job)
     return Response(result.text, media_type="application/json")
 
 
-async def detokenize(host: ModelHost, request: Request) -> Response:
+async def detokenize(host: ModelHost, body: DetokenizeRequest) -> DetokenizedText:
     """Tokens to text."""
-    body = await read_request(request, DetokenizeRequest, host.limits)
     host.check_model_name(body.model)
     model = host.model
     text = await off_loop(lambda: model.decode(token_ids(body.tokens, "tokens", model.vocab_size)))
-    return json_response(DetokenizedText(content=text))
+    return DetokenizedText(content=text)
 
 
-async def apply_template(host: ModelHost, request: Request) -> Response:
+async def apply_template(host: ModelHost, body: TemplateRequest) -> RenderedPrompt:
     """A conversation's prompt."""
-    body = await read_request(request, TemplateRequest, host.limits)
     host.check_model_name(body.model)
     model = host.model
     use = await read_tools(body, model)
@@ -64,5 +60,5 @@ async def apply_template(host: ModelHost, request: Request) -> Response:
         ),
         ending=ending,
     )
-    result = await unless_gone(request.receive, host.text_pool.perform(host.model, job))
-    return json_response(RenderedPrompt(prompt=result.text.decode().replace(IMAGE, model.marker or IMAGE)))
+    result = await host.text_pool.perform(host.model, job)
+    return RenderedPrompt(prompt=result.text.decode().replace(IMAGE, model.marker or IMAGE))

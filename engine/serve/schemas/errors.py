@@ -91,6 +91,11 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def shutting_down() -> ApiError:
+    """A 503: no request is taken any more."""
+    return ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+
+
 def switched_off(flag: str) -> ApiError:
     """A 501: the server was started without this route."""
     return ApiError(501, f"this server was started with {flag}", code="unsupported")

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from quengine.request.sampling_params import MAX_BIAS
-from quengine.serve.schemas.fields import REF, Body, Schema
+from quengine.serve.schemas.fields import REF, Body, Schema, without_last_collection
 from quengine.serve.schemas.messages import Message
 from quengine.serve.schemas.response_items import KINDS, InputItem
 from quengine.serve.settings import Limits
@@ -48,6 +48,7 @@ def request_schemas(
 ) -> dict[str, Schema]:
     """Every schema of these bodies and of their parts, by component name. `model_names` are the only ones that may be
     given, where there are any; `vocab_size` is None while there is no model."""
+    without_last_collection()
     unions: list[Any] = [Message, InputItem]
     made, components = msgspec.json.schema_components((*unions, *bodies), ref_template=REF)
     token = {"type": "integer", "minimum": 0}

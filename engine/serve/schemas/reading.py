@@ -16,7 +16,7 @@ from msgspec import inspect
 from quengine.platform import strict_json
 from quengine.request.sampling_params import Range
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.fields import Fields
+from quengine.serve.schemas.fields import Fields, without_last_collection
 
 B = TypeVar("B", bound=Fields)
 T = TypeVar("T")
@@ -115,6 +115,7 @@ class _Plan(NamedTuple):
 
 @cache
 def _plan(kind: type[Fields]) -> _Plan:
+    without_last_collection()
     whole, only, without_effect, nested = set(), {}, {}, {}
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)

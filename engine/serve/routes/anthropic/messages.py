@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 
 from msgspec import UNSET
-from starlette.requests import Request
-from starlette.responses import Response
 
-from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished
 from quengine.serve.routes.answer_events import Answer, End, Part
@@ -17,7 +14,7 @@ from quengine.serve.routes.chat import chat_prompt, prepare_chat
 from quengine.serve.routes.constraints import answer_constraint, read_constraint, read_tools
 from quengine.serve.routes.images import counted
 from quengine.serve.routes.sampling import sampling_params
-from quengine.serve.routes.streaming import ChunkForm, named_event, stream_answer, whole_answer
+from quengine.serve.routes.streaming import AnswerForm, named_event
 from quengine.serve.schemas.anthropic import (
     AnthropicBlock,
     AnthropicEvent,
@@ -37,46 +34,43 @@ from quengine.serve.schemas.anthropic import (
 from quengine.serve.schemas.errors import ApiError, anthropic_error
 
 
-async def messages(host: ModelHost, request: Request) -> Response:
+async def messages(host: ModelHost, body: MessagesRequest) -> "MessageForm":
     """Answer a conversation, with Anthropic's names."""
-    body = await read_request(request, MessagesRequest, host.limits)
-    chat = chat_request(body, host.model, host.limits)
-    answers = await unless_gone(request.receive, prepare_chat(host, chat))
+    answers = await prepare_chat(host, chat_request(body, host.model, host.limits))
     hidden = body.thinking is not None and (
         body.thinking.type == "disabled" or body.thinking.display == "omitted"
     )
-    form = _Form(host, answers[0], ContentBlocks(not hidden))
-    if body.stream:
-        return await stream_answer(host, request, answers, form)
-    ((part, end),) = await whole_answer(host, request, answers)
-    return json_response(form.whole(part, end))
+    return MessageForm(host, answers, body.stream, ContentBlocks(not hidden))
 
 
-async def count_tokens(host: ModelHost, request: Request) -> Response:
+async def count_tokens(host: ModelHost, body: CountTokensRequest) -> TokenCount:
     """Tokens of a conversation's prompt.
 
     Of the prompt that an answer would be computed from, which may be more than the context holds.
     """
-    body = await read_request(request, CountTokensRequest, host.limits)
     host.check_model_name(body.model)
     chat = chat_request(body, host.model, host.limits)
     use = await read_tools(chat, host.model)
     # What an answer would be refused for is refused here.
     await answer_constraint(use, host.model, await read_constraint(chat))
     await sampling_params(host, chat, logprobs=None, constraint=None)
-    prompt = await unless_gone(request.receive, chat_prompt(host, chat, use, limited=False))
-    return json_response(TokenCount(input_tokens=await counted(host, prompt.ids, prompt.images, "messages")))
+    prompt = await chat_prompt(host, chat, use, limited=False)
+    return TokenCount(input_tokens=await counted(host, prompt.ids, prompt.images, "messages"))
 
 
-class _Form(ChunkForm):
+class MessageForm(AnswerForm):
     """The message object, and the events that build it."""
 
-    def __init__(self, host: ModelHost, answer: Answer, content: ContentBlocks) -> None:
-        self._answer = answer
+    def __init__(
+        self, host: ModelHost, answers: Sequence[Answer], streams: bool, content: ContentBlocks
+    ) -> None:
+        super().__init__(host, answers, streams)
+        (self._answer,) = answers
         self._content = content
         self._id, self._name = new_id("msg_"), host.name
 
-    def whole(self, part: Part, end: End) -> AnthropicMessage:
+    def whole(self, outputs: Sequence[tuple[Part, End]]) -> AnthropicMessage:
+        ((part, end),) = outputs
         self._content.take(part.deltas + end.deltas)
         self._content.finish()
         content = self._content.whole() if end.reason == "length" else self._content.blocks

@@ -5,7 +5,7 @@ Durations are whole nanoseconds.
 
 import json
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -15,12 +15,12 @@ from msgspec import UNSET
 
 from quengine.serve.http import LINES, to_json
 from quengine.serve.models.model_host import ModelHost
-from quengine.serve.processes.shared_engine import GenerationRequest, Piece
-from quengine.serve.routes.answer_events import End, Part
+from quengine.serve.processes.shared_engine import Piece
+from quengine.serve.routes.answer_events import Answer, End, Part
 from quengine.serve.routes.answers import prompt_tokens
 from quengine.serve.routes.logprob_forms import scored_tokens
 from quengine.serve.routes.model_route import seconds_of
-from quengine.serve.routes.streaming import ChunkForm
+from quengine.serve.routes.streaming import AnswerForm
 from quengine.serve.schemas.errors import ApiError, OllamaError
 from quengine.serve.schemas.ollama import (
     OllamaAnswer,
@@ -58,15 +58,16 @@ def line(value: Any) -> bytes:
     return to_json(value) + b"\n"
 
 
-class AnswerLines(ChunkForm, ABC):
+class AnswerLines(AnswerForm):
     """One answer. `began` is the `time.perf_counter()` at which its request came."""
 
     media_type = LINES
 
-    def __init__(self, host: ModelHost, request: GenerationRequest, began: float) -> None:
-        self._host = host
-        self._model = host.model
-        self._request = request
+    def __init__(
+        self, host: ModelHost, answers: Sequence[Answer], streams: bool, notes: Sequence[str], began: float
+    ) -> None:
+        super().__init__(host, answers, streams, notes)
+        self._request = answers[0].request
         self._began = began
         self._call: ToolCall | None = None
         """The call whose arguments are coming: Ollama's are values, not the pieces of a text."""
@@ -86,28 +87,28 @@ class AnswerLines(ChunkForm, ABC):
 
     def finished(self, end: End) -> bytes:
         held = b"".join(self._line(each, {}) for each in self._rest(end))
-        return held + line(self.written(self._host.name, AnswerPart(), **self._tail(end)))
+        return held + line(self.written(self.host.name, AnswerPart(), **self._tail(end)))
 
     def failed(self, error: ApiError) -> bytes:
         return line(OllamaError(error.message))
 
-    def whole(self, part: Part, end: End) -> OllamaChat | OllamaGenerate:
-        """The answer that is not streamed."""
+    def whole(self, outputs: Sequence[tuple[Part, End]]) -> OllamaChat | OllamaGenerate:
+        ((part, end),) = outputs
         parts = self._parts(part.deltas) + self._rest(end)
         said = AnswerPart(
             "".join(each.content for each in parts),
             "".join(each.thinking for each in parts),
             [call for each in parts for call in each.calls],
         )
-        return self.written(self._host.name, said, **self._logprobs(part.piece), **self._tail(end))
+        return self.written(self.host.name, said, **self._logprobs(part.piece), **self._tail(end))
 
     def _line(self, part: AnswerPart, scores: dict[str, Any]) -> bytes:
-        return line(self.written(self._host.name, part, **scores))
+        return line(self.written(self.host.name, part, **scores))
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         if self._request.params.logprobs is None or not piece.logprobs:
             return {}
-        return {"logprobs": scored_tokens(piece.logprobs, self._model)}
+        return {"logprobs": scored_tokens(piece.logprobs, self.host.model)}
 
     def _tail(self, end: End) -> dict[str, Any]:
         timings = end.finished.timings

@@ -2,10 +2,9 @@
 
 import time
 
-from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.serve.http import json_response, off_loop, read_request
+from quengine.serve.http import json_response, off_loop
 from quengine.serve.models.model_host import ModelHost, Vector
 from quengine.serve.routes.ollama.answers import nanoseconds
 from quengine.serve.routes.ollama.requests import served_name
@@ -21,15 +20,14 @@ from quengine.serve.schemas.ollama import (
 from quengine.serve.schemas.openai import EmbeddingRequest
 
 
-async def embed(host: ModelHost, request: Request) -> Response:
+async def embed(host: ModelHost, body: OllamaEmbedRequest) -> Response:
     """A vector for each text.
 
     None for no text, as Ollama has it.
     """
     began = time.perf_counter()
-    body = await read_request(request, OllamaEmbedRequest, host.limits)
     notes: list[str] | None = None if body.truncate is False else []
-    vectors, tokens = await _vectors(host, request, body.model, body.input, notes, body.dimensions)
+    vectors, tokens = await _vectors(host, body.model, body.input, notes, body.dimensions)
     answer = await off_loop(
         lambda: json_response(
             OllamaEmbed(
@@ -44,11 +42,10 @@ async def embed(host: ModelHost, request: Request) -> Response:
     return answer
 
 
-async def one_embedding(host: ModelHost, request: Request) -> Response:
+async def one_embedding(host: ModelHost, body: OllamaEmbeddingsRequest) -> Response:
     """A vector for a text."""
-    body = await read_request(request, OllamaEmbeddingsRequest, host.limits)
     notes: list[str] = []
-    vectors, _ = await _vectors(host, request, body.model, body.prompt, notes)
+    vectors, _ = await _vectors(host, body.model, body.prompt, notes)
     answer = json_response(OllamaEmbeddings(embedding=vectors[0].tolist() if vectors else []))
     tell("/api/embeddings", notes, answer)
     return answer
@@ -56,7 +53,6 @@ async def one_embedding(host: ModelHost, request: Request) -> Response:
 
 async def _vectors(
     host: ModelHost,
-    request: Request,
     name: str,
     texts: str | list[str],
     notes: list[str] | None,
@@ -68,4 +64,4 @@ async def _vectors(
         host.check_model_name(name)
         return [], 0
     given = EmbeddingRequest(model=name, input=texts, dimensions=dimensions)
-    return await embed_prompts(host, request, given, notes)
+    return await embed_prompts(host, given, notes)

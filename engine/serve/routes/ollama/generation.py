@@ -2,13 +2,10 @@
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
-from starlette.requests import Request
-from starlette.responses import Response
 
-from quengine.serve.http import json_response, read_request, unless_gone
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.routes.answer_events import Answer
 from quengine.serve.routes.chat import prepare_chat
@@ -24,52 +21,47 @@ from quengine.serve.routes.shortening import (
     MOST_TRIES,
     kept_share,
     shortened,
-    tell,
     with_longest_cut,
     without_oldest,
 )
-from quengine.serve.routes.streaming import stream_answer, whole_answer
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.schemas.ollama import OllamaChatRequest, OllamaGenerateRequest, OllamaGeneration
+from quengine.serve.schemas.ollama import (
+    OllamaChat,
+    OllamaChatRequest,
+    OllamaGenerate,
+    OllamaGenerateRequest,
+    OllamaGeneration,
+)
 from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
 
 G = TypeVar("G", bound=OllamaGeneration)
 
 
-async def chat(host: ModelHost, request: Request) -> Response:
+async def chat(host: ModelHost, body: OllamaChatRequest) -> ChatLines | OllamaChat:
     """Answer a conversation."""
-    return await _answered(host, request, OllamaChatRequest, chat_request, ChatLines)
+    answer: ChatLines | OllamaChat = await _answered(host, body, chat_request, ChatLines)
+    return answer
 
 
-async def generate(host: ModelHost, request: Request) -> Response:
+async def generate(host: ModelHost, body: OllamaGenerateRequest) -> GenerateLines | OllamaGenerate:
     """Answer a prompt."""
-    return await _answered(host, request, OllamaGenerateRequest, generate_request, GenerateLines)
+    answer: GenerateLines | OllamaGenerate = await _answered(host, body, generate_request, GenerateLines)
+    return answer
 
 
 async def _answered(
     host: ModelHost,
-    request: Request,
-    kind: type[G],
+    body: G,
     converted: Callable[[ModelHost, G], ChatRequest | CompletionRequest],
     form: type[AnswerLines],
-) -> Response:
-    began = time.perf_counter()
-    body = await read_request(request, kind, host.limits)
+) -> Any:
+    began, notes = time.perf_counter(), list[str]()
     host.check_model_name(served_name(host, body.model))
     if body.asks_nothing:
-        return json_response(loaded(host, form, body.keep_alive))
-    notes: list[str] = []
+        return loaded(host, form, body.keep_alive)
     given = converted(host, body)
     prepare = _prepared(host, given) if body.truncate is False else _fitting(host, given, notes)
-    answers = await unless_gone(request.receive, prepare)
-    lines = form(host, answers[0].request, began)
-    if body.stream:
-        answer = await stream_answer(host, request, answers, lines)
-    else:
-        ((part, end),) = await whole_answer(host, request, answers)
-        answer = json_response(lines.whole(part, end))
-    tell(request.url.path, notes, answer)
-    return answer
+    return form(host, await prepare, body.stream, notes, began)
 
 
 async def _fitting(host: ModelHost, body: ChatRequest | CompletionRequest, notes: list[str]) -> list[Answer]:

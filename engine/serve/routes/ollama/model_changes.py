@@ -12,7 +12,7 @@ from starlette.responses import Response
 from quengine.models.hub.hub import hub_name
 from quengine.models.hub.hub_name import own_name
 from quengine.serve import access_log
-from quengine.serve.http import LINES, EventStream, json_response, off_loop, read_request, unless_gone
+from quengine.serve.http import LINES, EventStream, json_response, off_loop, unless_gone
 from quengine.serve.models.model_links import check_name, folder_name
 from quengine.serve.models.preset_file import made_options
 from quengine.serve.models.pulls import FileProgress, Step
@@ -31,12 +31,11 @@ from quengine.serve.schemas.ollama import (
 _SUCCESS = OllamaSuccess()
 
 
-async def pull(models: Models, request: Request) -> Response:
+async def pull(models: Models, request: Request, body: OllamaPullRequest) -> Response:
     """Fetch a model.
 
     Nothing is fetched for a model that is here.
     """
-    body = await read_request(request, OllamaPullRequest, models.settings.limits)
     if models.find(body.given) is not None:
         return Response(line(_SUCCESS), media_type=LINES) if body.stream else json_response(_SUCCESS)
     plain = own_name(body.given.removesuffix(":latest"))
@@ -83,23 +82,21 @@ def _statuses(step: Step) -> list[OllamaPullLine]:
     return [progress, *([OllamaPullLine(status=f"verifying {kind} digest")] if done else [])]
 
 
-async def delete(models: Models, request: Request) -> Response:
+async def delete(models: Models, body: OllamaDeleteRequest) -> OllamaSuccess:
     """Delete a model's file.
 
     The model takes no more requests, and is unloaded after its running answers.
     """
-    body = await read_request(request, OllamaDeleteRequest, models.settings.limits)
     _check_allowed(models, f"no model is deleted over HTTP: run engine rm {_shown(body.given)}")
     await models.remove(_given(body.given, "model"))
-    return json_response(_SUCCESS)
+    return _SUCCESS
 
 
-async def create(models: Models, request: Request) -> Response:
+async def create(models: Models, body: OllamaCreateRequest) -> Response:
     """A model of this server under a new name, with options.
 
     A served model under a new name, with a system message, a template, parameters and first messages of its own.
     """
-    body = await read_request(request, OllamaCreateRequest, models.settings.limits)
     _check_allowed(models, f"no model is made over HTTP: run engine create {_shown(body.given)}")
     name, base = folder_name(_given(body.given, "model")), _given(body.base, "from")
     check_name(name, "model")
@@ -111,15 +108,14 @@ async def create(models: Models, request: Request) -> Response:
     return Response(line(_SUCCESS), media_type=LINES) if body.stream else json_response(_SUCCESS)
 
 
-async def copy(models: Models, request: Request) -> Response:
+async def copy(models: Models, body: OllamaCopyRequest) -> OllamaSuccess:
     """Give a model one more name."""
-    body = await read_request(request, OllamaCopyRequest, models.settings.limits)
     name = _shown(body.destination)
     _check_allowed(models, f"names are given when the server starts: run engine serve --alias {name}")
     source, destination = _given(body.source, "source"), folder_name(_given(body.destination, "destination"))
     check_name(destination, "destination")
     await models.copy(source, destination)
-    return json_response(_SUCCESS)
+    return _SUCCESS
 
 
 def _given(name: str, param: str) -> str:

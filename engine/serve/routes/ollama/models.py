@@ -7,11 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import Response
-
 from quengine.models.hub.hub_name import quant_of
-from quengine.serve.http import json_response, read_request
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
 from quengine.serve.processes.shared_model import ServedModel
@@ -38,15 +34,14 @@ _LONG_S = 100 * 365 * 24 * 3600.0
 _SHOWN = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n")
 
 
-async def version(models: Models, request: Request) -> Response:
+async def version(models: Models) -> OllamaVersion:
     """The release of Ollama's API."""
-    del models, request
-    return json_response(OllamaVersion(version=API_VERSION))
+    del models
+    return OllamaVersion(version=API_VERSION)
 
 
-async def tags(models: Models, request: Request) -> Response:
+async def tags(models: Models) -> OllamaTags:
     """The models, by name."""
-    del request
     listed = [
         OllamaTag(
             name=name,
@@ -59,18 +54,17 @@ async def tags(models: Models, request: Request) -> Response:
         for each in models.hosts
         for name in each.spec.settings.model_names
     ]
-    return json_response(OllamaTags(models=listed))
+    return OllamaTags(models=listed)
 
 
-async def running(models: Models, request: Request) -> Response:
+async def running(models: Models) -> OllamaProcesses:
     """The models in memory.
 
     Raises ApiError (503) while an only one is being loaded at first.
     """
-    del request
     there = [each for each in models.hosts if each.loaded or (each.alone and each.kept is None)]
     listed = [_in_memory(each, name) for each in there for name in each.spec.settings.model_names]
-    return json_response(OllamaProcesses(models=listed))
+    return OllamaProcesses(models=listed)
 
 
 def _in_memory(host: ModelHost, name: str) -> OllamaProcess:
@@ -83,38 +77,35 @@ def _in_memory(host: ModelHost, name: str) -> OllamaProcess:
         details=_details(_facts(host)),
         expires_at=NEVER if left is None else timestamp(time.time() + min(left, _LONG_S)),
         size_vram=size if host.device.startswith("cuda") else 0,
-        context_length=host.model.ctx_size,
+        context_length=host.shown.ctx_size,
     )
 
 
-async def show(models: Models, request: Request) -> Response:
+async def show(models: Models, body: OllamaShowRequest) -> OllamaShow:
     """What the model is.
 
     It is not loaded for that.
     """
-    body = await read_request(request, OllamaShowRequest, models.settings.limits)
     host = models.named(body.given)
     host.check_model_name(served_name(host, body.given))
     model = await models.described(models.named(body.given))
     settings = generation_settings(host.settings.defaults, model)
     parameters = [("num_ctx", model.ctx_size), *((name, getattr(settings, name)) for name in _SHOWN)]
-    return json_response(
-        OllamaShow(
-            modelfile=f"FROM {host.name}\n",
-            parameters="\n".join(f"{name:30} {value}" for name, value in parameters),
-            template=model.template or "",
-            details=_details(model.facts),
-            model_info=_model_info(model),
-            capabilities=_capabilities(model),
-            modified_at=_modified(models, models.named(body.given)),
-        )
+    return OllamaShow(
+        modelfile=f"FROM {host.name}\n",
+        parameters="\n".join(f"{name:30} {value}" for name, value in parameters),
+        template=model.template or "",
+        details=_details(model.facts),
+        model_info=_model_info(model),
+        capabilities=_capabilities(model),
+        modified_at=_modified(models, models.named(body.given)),
     )
 
 
 def _facts(host: ModelHost) -> Mapping[str, Any]:
     """Of a model that is not loaded, path and size. Raises ApiError where an only one is not yet."""
     if host.loaded or host.alone:
-        return host.model.facts
+        return host.shown.facts
     return {"path": str(host.spec.path), "size": host.nbytes}
 
 

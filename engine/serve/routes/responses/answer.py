@@ -12,7 +12,7 @@ from quengine.serve.routes.answer_events import Answer, End, Part
 from quengine.serve.routes.answers import LiveTimings, new_id, timings_body, token_counts
 from quengine.serve.routes.responses.output_items import OutputItems
 from quengine.serve.routes.responses.tools import OfferedTools
-from quengine.serve.routes.streaming import ChunkForm, named_event
+from quengine.serve.routes.streaming import AnswerForm, named_event
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.openai import (
     CachedTokens,
@@ -29,7 +29,7 @@ from quengine.serve.schemas.openai import (
 )
 
 
-class ResponseForm(ChunkForm):
+class ResponseForm(AnswerForm):
     """One response.
 
     Args:
@@ -45,9 +45,10 @@ class ResponseForm(ChunkForm):
         answer: Answer,
         tools: OfferedTools,
         conversation: Sequence[Any],
+        notes: Sequence[str],
     ) -> None:
+        super().__init__(host, [answer], body.stream, notes)
         self.answer = answer
-        self._host = host
         self._body = body
         self._conversation = conversation
         self._output = OutputItems(tools.custom, "reasoning.encrypted_content" in (body.include or ()))
@@ -57,8 +58,9 @@ class ResponseForm(ChunkForm):
         self._live = LiveTimings(body, [answer.request])
         self._number = 0
 
-    def whole(self, part: Part, end: End) -> ResponseObject:
+    def whole(self, outputs: Sequence[tuple[Part, End]]) -> ResponseObject:
         """The whole object, which is stored where the request wants it."""
+        ((part, end),) = outputs
         self._output.take(part.deltas + end.deltas)
         self._output.finish(end.reason == "length")
         return self._whole(end)
@@ -93,7 +95,7 @@ class ResponseForm(ChunkForm):
         response.output, response.usage = self._output.items, self._usage(end.finished)
         response.schema_violation = end.violation
         if self._stored:
-            self._host.responses.put(response, [*self._conversation, *self._output.items])
+            self.host.responses.put(response, [*self._conversation, *self._output.items])
         return response
 
     def _response(self, status: ResponseStatus) -> ResponseObject:
@@ -106,7 +108,7 @@ class ResponseForm(ChunkForm):
             instructions=body.instructions,
             max_output_tokens=params.max_tokens,
             max_tool_calls=body.max_tool_calls,
-            model=self._host.name,
+            model=self.host.name,
             output=[],
             parallel_tool_calls=use.parallel,
             previous_response_id=body.previous_response_id,

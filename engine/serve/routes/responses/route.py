@@ -4,7 +4,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.serve.http import json_response, off_loop, read_request, unless_gone
+from quengine.serve.http import off_loop
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
 from quengine.serve.routes.answer_events import Answer
@@ -16,8 +16,6 @@ from quengine.serve.routes.responses.input_items import input_items, messages_of
 from quengine.serve.routes.responses.prompt import conversation_ids
 from quengine.serve.routes.responses.tools import offered_tools
 from quengine.serve.routes.sampling import requests_of, sampling_params
-from quengine.serve.routes.shortening import tell
-from quengine.serve.routes.streaming import stream_answer, whole_answer
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.openai import DeletedResponse, InputItemList, PromptTokens, ResponseRequest
 from quengine.serve.schemas.reading import shown
@@ -26,27 +24,10 @@ from quengine.structured.constraint_spec import ConstraintSpec
 _MOST_ITEMS = 100
 
 
-async def responses(host: ModelHost, request: Request) -> Response:
-    """Answer items with items."""
-    body = await read_request(request, ResponseRequest, host.limits)
-    notes: list[str] = []
-    form = await unless_gone(request.receive, _prepared(host, body, notes))
-    if body.stream:
-        answer = await stream_answer(host, request, [form.answer], form)
-    else:
-        ((part, end),) = await whole_answer(host, request, [form.answer])
-        answer = json_response(form.whole(part, end))
-    tell("/v1/responses", notes, answer)
-    return answer
-
-
-async def response_tokens(host: ModelHost, request: Request) -> Response:
+async def response_tokens(host: ModelHost, body: ResponseRequest) -> PromptTokens:
     """Tokens of a conversation's prompt."""
-    body = await read_request(request, ResponseRequest, host.limits)
-    form = await unless_gone(request.receive, _prepared(host, body, []))
-    asked = form.answer.request
-    tokens = await counted(host, asked.prompt, asked.images, "input")
-    return json_response(PromptTokens(input_tokens=tokens))
+    (asked,) = (await responses(host, body)).requests
+    return PromptTokens(input_tokens=await counted(host, asked.prompt, asked.images, "input"))
 
 
 async def stored_response(models: Models, request: Request) -> Response:
@@ -56,7 +37,7 @@ async def stored_response(models: Models, request: Request) -> Response:
     return Response(models.responses.response(request.path_params["id"]), media_type="application/json")
 
 
-async def response_input_items(models: Models, request: Request) -> Response:
+async def response_input_items(models: Models, request: Request) -> InputItemList:
     """The items that a stored response was made of.
 
     Newest first, unless `order` is asc, at most `limit` after `after`.
@@ -78,26 +59,25 @@ async def response_input_items(models: Models, request: Request) -> Response:
         raise bad_request(f"after = {shown(after)}: no such item is among them", "after", "invalid_value")
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + int(limit)]
-    return json_response(
-        InputItemList(
-            data=page,
-            first_id=page[0]["id"] if page else None,
-            last_id=page[-1]["id"] if page else None,
-            has_more=start + len(page) < len(items),
-        )
+    return InputItemList(
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=start + len(page) < len(items),
     )
 
 
-async def delete_response(models: Models, request: Request) -> Response:
+async def delete_response(models: Models, request: Request) -> DeletedResponse:
     """Delete a stored response."""
     response_id = request.path_params["id"]
     models.responses.delete(response_id)
-    return json_response(DeletedResponse(id=response_id))
+    return DeletedResponse(id=response_id)
 
 
-async def _prepared(host: ModelHost, body: ResponseRequest, notes: list[str]) -> ResponseForm:
+async def responses(host: ModelHost, body: ResponseRequest) -> ResponseForm:
+    """Answer items with items."""
     host.check_model_name(body.model)
-    model = host.model
+    model, notes = host.model, list[str]()
     tools = offered_tools(body.tools, body.tool_choice, notes)
     asked = msgspec.structs.replace(body, tools=tools.functions, tool_choice=tools.choice)
     use = await read_tools(asked, model)
@@ -120,7 +100,7 @@ async def _prepared(host: ModelHost, body: ResponseRequest, notes: list[str]) ->
         [prompt.ids], 1, params, shown, progress=body.reports, slot=body.id_slot, images=[prompt.images]
     )
     answer = Answer(host, request, 0, model.answer_format, use, end)
-    return ResponseForm(host, body, answer, tools, [*earlier, *items])
+    return ResponseForm(host, body, answer, tools, [*earlier, *items], notes)
 
 
 def _note_options(body: ResponseRequest, notes: list[str]) -> None:

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.errors import EngineError
 from quengine.request.pooling import Pooling, default_pooling, task_prefix
 from quengine.request.sampling_params import SamplingParams
-from quengine.serve.http import json_response, off_loop, read_request, to_json, unless_gone
+from quengine.serve.http import json_response, off_loop, to_json
 from quengine.serve.models.model_host import ModelHost, Vector
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.routes.prompts import read_prompts
@@ -27,10 +26,9 @@ MAX_NUMBERS = 1 << 24
 """Of all rows that one request asks for: 128 MiB, and some 330 MB of JSON."""
 
 
-async def embeddings(host: ModelHost, request: Request) -> Response:
+async def embeddings(host: ModelHost, body: EmbeddingRequest) -> Response:
     """A vector for each text."""
-    body = await read_request(request, EmbeddingRequest, host.limits)
-    vectors, tokens = await embed(host, request, body)
+    vectors, tokens = await embed(host, body)
     return await off_loop(
         lambda: json_response(
             EmbeddingList(
@@ -46,7 +44,7 @@ async def embeddings(host: ModelHost, request: Request) -> Response:
 
 
 async def embed(
-    host: ModelHost, request: Request, body: EmbeddingRequest, notes: list[str] | None = None
+    host: ModelHost, body: EmbeddingRequest, notes: list[str] | None = None
 ) -> tuple[list[Vector], int]:
     """The vector of each prompt of a body, and how many tokens the prompts have. Raises ApiError.
 
@@ -61,19 +59,16 @@ async def embed(
     if body.dimensions is not None and body.dimensions > width:
         raise wrong_value(EmbeddingRequest, "dimensions", body.dimensions, f"must be at most {width}")
     given = _begun(body.input, _task_prefix(host, body.task))
-    prompts = await unless_gone(
-        request.receive, read_prompts(host, given, "input", body.parse_special, ended=True, notes=notes)
-    )
-    vectors = await embedded(host, request, prompts, pooling, "input", body.task)
+    prompts = await read_prompts(host, given, "input", body.parse_special, ended=True, notes=notes)
+    vectors = await embedded(host, prompts, pooling, "input", body.task)
     return [_shortened(vector, body.dimensions) for vector in vectors], sum(map(len, prompts))
 
 
-async def native_embeddings(host: ModelHost, request: Request) -> Response:
+async def native_embeddings(host: ModelHost, body: NativeEmbeddingRequest) -> Response:
     """Rows of each text, in llama-server's form.
 
     An array of rows for each text: one row of unit length, or with pooling `none` one of each token, as it is.
     """
-    body = await read_request(request, NativeEmbeddingRequest, host.limits)
     host.check_model_name(body.model)
     pooling = chosen_pooling(host, body.pooling)
     key, given = ("content", body.content) if body.input is None else ("input", body.input)
@@ -81,10 +76,8 @@ async def native_embeddings(host: ModelHost, request: Request) -> Response:
         raise bad_request("input and content: only one of them can hold", "content", "invalid_value")
     if given is None:
         raise wrong_value(NativeEmbeddingRequest, "input", None)
-    prompts = await unless_gone(
-        request.receive, read_prompts(host, given, key, body.parse_special, ended=True)
-    )
-    vectors = await embedded(host, request, prompts, pooling, key)
+    prompts = await read_prompts(host, given, key, body.parse_special, ended=True)
+    vectors = await embedded(host, prompts, pooling, key)
     width = host.model.facts["n_embd"]
     return await off_loop(
         lambda: json_response(
@@ -125,7 +118,6 @@ def _begun(given: Any, prefix: str) -> Any:
 
 async def embedded(
     host: ModelHost,
-    request: Request,
     prompts: Sequence[Sequence[int]],
     pooling: Pooling | Literal["rank"],
     key: str,
@@ -134,7 +126,7 @@ async def embedded(
     """The vector of each prompt of the field `key`, embedded for `task`; with pooling `none` its rows, one after
     the other, with `rank` the outputs of the model's head.
 
-    Raises ApiError, and ClientGoneError when the client has gone.
+    Raises ApiError.
     """
     rows = sum(map(len, prompts)) if pooling == "none" else len(prompts)
     width = host.model.facts["n_embd"]
@@ -147,7 +139,7 @@ async def embedded(
         )
     params = SamplingParams(temperature=0).with_seed()
     requests = [GenerationRequest(prompt, params, pooling=pooling, task=task) for prompt in prompts]
-    return await answered(host, request, requests, host.vectors)
+    return await answered(host, requests, host.vectors)
 
 
 def as_json(value: Any) -> msgspec.Raw:

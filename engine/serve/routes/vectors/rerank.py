@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.request.pooling import RANK
-from quengine.serve.http import json_response, read_request, unless_gone
+from quengine.serve.http import json_response
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.routes.prompts import read_pairs, read_prompts
 from quengine.serve.routes.vectors.embeddings import chosen_pooling, embedded
@@ -35,12 +35,11 @@ COSINE, HEAD = "embedding-cosine", "trained-head"
 """How scores are computed: without a ranking model, or by one."""
 
 
-async def rerank(host: ModelHost, request: Request) -> Response:
+async def rerank(host: ModelHost, request: Request, body: RerankRequest) -> Response:
     """Documents by the cosine of their embeddings with a query's.
 
     In Jina's and Cohere's form, or for `texts` in that of Hugging Face's text-embeddings-inference; best first.
     """
-    body = await read_request(request, RerankRequest, host.limits)
     host.check_model_name(body.model)
     documents: Sequence[str | Document] | None
     key, documents = ("texts", body.texts) if body.documents is None else ("documents", body.documents)
@@ -49,9 +48,7 @@ async def rerank(host: ModelHost, request: Request) -> Response:
     if documents is None:
         raise wrong_value(RerankRequest, "documents", None)
     texts = [each.text if isinstance(each, Document) else each for each in documents]
-    scores, tokens = await (_by_head if host.model.ranks else _by_cosine)(
-        host, request, body.query, texts, key
-    )
+    scores, tokens = await (_by_head if host.model.ranks else _by_cosine)(host, body.query, texts, key)
     order = sorted(range(len(documents)), key=lambda index: -scores[index])[: body.top_n]
     headers = {"X-Rerank-Method": _method(host)}
     if key == "texts":
@@ -80,53 +77,43 @@ async def rerank(host: ModelHost, request: Request) -> Response:
     return json_response(answer, headers=headers)
 
 
-async def _by_cosine(
-    host: ModelHost, request: Request, query: str, texts: list[str], key: str
-) -> tuple[list[float], int]:
-    prompts = await _read(host, request, query, texts, key)
+async def _by_cosine(host: ModelHost, query: str, texts: list[str], key: str) -> tuple[list[float], int]:
+    prompts = await _read(host, query, texts, key)
     chosen = chosen_pooling(host, None)
     pooling = "mean" if chosen == "none" else chosen
-    vectors = np.array(await embedded(host, request, prompts, pooling, key))
+    vectors = np.array(await embedded(host, prompts, pooling, key))
     scores: list[float] = (vectors[1:] @ vectors[0]).tolist()
     return scores, sum(len(prompts[0]) + len(prompt) for prompt in prompts[1:])
 
 
-async def _by_head(
-    host: ModelHost, request: Request, query: str, texts: list[str], key: str
-) -> tuple[list[float], int]:
+async def _by_head(host: ModelHost, query: str, texts: list[str], key: str) -> tuple[list[float], int]:
     """The scores, and the tokens of all pairs."""
-    pairs = await (_encoder_pairs if host.model.ranker is None else _decoder_pairs)(
-        host, request, query, texts, key
-    )
+    pairs = await (_encoder_pairs if host.model.ranker is None else _decoder_pairs)(host, query, texts, key)
     for index, pair in enumerate(pairs):
         if len(pair) > host.model.ctx_size:
             problem = (
                 f"{key}[{index}]: with the query {len(pair)} tokens: the context holds {host.model.ctx_size}"
             )
             raise bad_request(problem, key, CONTEXT_EXCEEDED)
-    found = await embedded(host, request, pairs, RANK, key)
+    found = await embedded(host, pairs, RANK, key)
     return [float(vector[0]) for vector in found], sum(map(len, pairs))
 
 
-async def _encoder_pairs(
-    host: ModelHost, request: Request, query: str, texts: list[str], key: str
-) -> list[list[int]]:
+async def _encoder_pairs(host: ModelHost, query: str, texts: list[str], key: str) -> list[list[int]]:
     """Each document after the query and what the model has between the two, without the token that begins a text."""
-    first, *documents = await _read(host, request, query, texts, key)
+    first, *documents = await _read(host, query, texts, key)
     begin = host.model.bos_id
     first = first + host.model.pair_gap
     return [first + document[document[:1] == [begin] :] for document in documents]
 
 
-async def _decoder_pairs(
-    host: ModelHost, request: Request, query: str, texts: list[str], key: str
-) -> list[list[int]]:
-    return await unless_gone(request.receive, read_pairs(host, query, texts, key))
+async def _decoder_pairs(host: ModelHost, query: str, texts: list[str], key: str) -> list[list[int]]:
+    return await read_pairs(host, query, texts, key)
 
 
-async def _read(host: ModelHost, request: Request, query: str, texts: list[str], key: str) -> list[list[int]]:
+async def _read(host: ModelHost, query: str, texts: list[str], key: str) -> list[list[int]]:
     given = [query, *texts]
-    return await unless_gone(request.receive, read_prompts(host, given, key, parse_special=False, ended=True))
+    return await read_prompts(host, given, key, parse_special=False, ended=True)
 
 
 def _method(host: ModelHost) -> str:

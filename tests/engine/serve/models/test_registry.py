@@ -314,13 +314,26 @@ def test_the_server_ends_while_requests_wait(asking: ThreadPoolExecutor) -> None
 
 
 def test_an_engine_that_fails_is_replaced_without_another_models_leaving() -> None:
+    """Lists go on to have it meanwhile, as it was."""
     device = Device(10)
-    with serving_models(device, spec("a", 5), spec("b", 5)) as served, served.http() as client:
-        assert ask(served, "a").status_code == ask(served, "b").status_code == 200
-        body = {"model": "a", "prompt": CRASHING_PROMPT}
+    device.gate.set()
+    with serving_models(device, spec("slow", 5), spec("b", 5)) as served, served.http() as client:
+        assert ask(served, "slow").status_code == ask(served, "b").status_code == 200
+        before = {path: client.get(path).json() for path in ("/api/tags", "/slots")}
+        device.gate.clear()
+        body = {"model": "slow", "prompt": CRASHING_PROMPT}
         assert client.post("/v1/completions", json=body).status_code == 500
-        assert served.wait_until(lambda: ask(served, "a").status_code == 200)
-        assert states(served) == {"a": "loaded", "b": "loaded"} and device.loads == ["a", "b", "a"]
+        assert served.wait_until(lambda: device.loads == ["slow", "b", "slow"])
+        listed = {each["id"]: each for each in client.get("/models").json()["data"]}
+        assert [listed[name]["status"]["value"] for name in ("slow", "b")] == ["loading", "loaded"]
+        assert listed["slow"]["meta"] == listed["b"]["meta"] and "n_ctx" in listed["b"]["meta"]
+        assert [each["name"] for each in client.get("/api/ps").json()["models"]] == ["slow", "b"]
+        assert {path: client.get(path).json() for path in before} == before
+        assert client.post("/api/show", json={"model": "slow"}).status_code == 200
+        assert ask(served, "slow").json()["error"]["code"] == "restarting"
+        device.gate.set()
+        assert served.wait_until(lambda: ask(served, "slow").status_code == 200)
+        assert states(served) == {"slow": "loaded", "b": "loaded"} and device.loads == ["slow", "b", "slow"]
 
 
 def test_lists_state_and_counters_tell_the_models_apart() -> None:
