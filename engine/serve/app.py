@@ -13,13 +13,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from quengine.serve import access_log
-from quengine.serve.connections import WriteDeadline
 from quengine.serve.guard import APP_ORIGIN, CORS, LOOPBACK_ORIGIN, Guard, admits_apps, cors_origins
-from quengine.serve.http import Catch, WithoutTrailingSlash, error_response
+from quengine.serve.http import Catch, error_response
 from quengine.serve.models.registry import Models
 from quengine.serve.resumable import Resumable
-from quengine.serve.routes.dispatch import of_server
-from quengine.serve.routes.model_route import ModelRoute
+from quengine.serve.routes.dispatch import ModelRoute, of_server
 from quengine.serve.routes.route import OfModel, OfServer
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.table import ROUTES
@@ -75,7 +73,7 @@ def make_app(models: Models, more: Sequence[OfServer] = ()) -> Starlette:
         ),
     ]
     routes.sort(key=lambda route: "{" in route.path)  # OPTIONS of a path is answered by the first that fits
-    middleware = [Middleware(WriteDeadline, settings.limits.write_s)]
+    middleware = [Middleware(Catch, answered, settings.limits.write_s)]
     origins, apps = cors_origins(settings), admits_apps(settings)
     if origins or apps:
         loopback = LOOPBACK_ORIGIN.pattern if "localhost" in origins else None
@@ -93,7 +91,7 @@ def make_app(models: Models, more: Sequence[OfServer] = ()) -> Starlette:
     middleware.append(Middleware(Guard, settings, keyless, for_apps(table)))
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(WithoutTrailingSlash), Middleware(Catch, answered), *middleware],
+        middleware=middleware,
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},
     )
     if settings.otlp_endpoint is not None:

@@ -5,33 +5,37 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 
-from quengine.serve.http import EVENTS
-from quengine.serve.models.registry import Models
-from quengine.serve.page.files import page, page_file
-from quengine.serve.routes import model_routes, slot_routes, status_routes, stream_routes, token_routes
-from quengine.serve.routes.anthropic.messages import count_tokens, messages
-from quengine.serve.routes.chat import chat_completions, chat_tokens
-from quengine.serve.routes.completions import completions
-from quengine.serve.routes.infill import infill
-from quengine.serve.routes.native import completion
-from quengine.serve.routes.ollama import embeddings as ollama_embeddings
-from quengine.serve.routes.ollama import generation, model_changes
-from quengine.serve.routes.ollama import models as ollama_models
-from quengine.serve.routes.openapi import document
-from quengine.serve.routes.responses.route import (
+from quengine.serve.apis.anthropic.messages import count_tokens, messages
+from quengine.serve.apis.anthropic.schemas import AnthropicEvent
+from quengine.serve.apis.llama import models as llama_models
+from quengine.serve.apis.llama import schemas as llama
+from quengine.serve.apis.llama import slots, status, streams, tokens
+from quengine.serve.apis.llama.embeddings import native_embeddings
+from quengine.serve.apis.llama.infill import infill
+from quengine.serve.apis.llama.native import completion
+from quengine.serve.apis.llama.requests import SlotFileRequest
+from quengine.serve.apis.llama.rerank import rerank
+from quengine.serve.apis.ollama import embeddings as ollama_embeddings
+from quengine.serve.apis.ollama import generation, model_changes
+from quengine.serve.apis.ollama import models as ollama_models
+from quengine.serve.apis.ollama import schemas as ollama
+from quengine.serve.apis.openai import schemas as openai
+from quengine.serve.apis.openai.chat import chat_completions, chat_tokens
+from quengine.serve.apis.openai.completions import completions
+from quengine.serve.apis.openai.embeddings import embeddings
+from quengine.serve.apis.openai.responses.route import (
     delete_response,
     response_input_items,
     response_tokens,
     responses,
     stored_response,
 )
+from quengine.serve.http import EVENTS
+from quengine.serve.models.registry import Models
+from quengine.serve.page.files import page, page_file
+from quengine.serve.routes.openapi import document
 from quengine.serve.routes.route import COMPUTES, NOTHING, READS, READS_ALONE, OfModel, OfServer
-from quengine.serve.routes.vectors.embeddings import embeddings, native_embeddings
-from quengine.serve.routes.vectors.rerank import rerank
-from quengine.serve.schemas import llama, ollama, openai
-from quengine.serve.schemas.anthropic import AnthropicEvent
 from quengine.serve.schemas.fields import Schema
-from quengine.serve.schemas.requests import SlotFileRequest
 
 _ANTHROPICS = (*READS_ALONE, 404, 500, 529)
 _NATIVE = llama.NativeChunk | llama.NativeCompletion | llama.NativeFields
@@ -51,32 +55,28 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     OfServer("GET /", page, _HTML, errors=(404,), keyless=True),
     OfServer("GET /page/{name}", page_file, _SCRIPT, errors=(404,), keyless=True),
     OfServer("GET /openapi.json", openapi, apps=True),
-    OfServer("GET /health /v1/health", status_routes.health, errors=(503,), apps=True, keyless=True),
-    OfServer("GET /metrics", status_routes.metrics, CONTENT_TYPE_LATEST, errors=(501,)),
-    OfServer("GET /props", status_routes.props, errors=(503,), apps=True),
-    OfServer("POST /props", status_routes.change_props, errors=(501,)),
-    OfServer("GET /slots", slot_routes.slots, errors=(501, 503)),
+    OfServer("GET /health /v1/health", status.health, errors=(503,), apps=True, keyless=True),
+    OfServer("GET /metrics", status.metrics, CONTENT_TYPE_LATEST, errors=(501,)),
+    OfServer("GET /props", status.props, errors=(503,), apps=True),
+    OfServer("POST /props", status.change_props, errors=(501,)),
+    OfServer("GET /slots", slots.slots, errors=(501, 503)),
     OfModel(
         "POST /slots/{id_slot}",
-        slot_routes.slot_action,
+        slots.slot_action,
         request=SlotFileRequest,
         errors=(*COMPUTES, 501),
         query=_ACTION,
         apps=False,
     ),
-    OfServer("GET /lora-adapters", status_routes.lora_adapters),
-    OfServer(
-        "POST /lora-adapters", status_routes.change_lora_adapters, request="LoraScales", errors=READS_ALONE
-    ),
-    OfServer("GET /models /v1/models", model_routes.models, errors=(503,), apps=True),
-    OfServer("GET /v1/models/{name:path}", model_routes.model, errors=(404, 503), apps=True),
-    OfServer("POST /models/load", model_routes.load, errors=READS),
-    OfServer("POST /models/unload", model_routes.unload, errors=(*READS_ALONE, 404)),
-    OfServer(
-        "GET /v1/stream", stream_routes.read_stream, EVENTS, errors=(400, 404, 503), query=_CONVERSATION
-    ),
-    OfServer("DELETE /v1/stream", stream_routes.stop_stream, NOTHING, errors=(400,), query=_CONVERSATION),
-    OfServer("POST /v1/streams/lookup", stream_routes.find_streams, errors=READS_ALONE),
+    OfServer("GET /lora-adapters", status.lora_adapters),
+    OfServer("POST /lora-adapters", status.change_lora_adapters, request="LoraScales", errors=READS_ALONE),
+    OfServer("GET /models /v1/models", llama_models.models, errors=(503,), apps=True),
+    OfServer("GET /v1/models/{name:path}", llama_models.model, errors=(404, 503), apps=True),
+    OfServer("POST /models/load", llama_models.load, errors=READS),
+    OfServer("POST /models/unload", llama_models.unload, errors=(*READS_ALONE, 404)),
+    OfServer("GET /v1/stream", streams.read_stream, EVENTS, errors=(400, 404, 503), query=_CONVERSATION),
+    OfServer("DELETE /v1/stream", streams.stop_stream, NOTHING, errors=(400,), query=_CONVERSATION),
+    OfServer("POST /v1/streams/lookup", streams.find_streams, errors=READS_ALONE),
     OfModel(
         "POST /v1/chat/completions /chat/completions",
         chat_completions,
@@ -103,9 +103,9 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     ),
     OfModel("POST /infill", infill, errors=(*COMPUTES, 501), event=_NATIVE),
     OfModel("POST /completion /completions", completion, event=_NATIVE),
-    OfModel("POST /tokenize", token_routes.tokenize, llama.Tokens, errors=READS),
-    OfModel("POST /detokenize", token_routes.detokenize, errors=READS),
-    OfModel("POST /apply-template", token_routes.apply_template, errors=READS),
+    OfModel("POST /tokenize", tokens.tokenize, llama.Tokens, errors=READS),
+    OfModel("POST /detokenize", tokens.detokenize, errors=READS),
+    OfModel("POST /apply-template", tokens.apply_template, errors=READS),
     OfModel("POST /api/chat", generation.chat, ollama.OllamaChat, line=ollama.OllamaChat),
     OfModel("POST /api/generate", generation.generate, ollama.OllamaGenerate, line=ollama.OllamaGenerate),
     OfModel("POST /api/embed", ollama_embeddings.embed, ollama.OllamaEmbed),

@@ -35,8 +35,8 @@ from quengine.serve.processes.shared_engine import (
 )
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.response_store import ResponseStore
+from quengine.serve.schemas.canonical import ChatRequest, CompletionRequest
 from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, ApiError, bad_request, shutting_down
-from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
 
 logger = logging.getLogger("quengine.serve")
 

@@ -51,8 +51,16 @@ class TextPool:
             ApiError: the text or the template is to blame, it took too much time or memory, too many wait, or the pool
                 is closed.
         """
+        if job.kind == "encode" and not any(isinstance(part, str) for ids in job.prompts for part in ids):
+            return perform(model, job)  # token ids: nothing to tokenize
+        message, source = _encoder.encode(job), model.source
         try:
-            result = await self._performed(model, job)
+            if source is None or len(message) <= SHORT_BYTES:
+                loop = asyncio.get_running_loop()
+                result = await loop.run_in_executor(self._threads, perform, model, job)
+            else:
+                lane = self._long if len(message) <= LONG_BYTES else self._very_long
+                result = await lane.perform(source, message, self._seconds)
         except (ApiError, RuntimeError, asyncio.CancelledError):
             task = asyncio.current_task()
             if not self._closed or (task is not None and task.cancelling()):
@@ -61,17 +69,6 @@ class TextPool:
         if result.error is not None:
             raise bad_request(result.error)
         return result
-
-    async def _performed(self, model: ServedModel, job: TextJob) -> TextResult:
-        if job.kind == "encode" and not any(isinstance(part, str) for ids in job.prompts for part in ids):
-            return perform(model, job)  # token ids: nothing to tokenize
-        message = _encoder.encode(job)
-        source = model.source
-        if source is None or len(message) <= SHORT_BYTES:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, perform, model, job)
-        lane = self._long if len(message) <= LONG_BYTES else self._very_long
-        return await lane.perform(source, message, self._seconds)
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""

@@ -38,12 +38,9 @@ class AnswerForm(ABC):
     ) -> None:
         self.host = host
         self.answers = answers
+        self.requests = [answer.request for answer in answers]
         self.streams = streams
         self.notes = notes
-
-    @property
-    def requests(self) -> list[GenerationRequest]:
-        return [answer.request for answer in self.answers]
 
     @abstractmethod
     def whole(self, outputs: Sequence[tuple[Part, End]]) -> Any:

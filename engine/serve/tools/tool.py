@@ -7,12 +7,13 @@ Arguments are a msgspec struct, from which the JSON schema of the definition is 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from quengine.errors import EngineError
+from quengine.serve.schemas.fields import Body
 from quengine.serve.schemas.written import Written
 
 Answer = dict[str, Any]
@@ -55,6 +56,16 @@ class ToolEvent(Written, kw_only=True):
     chunk: str | UnsetType = UNSET
     done: Literal[True] | UnsetType = UNSET
     error: str | UnsetType = UNSET
+
+
+class ToolRequest(Body, frozen=True, kw_only=True):
+    """Of POST /tools."""
+
+    tool: Annotated[str, Meta(description="A name of GET /tools.")]
+    params: Annotated[dict[str, Any], Meta(description="The tool's arguments.")] = msgspec.field(
+        default_factory=dict
+    )
+    stream: Annotated[bool, Meta(description="Its output as it comes, of tools that have that.")] = False
 
 
 @dataclass(frozen=True)

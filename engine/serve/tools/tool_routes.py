@@ -21,9 +21,8 @@ from quengine.serve.models.registry import Models
 from quengine.serve.routes.route import READS_ALONE, OfServer
 from quengine.serve.routes.streaming import data
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.requests import ToolRequest
 from quengine.serve.tool_options import ToolsOptions
-from quengine.serve.tools.tool import ListedTool, ServerTool, ToolError, ToolEvent, ToolInput
+from quengine.serve.tools.tool import ListedTool, ServerTool, ToolError, ToolEvent, ToolInput, ToolRequest
 from quengine.serve.tools.toolset import Toolset
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

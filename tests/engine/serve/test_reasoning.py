@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from quengine import LLM, SamplingParams
+from quengine.serve.apis.openai.responses.input_items import messages_of
+from quengine.serve.apis.openai.responses.output_items import OutputItems
 from quengine.serve.processes.engine_llm import LLMEngine
-from quengine.serve.routes.responses.input_items import messages_of
-from quengine.serve.routes.responses.output_items import OutputItems
 from quengine.structured.answer_format import nearest_effort
 from quengine.structured.harmony import HarmonyFormat
 from quengine.structured.tool_calls import ToolUse

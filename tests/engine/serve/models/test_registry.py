@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from quengine.serve.routes import model_route
+from quengine.serve.routes import dispatch
 from tests.engine.serve.fake_engine import CRASHING_PROMPT
 from tests.engine.serve.models.fake_device import Device, serving_models, spec, states
 from tests.engine.serve.serving import Served
@@ -266,7 +266,7 @@ def test_an_idle_model_is_unloaded_and_comes_back() -> None:
 
 
 def test_a_stream_begins_with_comments_while_its_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_route, "COMMENT_SECONDS", 0.03)
+    monkeypatch.setattr(dispatch, "COMMENT_SECONDS", 0.03)
     device = Device()
     with serving_models(device, spec("slow"), spec("broken")) as served:
         body = {"model": "slow", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -292,7 +292,7 @@ def test_a_stream_begins_with_comments_while_its_model_is_loaded(monkeypatch: py
 
 
 def test_a_stream_that_fails_after_its_comments_ends_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_route, "COMMENT_SECONDS", 0.03)
+    monkeypatch.setattr(dispatch, "COMMENT_SECONDS", 0.03)
     with serving_models(Device(), spec("slow"), spec("a")) as served, served.http() as client:
         body = {"model": "slow", "prompt": "hi", "stream": True}
         with served.http() as other, other.stream("POST", "/v1/completions", json=body) as answer:

@@ -8,10 +8,10 @@ import openai
 import pytest
 from msgspec import UNSET
 
-from quengine.serve.routes.responses.input_items import messages_of
-from quengine.serve.routes.responses.output_items import OutputItems
+from quengine.serve.apis.openai.responses.input_items import messages_of
+from quengine.serve.apis.openai.responses.output_items import OutputItems
+from quengine.serve.apis.openai.schemas import OutputItem
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.schemas.openai import OutputItem
 from quengine.structured.calls.format import GENERIC_FORM
 from quengine.structured.calls.parser import CallFormParser
 from tests.engine.serve.serving import Served

@@ -7,12 +7,10 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from msgspec.structs import fields
 
 from quengine.serve.processes.shared_engine import Event, Failed
 from quengine.serve.response_store import ResponseStore
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.schemas.openai import OutputItem, ResponseObject
 from quengine.serve.settings import Limits
 from tests.engine.serve.fake_engine import FakeEngine, _Sequence
 from tests.engine.serve.serving import Served, serving
@@ -114,16 +112,12 @@ def test_a_stream_that_fails_after_its_beginning_ends_with_a_failed_response() -
             client.responses.retrieve(last.response.id)
 
 
-def response(name: str, *output: OutputItem) -> ResponseObject:
-    needed: dict[str, Any] = {each.name: None for each in fields(ResponseObject) if each.required}
-    return ResponseObject(**needed | {"id": name, "output": list(output)})
-
-
 def test_the_oldest_is_dropped_for_a_newer_one() -> None:
-    store = ResponseStore(2400)
+    store = ResponseStore(400)
     for n in range(5):
-        store.put(response(f"r{n}", OutputItem(id=f"m{n}", type="message")), [{"content": "x" * 50}])
-        assert 0 < store.size <= 2400
+        made = {"id": f"r{n}", "output": [{"id": f"m{n}", "type": "message"}]}
+        store.put(f"r{n}", [f"m{n}"], made, [{"content": "x" * 50}])
+        assert 0 < store.size <= 400
     with pytest.raises(ApiError) as caught:
         store.response("r0")
     assert (caught.value.status, caught.value.code) == (404, "response_not_found")
@@ -131,7 +125,7 @@ def test_the_oldest_is_dropped_for_a_newer_one() -> None:
         store.item("m0", "input[0].id")
     assert store.conversation("r4") == [{"content": "x" * 50}]
     assert store.item("m4", "input[0].id")["id"] == "m4"
-    store.put(response("large"), [{"content": "x" * 2400}])
+    store.put("large", [], {"id": "large", "output": []}, [{"content": "x" * 500}])
     assert json.loads(store.response("r4"))["id"] == "r4", "what is too large drops nothing"
     for n in range(5):
         if f"r{n}" in store._entries:
