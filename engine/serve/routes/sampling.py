@@ -14,11 +14,10 @@ from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import utf8_size
+from quengine.serve.schemas.canonical import ChatRequest, CompletionRequest, Native
 from quengine.serve.schemas.errors import ApiError, bad_request
 from quengine.serve.schemas.fields import Accepted, Generation, LoraAdapter, Sampling
-from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
 from quengine.serve.schemas.reading import shown, token_ids, wrong_value
-from quengine.serve.schemas.requests import Native
 from quengine.serve.settings import Limits
 from quengine.structured.constraint_spec import ConstraintSpec
 
