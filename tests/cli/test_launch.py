@@ -101,6 +101,7 @@ def test_a_running_server_is_taken_where_it_has_the_model(
         (["codex"], 2, "no server answers at http://127.0.0.1:9"),
         (["codex"], 2, "give -m MODEL to start one"),
         (["codex", "-m", "no-such-model"], 1, "no-such-model"),
+        (["aider", "--message", "hi"], 1, "no such option: --message The agent's own options go after --."),
     ],
 )
 @pytest.mark.usefixtures("started")
