@@ -140,6 +140,16 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What a module of tests leaves (imports, caches) stays to the end: a model that is closed collects garbage, which
+    would walk through the leavings of all modules before."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _collector_as_found() -> Iterator[Callable[[], None]]:
     """A command run in a test must not keep what is there from being collected, as if it were the whole process.
