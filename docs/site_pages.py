@@ -79,10 +79,14 @@ def _command(title: str, command: Any, level: int = 2) -> Iterator[str]:
         f"    {title} {usage}",
         "",
     )
+    panels: dict[str, list[str]] = {}
     for parameter in command.params:
         if (row := parameter.get_help_record(context)) is not None:
             names, about = (" ".join(part.split()) for part in row)
-            yield f"- `{names}`: {escape(about, quote=False)}" if about else f"- `{names}`"
+            line = f"- `{names}`: {escape(about, quote=False)}" if about else f"- `{names}`"
+            panels.setdefault(getattr(parameter, "rich_help_panel", None) or "", []).append(line)
+    for panel, lines in panels.items():
+        yield from (*([f"**{panel}**", ""] if panel else []), *lines, "")
 
 
 def _paragraphs(text: str) -> Iterator[str]:
