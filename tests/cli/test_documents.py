@@ -105,7 +105,9 @@ def test_python_in_the_documents_compiles(path: Path) -> None:
 
 
 def test_toml_in_the_documents_is_valid() -> None:
-    blocks = [block for path in DOCS for block in re.findall(r"```toml\n(.*?)```", path.read_text(), re.DOTALL)]
+    blocks = [
+        block for path in DOCS for block in re.findall(r"```toml\n(.*?)```", path.read_text(), re.DOTALL)
+    ]
     assert blocks
     for block in blocks:
         assert tomllib.loads(block), block
