@@ -129,11 +129,11 @@ class SamplingParams:
         constraint: what the text has to be (a JSON schema, a regex, a grammar); None: anything.
         dry_multiplier: DRY, a penalty on going on with a repetition (`sampling_chain.dry`): its size; 0: off.
         dry_base: by which factor it grows with each token of the repetition.
-        dry_allowed_length: repetitions up to this many tokens are free.
+        dry_allowed_length: repetitions of fewer tokens are free.
         dry_penalty_last_n: how many of the last tokens are searched for them; -1: all.
         dry_sequence_breakers: texts that end a repetition.
-        xtc_probability: XTC: how often all but the least likely of the likely tokens are dropped; 0: never.
-        xtc_threshold: from which probability on a token is likely in this sense.
+        xtc_probability: XTC: how often all tokens above `xtc_threshold` but the least likely of them are dropped.
+        xtc_threshold: that probability of a token; above 0.5: off.
         mirostat: version 1 or 2, which keeps the surprise of tokens near a target, with no other sampler but the
             temperature; 0: off.
         mirostat_tau: that target, in bits.
@@ -147,7 +147,7 @@ class SamplingParams:
         n_keep: first tokens that a context shift keeps; -1: the prompt.
         n_discard: tokens after these that it discards; 0: half.
         n_indent: ends the text before a line, other than its first, with fewer spaces and tabs at its beginning.
-        t_max_predict_ms: milliseconds after the first token from which on a line end ends the text; 0 or -1: never.
+        t_max_predict_ms: ends the text at the first line end after this time since its first token; 0 or -1: never.
         n: completions of the prompt; they share the seed and have streams of random numbers of their own.
 
     Raises:
