@@ -146,9 +146,9 @@ class SamplingParams:
         context_shift: where the context is full, discard tokens and go on, in place of ending.
         n_keep: first tokens that a context shift keeps; -1: the prompt.
         n_discard: tokens after these that it discards; 0: half.
-        n_indent: ends the text before a line, other than its first, with fewer spaces and tabs at its beginning.
-        t_max_predict_ms: ends the text at the first line end after this time since its first token; 0 or -1: never.
-        n: completions of the prompt; they share the seed and have streams of random numbers of their own.
+        n_indent: a line, but the first, that begins with fewer spaces and tabs ends the text before what else it has.
+        t_max_predict_ms: so long after the first token the next line end ends the text; 0 or -1: never.
+        n: how many completions of the prompt; they share the seed and differ in its stream of random numbers.
 
     Raises:
         EngineError: a value is outside its range; one line with the field, the value and the range.
