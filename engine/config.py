@@ -80,8 +80,9 @@ class EngineConfig:
             kept for drafts. So it is where `draft_mtp` is None.
         mmap: on the CPU, compute from the pages of the mapped file; otherwise from a copy of the weights in huge pages,
             which is a few percent faster but takes time at the start.
-        cpu_moe, n_cpu_moe: on a CUDA device, the experts of all layers, or of the first N, stay in host memory and are
-            computed by the CPU, for a mixture of experts that does not fit the GPU. Steps are then not captured.
+        cpu_moe: on a CUDA device, the experts of all layers stay in host memory and are computed by the CPU, for a
+            mixture of experts that does not fit the GPU. Steps are then not captured.
+        n_cpu_moe: the same for the experts of the first N layers.
         tensor_parallel: how many devices share the model, each a process with its part of every layer
             (docs/tensor-parallel.md). On the CPU they are processes, which share its threads. None: on CUDA
             devices the fewest that hold it, or as many as `devices` names; on the CPU one.
@@ -90,7 +91,7 @@ class EngineConfig:
         devices: the numbers of the CUDA devices that do, "0,1"; None: the first ones.
         split: what of the model each of them has: a part of every layer ("tensor"), or some of the layers ("layer"),
             one device after the other, for those of unlike size or without fast links.
-        tensor_split: of which so much, "3,1", device by device; None: as much as its free memory is.
+        tensor_split: the devices' shares of the layers, "3,1", device by device; None: as much as its free memory is.
         state_checkpoints: of a model whose layers keep a state (a convolution, a gated delta net), how many copies of
             states are kept, from which prompts that begin alike go on; None: by the memory that there is. `engine show`
             says what one takes.
