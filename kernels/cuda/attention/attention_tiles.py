@@ -35,8 +35,8 @@ from quengine.kernels.cuda.softcap import soft_capped
 ONE_SPLIT = tl.constexpr(128)
 """Keys up to which there is one split: reading them takes no longer than combining splits."""
 
-MANY_KEYS = tl.constexpr(128)
-"""Keys of a split from which on there are more splits than half of the most: combining them takes time, too."""
+COMBINED = tl.constexpr(16)
+"""KV splits that are combined at a time."""
 
 FIRST_KEYS = 32
 """Keys of the first tile; a split has a multiple of it."""
@@ -157,58 +157,47 @@ def _store_heads(
 
 @triton.constexpr_function
 def combine_heads(group: int, splits: int, padded: int) -> int:
-    """Heads whose splits are combined at a time: a power of two that takes 64 registers per thread."""
+    """Heads of which so many splits are combined at once: a power of two that takes 64 registers per thread."""
     return int(max(1, min(triton.next_power_of_2(group), 8192 // (splits * padded))))
 
 
 @triton.jit
 def _combine(
     acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, splits,
-    SHAPE: tl.constexpr, SPLITS: tl.constexpr, READ: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
+    SHAPE: tl.constexpr, SPLITS: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Combines up to READ KV splits of a group's heads in order; stores the outputs as `_store_heads`."""
-    GROUP: tl.constexpr = SHAPE.group
-    PADDED: tl.constexpr = triton.next_power_of_2(SHAPE.head_dim)
-    HEADS_AT_ONCE: tl.constexpr = combine_heads(GROUP, READ, PADDED)
-    if HEADS_AT_ONCE == 1 and GROUP > 4:  # unrolled, they spill
-        for start in range(GROUP):
-            _combine_heads(
-                acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, start, splits,
-                SHAPE, SPLITS, READ, HEADS_AT_ONCE, QUANTIZE, FORM,
-            )  # fmt: skip
-    else:
-        for start in tl.static_range(0, GROUP, HEADS_AT_ONCE):
-            _combine_heads(
-                acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, start, splits,
-                SHAPE, SPLITS, READ, HEADS_AT_ONCE, QUANTIZE, FORM,
-            )  # fmt: skip
-
-
-@triton.jit
-def _combine_heads(
-    acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, start, splits,
-    SHAPE: tl.constexpr, SPLITS: tl.constexpr, READ: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
-    QUANTIZE: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
-    """HEADS_AT_ONCE of the group's heads, from number `start` on."""
+    """Combines the KV splits of a group's heads in order, some heads and some splits at a time; stores the outputs as
+    `_store_heads`. Splits that are not there take no time."""
     GROUP: tl.constexpr = SHAPE.group
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     PADDED: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    s = tl.arange(0, READ)
+    TOGETHER: tl.constexpr = min(SPLITS, COMBINED)
+    HEADS_AT_ONCE: tl.constexpr = combine_heads(GROUP, TOGETHER, PADDED)
     d = tl.arange(0, PADDED)
-    member = start + tl.arange(0, HEADS_AT_ONCE)
-    head = first_head + member
-    live = (member < GROUP)[:, None] & (s < splits)[None, :]
-    at = head[:, None] * SPLITS + s[None, :]
-    # .cg: other multiprocessors wrote these during this launch, so L1 must not answer
-    row_max = tl.load(state_ptr + at * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
-    row_sum = tl.load(state_ptr + at * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
-    address = acc_ptr + at[:, :, None] * HEAD_DIM + d[None, None, :]
-    tile = live[:, :, None] & (d < HEAD_DIM)[None, None, :]
-    acc = tl.load(address, mask=tile, other=0.0, cache_modifier=".cg")
-    weight = tl.exp2(row_max - tl.max(row_max, 1)[:, None])
-    out = tl.sum(acc * weight[:, :, None], 1) / tl.sum(row_sum * weight, 1)[:, None]
-    _store_heads(out, head, member < GROUP, outputs, qkv_ptr, sequence, stride, SHAPE, QUANTIZE, FORM)
+    for start in range(0, GROUP, HEADS_AT_ONCE):
+        member = start + tl.arange(0, HEADS_AT_ONCE)
+        head = first_head + member
+        live = member < GROUP
+        every = tl.arange(0, SPLITS)
+        there = live[:, None] & (every < splits)[None, :]
+        # .cg: other multiprocessors wrote these during this launch, so L1 must not answer
+        state = state_ptr + (head[:, None] * SPLITS + every[None, :]) * 2
+        row_max = tl.load(state, mask=there, other=float("-inf"), cache_modifier=".cg")
+        row_sum = tl.load(state + 1, mask=there, other=0.0, cache_modifier=".cg")
+        top = tl.where(live, tl.max(row_max, 1), 0.0)
+        total = tl.sum(row_sum * tl.exp2(row_max - top[:, None]), 1)
+        out = tl.zeros([HEADS_AT_ONCE, PADDED], tl.float32)
+        for first in range(0, splits, TOGETHER):
+            s = first + tl.arange(0, TOGETHER)
+            at = head[:, None] * SPLITS + s[None, :]
+            inside = live[:, None] & (s < splits)[None, :]
+            own_max = tl.load(state_ptr + at * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
+            tile = inside[:, :, None] & (d < HEAD_DIM)[None, None, :]
+            address = acc_ptr + at[:, :, None] * HEAD_DIM + d[None, None, :]
+            acc = tl.load(address, mask=tile, other=0.0, cache_modifier=".cg")
+            out += tl.sum(acc * tl.exp2(own_max - top[:, None])[:, :, None], 1)
+        out = out / total[:, None]
+        _store_heads(out, head, live, outputs, qkv_ptr, sequence, stride, SHAPE, QUANTIZE, FORM)
 
 
 @triton.jit
@@ -264,17 +253,10 @@ def _finish(
         arrivals = workspace.arrivals + sequence * SHAPE.kv_heads + kv_head
         if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.store(arrivals, 0)
-            first_head = kv_head * GROUP
-            if splits <= SPLITS // 4:  # what is not there takes time to leave out
-                _combine(
-                    acc_ptr, state_ptr, own, qkv_ptr, sequence, out_stride, first_head, splits,
-                    SHAPE, SPLITS, SPLITS // 4 if SPLITS > 4 else 2, QUANTIZE, FORM,
-                )  # fmt: skip
-            else:
-                _combine(
-                    acc_ptr, state_ptr, own, qkv_ptr, sequence, out_stride, first_head, splits,
-                    SHAPE, SPLITS, SPLITS, QUANTIZE, FORM,
-                )  # fmt: skip
+            _combine(
+                acc_ptr, state_ptr, own, qkv_ptr, sequence, out_stride, kv_head * GROUP, splits,
+                SHAPE, SPLITS, QUANTIZE, FORM,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["cache_rows", "blocks"])
@@ -307,9 +289,7 @@ def _attention_tiles_kernel(
     if LEAST > 0:
         per_split = tl.maximum(per_split, LEAST)
     else:
-        half = tl.cdiv(tl.cdiv(old_keys, SPLITS // 2), _FIRST) * _FIRST
-        least = tl.where(old_keys <= ONE_SPLIT, ONE_SPLIT, tl.minimum(half, MANY_KEYS))
-        per_split = tl.maximum(per_split, least)
+        per_split = tl.maximum(per_split, tl.where(old_keys <= ONE_SPLIT, ONE_SPLIT, _FIRST))
     splits = tl.minimum(tl.maximum(tl.cdiv(old_keys, per_split), 1), tl.num_programs(1))
     if part >= splits:
         return
