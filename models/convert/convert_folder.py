@@ -64,9 +64,8 @@ def convert(
         target: where the file goes, complete or not at all; with a split, NAME.gguf becomes NAME-00001-of-00003.gguf.
         type: the type of matrices, "f32", "f16", "bf16" or "q8_0"; None: "f16", for an adapter "f32". Vectors, norms
             and routers are F32.
-        base: for an adapter, the folder of its model, of which only config.json is read; None: the one that the
-            adapter names.
-        mmproj: convert the projector of a model with vision, not its text model.
+        base: of an adapter the folder of its model, of which config.json alone is read; None: that which it names.
+        mmproj: of a model with vision its projector, not the text model.
         split_max_size: most bytes of tensors in a file, which has at least one tensor; None: one file.
         threads: CPU threads; None: one for each processor.
         progress: called for each tensor with it, its index and the number of all.
