@@ -146,11 +146,11 @@ class SamplingParams:
         context_shift: where the context is full, discard tokens and go on, in place of ending.
         n_keep: first tokens that a context shift keeps; -1: the prompt.
         n_discard: tokens after these that it discards; 0: half.
-        n_indent: a line, but the first, that begins with fewer spaces and tabs ends the text before what else it has.
-        t_max_predict_ms: so long after the first token the next line end ends the text; 0 or -1: never.
+        n_indent: ends the text before a line, other than its first, with fewer spaces and tabs at its beginning.
+        t_max_predict_ms: ends the text at the first line end after this time since its first token; 0 or -1: never.
         lora: the scales of the model's LoRA adapters by number, from 0 in the order of loading; those that are left out
             are 0. None: the scales that they were loaded with.
-        n: how many completions of the prompt; they share the seed and differ in its stream of random numbers.
+        n: completions of the prompt; they share the seed and have streams of random numbers of their own.
 
     Raises:
         EngineError: a value is outside its range; one line with the field, the value and the range.

@@ -54,19 +54,21 @@ def convert(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Converts the Hugging Face folder to the GGUF file `target`, tensors and metadata as llama.cpp's converter.
+    """Converts a Hugging Face folder to a GGUF file with the tensors and metadata of llama.cpp's converter.
 
     Adapters of an encoder's tasks (Jina Embeddings v3) are files beside it, lora-TASK-NAME.gguf. A folder of PEFT with
-    a LoRA adapter becomes an adapter's file, as its convert_lora_to_gguf.py writes it.
+    a LoRA adapter becomes an adapter's file, as llama.cpp's convert_lora_to_gguf.py writes it.
 
     Args:
-        target: where the file goes, complete or not at all; of a split NAME.gguf is NAME-00001-of-00003.gguf.
-        type: of matrices: "f32", "f16", "bf16" or "q8_0"; None: "f16", of an adapter "f32". Vectors, norms and routers
-            are F32.
+        folder: config.json, the tokenizer and the weights in safetensors.
+        target: where the file goes, complete or not at all; with a split, NAME.gguf becomes NAME-00001-of-00003.gguf.
+        type: the type of matrices, "f32", "f16", "bf16" or "q8_0"; None: "f16", for an adapter "f32". Vectors, norms
+            and routers are F32.
         base: of an adapter the folder of its model, of which config.json alone is read; None: that which it names.
         mmproj: of a model with vision its projector, not the text model.
-        split_max_size: bytes of tensors of a file, at most, but of one tensor at least; None: one file.
-        threads: of the CPU; None: one for each processor.
+        split_max_size: most bytes of tensors in a file, which has at least one tensor; None: one file.
+        threads: CPU threads; None: one for each processor.
+        progress: called for each tensor with it, its index and the number of all.
 
     Raises:
         EngineError: a folder, architecture, tokenizer or type that cannot be converted; weights that are not finite.
