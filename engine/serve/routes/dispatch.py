@@ -66,16 +66,17 @@ class ModelRoute:
         if keep_s == 0 and not host.loaded and _asks_nothing(body):
             await (await of_model(route, host, request, given))(scope, receive, send)
             return
-        streams = route.event is not None and getattr(body, "stream", False)
+        waits = not host.admits
+        streams = waits and route.event is not None and getattr(body, "stream", False)
         stream = _WaitingStream(send, scope["path"]) if streams else None
         async with AsyncExitStack() as held:
             try:
                 entering = held.enter_async_context(self._models.using(host, keep_s, sets_keep=not limited))
-                if host.admits:
-                    await entering
-                else:
+                if waits:
                     waiting = entering if stream is None else stream.until(entering, host, self._models)
                     await unless_gone(receive, waiting)
+                else:
+                    await entering
                 await (await of_model(route, host, request, given))(scope, receive, stream or send)
             except ApiError as error:
                 if stream is None or not stream.begun:
