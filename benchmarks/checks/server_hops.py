@@ -2,11 +2,11 @@
 
     python -m benchmarks.checks.server_hops [--list]
 
-Counted are the functions and methods of `quengine` that run, in any thread, between sending a request of
-/v1/chat/completions with `stream` and its [DONE], each once however often it runs, and the files that they are in; once
-more for a token in the middle of the stream. The functions that run in an idle second are left out, as are
-comprehensions, what lies in tests (the engine), and other packages. The second request is counted: what is made once
-is there then.
+Counted are the functions and methods of `quengine` that run, in any thread, from the sending of a request of
+/v1/chat/completions with `stream` to the line of its answer in the log, each once however often it runs, and the files
+that they are in; then those of a token in the middle of the stream. The functions that run in an idle second are left
+out, as are comprehensions, what lies in tests (the engine), and other packages. The second request is counted: what is
+made once is there then.
 """
 
 import argparse
@@ -65,6 +65,7 @@ def stream(served: Served, recorder: Recorder) -> tuple[set[Hop], set[Hop]]:
                     began |= recorder.taken()
                 elif count == TOKENS // 2:
                     middle |= recorder.taken()
+        time.sleep(0.2)  # what follows the last byte has its turn
         recorder.on = False
     return began | middle | recorder.taken(), middle
 

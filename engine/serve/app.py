@@ -57,10 +57,9 @@ def make_app(models: Models, more: Sequence[OfServer] = ()) -> Starlette:
     keyless = frozenset(path for route in table if route.keyless for path in route.paths)
 
     def answered(path: str, status: int) -> None:
-        models.metrics.answered(path if path in known else "other", status)
         record = access_log.current()
-        models.metrics.ignored(len(record.ignored))
-        models.metrics.shortened(record.shortened)
+        named = path if path in known else "other"
+        models.metrics.answered(named, status, len(record.ignored), record.shortened)
 
     routes = [
         *(

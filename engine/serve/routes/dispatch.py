@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -36,75 +35,59 @@ COMMENT_SECONDS = 5.0
 """Until a stream that waits for its model begins, and between two comments."""
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_EMPTY = (b"null", b'""', b"[]")
-
-
-class _Wanted(msgspec.Struct):
-    """What a body says of its model."""
-
-    model: Any = ""
-    stream: Any = None
-    keep_alive: Any = None
-    prompt: msgspec.Raw = msgspec.Raw(b"null")
-    messages: msgspec.Raw = msgspec.Raw(b"null")
-    input: msgspec.Raw = msgspec.Raw(b"null")
-
-    @property
-    def name(self) -> str:
-        return self.model if isinstance(self.model, str) else ""
-
-    @property
-    def asks_nothing(self) -> bool:
-        """It is there for what it says of the model alone."""
-        return all(bytes(each) in _EMPTY for each in (self.prompt, self.messages, self.input))
 
 
 class ModelRoute:
-    """The ASGI application of a path: its function by method, called with the host of the model.
-
-    POST takes the model's name from the query or the body and waits for it; other methods take it from the query, and
-    neither load it nor keep it from sleep.
-    """
+    """The ASGI application of a path: its function by method, called with the host of the model that the query or the
+    body names, once that is loaded."""
 
     def __init__(self, models: Models, routes: Mapping[str, OfModel]) -> None:
         self._models = models
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        route, request = self._routes[method], Request(scope, receive, send)
-        if method != "POST":
-            named = self._models.named(request.query_params.get("model", ""))
-            await (await of_model(route, named, request))(scope, receive, send)
-            return
-        host, wanted, keep_s = self._models.only, _Wanted(), None
+        route, request, limits = (
+            self._routes[scope["method"]],
+            Request(scope, receive),
+            self._models.settings.limits,
+        )
+        given = await _given(route, request, limits)
+        host, body, keep_s = self._models.only, given.get("body"), None
         if host is None or not host.admits:
-            wanted = await _wanted(request, self._models.settings.limits)
-            host = self._models.named(wanted.name)
-        if scope["path"].startswith("/api/") and wanted.keep_alive is not None:
-            keep_s = seconds_of(wanted.keep_alive)
+            if body is None:
+                raw = await read_raw(request, limits)
+                body = read_body(Body, raw, []) if raw else Body()
+            host = self._models.named(request.query_params.get("model", "") or body.model)
+            keep_alive = getattr(body, "keep_alive", None)
+            keep_s = None if keep_alive is None else seconds_of(keep_alive)
         limited = self._models.only is None and is_limited(scope)
         if limited:
             _check_changes_nothing(scope, host, keep_s)
-        if keep_s == 0 and wanted.asks_nothing and not host.loaded:
-            await (await of_model(route, host, request))(scope, receive, send)
+        if keep_s == 0 and not host.loaded and _asks_nothing(body):
+            await (await of_model(route, host, request, given))(scope, receive, send)
             return
-        streams = wanted.stream is True and route.event is not None
+        waits = not host.admits
+        streams = waits and route.event is not None and getattr(body, "stream", False)
         stream = _WaitingStream(send, scope["path"]) if streams else None
         async with AsyncExitStack() as held:
             try:
                 entering = held.enter_async_context(self._models.using(host, keep_s, sets_keep=not limited))
-                if host.admits:
-                    await entering
-                else:
+                if waits:
                     waiting = entering if stream is None else stream.until(entering, host, self._models)
                     await unless_gone(receive, waiting)
-                await (await of_model(route, host, request))(scope, receive, stream or send)
+                else:
+                    await entering
+                await (await of_model(route, host, request, given))(scope, receive, stream or send)
             except ApiError as error:
                 if stream is None or not stream.begun:
                     raise
                 access_log.current().error = error.message
                 await stream.fail(error)
+
+
+def _asks_nothing(body: Any) -> bool:
+    """Whether a body is there for what it says of the model alone."""
+    return not any(getattr(body, name, None) for name in ("prompt", "messages", "input"))
 
 
 async def of_server(route: OfServer, models: Models, request: Request) -> Response:
@@ -113,9 +96,8 @@ async def of_server(route: OfServer, models: Models, request: Request) -> Respon
     return answer if isinstance(answer, Response) else json_response(answer)
 
 
-async def of_model(route: OfModel, host: ModelHost, request: Request) -> Response:
+async def of_model(route: OfModel, host: ModelHost, request: Request, given: dict[str, Any]) -> Response:
     """The answer of a model. Raises ApiError, and ClientGoneError when the client has gone, whose work is cancelled."""
-    given = await _given(route, request, host.limits)
     return await unless_gone(request.receive, _computed(route, host, request, given))
 
 
@@ -148,19 +130,6 @@ def _check_changes_nothing(scope: Scope, host: ModelHost, keep_s: float | None) 
         check_may_change(scope, f"load {host.name}")
     if keep_s is not None:
         access_log.current().ignored.append("keep_alive")
-
-
-async def _wanted(request: Request, limits: Limits) -> _Wanted:
-    """Raises ApiError for a body that is too large, too slow, or no JSON."""
-    raw, name = await read_raw(request, limits), request.query_params.get("model", "")
-    wanted = _Wanted()
-    if raw:
-        try:
-            wanted = msgspec.json.decode(raw, type=_Wanted)
-        except msgspec.DecodeError:
-            read_body(Body, raw, [])
-    wanted.model = name or wanted.model
-    return wanted
 
 
 def seconds_of(keep_alive: Any) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from types import UnionType
-from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Concatenate, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from starlette.responses import Response
 
@@ -50,7 +50,7 @@ class Route(Generic[H]):
     """
 
     rule: str
-    endpoint: Callable[..., Awaitable[Any]]
+    endpoint: Callable[Concatenate[H, ...], Awaitable[Any]]
     answer: Any = None
     request: type[Body] | str | None = None
     errors: tuple[int, ...] = ()

@@ -248,6 +248,7 @@ def test_the_document_names_every_route_and_no_other() -> None:
     documented = {(m.upper(), path) for path, methods in DOCUMENT["paths"].items() for m in methods}
     assert documented == set(OPERATIONS) and len(documented) == sum(len(route.paths) for route in TABLE)
     assert all(route.summary.endswith(".") for route in TABLE)
+    assert all(bool(route.answers) != isinstance(route.answer, str) for route in TABLE)
 
 
 def test_the_document_names_every_field_that_a_route_reads_and_no_other(
