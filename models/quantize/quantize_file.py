@@ -105,21 +105,24 @@ def quantize(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Quantization:
-    """Quantizes the GGUF file `source` (of a split, any of its files) to the file `target`.
+    """Quantizes a GGUF file.
 
     The result does not depend on the device or the number of threads. Metadata stay, with the keys of quantization set.
-    Memory: some MB for each thread, on a GPU some GB; the tensors stay in the file.
+    It takes some MB of memory for each thread, on a GPU some GB; the tensors stay in the file.
 
     Args:
+        source: the file in F32, F16 or BF16; any file of a split one.
         target: where the file goes, complete or not at all; None: only the plan, with its sizes.
         type: a mix (`mixes.MIXES`), such as "Q4_K_M".
         imatrix: importances of columns, a file of llama-imatrix in either format.
         tensor_types: "PATTERN=TYPE": tensors in whose name the regular expression is found; the first one decides.
-        output_type, token_embd_type: tensor types of output.weight and of the token embedding.
+        output_type: tensor type of output.weight.
+        token_embd_type: tensor type of the token embedding.
         pure: the mix's type for every matrix.
         allow_requantize: take tensors that are quantized already, whose errors add up.
         device: "cpu", "cuda" or "cuda:N".
-        threads: of the CPU; None: one for each processor.
+        threads: CPU threads; None: one for each processor.
+        progress: called for each tensor with it, its index and the number of all.
 
     Raises:
         EngineError: a file, type or pattern that cannot be used; weights that are not finite.
