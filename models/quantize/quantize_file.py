@@ -1,8 +1,9 @@
 """A GGUF file quantized into another, tensor by tensor: `quengine.quantize` and `engine quantize`."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -10,13 +11,13 @@ import numpy as np
 import torch
 
 from quengine.errors import EngineError
-from quengine.kernels.block_formats import FORMATS, BlockFormat, dequantize
+from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quantize.quantize import PLAIN
 from quengine.models.gguf import GGUFFile, GGUFTensor, open_gguf
 from quengine.models.gguf.gguf_tensors import quant_tensor
 from quengine.models.gguf.whole_file import whole_file
 from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_bytes, write_padding
-from quengine.models.lora.deltas import Deltas
+from quengine.models.lora.deltas import Delta, Deltas
 from quengine.models.quantize.imatrix import Imatrix, read_imatrix
 from quengine.models.quantize.mixes import (
     Mix,
@@ -268,28 +269,19 @@ def _write_tensor(
         return
     importance = None if plan.imatrix is None else plan.imatrix.of(tensor.name, tensor.shape)
     experts = 1 if importance is None else len(importance)
-    rows, place = len(tensor.data) // experts, 0
-    for fmt, part in _rows(plan, tensor, merged, rows):
-        values = None if importance is None else torch.from_numpy(importance[place // rows].copy())
-        for blocks in quantizer.blocks(fmt, part, FORMATS[info.type_name], values):
+    delta = plan.deltas.of(tensor.name, quantizer.device) if merged and plan.deltas is not None else None
+    stored = quant_tensor(tensor)
+    rows = len(stored.data) // experts
+    for expert, part in enumerate(torch.split(stored.data, rows)):
+        values = None if importance is None else torch.from_numpy(importance[expert].copy())
+        added = None if delta is None else partial(_added, delta, expert * rows)
+        for blocks in quantizer.blocks(stored.format, part, FORMATS[info.type_name], values, added):
             if blocks is None:
                 problem = "has weights that are not finite: nothing to quantize"
                 raise plan.source.tensor_error(tensor.name, problem)
             file.write(blocks.numpy().data)
-        place += len(part)
 
 
-def _rows(
-    plan: Plan, tensor: GGUFTensor, merged: bool, most: int
-) -> Iterator[tuple[BlockFormat, torch.Tensor]]:
-    """The tensor's rows with their format, `most` at a time, or if `merged` the sums of them and the deltas, some of
-    those of a matrix at a time."""
-    stored, start = quant_tensor(tensor), 0
-    if not merged:
-        yield from ((stored.format, part) for part in torch.split(stored.data, most))
-        return
-    assert plan.deltas is not None
-    for delta in plan.deltas.pieces(tensor.name):
-        data = stored.data[start : start + len(delta)]
-        yield FORMATS["F32"], (dequantize(stored.format, data) + delta).view(torch.uint8)
-        start += len(delta)
+def _added(delta: Delta, begin: int, first: int, count: int) -> torch.Tensor:
+    """What is added to `count` rows of an expert that begins at row `begin`, from its row `first` on."""
+    return delta.rows(begin + first, count)
