@@ -1,7 +1,7 @@
 """A GGUF file quantized into another, tensor by tensor: `quengine.quantize` and `engine quantize`."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from quengine.models.quantize.mixes import (
     mix_of,
     type_named,
 )
-from quengine.models.quantize.quantizer import Quantizer
+from quengine.models.quantize.quantizer import Added, Quantizer
 
 QUANTIZATION_VERSION = 2
 """Of the block formats (ggml.h, GGML_QNT_VERSION)."""
@@ -269,19 +269,27 @@ def _write_tensor(
         return
     importance = None if plan.imatrix is None else plan.imatrix.of(tensor.name, tensor.shape)
     experts = 1 if importance is None else len(importance)
-    delta = plan.deltas.of(tensor.name, quantizer.device) if merged and plan.deltas is not None else None
-    stored = quant_tensor(tensor)
-    rows = len(stored.data) // experts
-    for expert, part in enumerate(torch.split(stored.data, rows)):
-        values = None if importance is None else torch.from_numpy(importance[expert].copy())
-        added = None if delta is None else partial(_added, delta, expert * rows)
-        for blocks in quantizer.blocks(stored.format, part, FORMATS[info.type_name], values, added):
+    rows, place = len(tensor.data) // experts, 0
+    for part, added in _rows(plan, tensor, merged, rows, quantizer.device):
+        values = None if importance is None else torch.from_numpy(importance[place // rows].copy())
+        stored, fmt = FORMATS[tensor.type_name], FORMATS[info.type_name]
+        for blocks in quantizer.blocks(stored, part, fmt, values, added):
             if blocks is None:
                 problem = "has weights that are not finite: nothing to quantize"
                 raise plan.source.tensor_error(tensor.name, problem)
             file.write(blocks.numpy().data)
+        place += len(part)
+
+
+def _rows(
+    plan: Plan, tensor: GGUFTensor, merged: bool, most: int, device: torch.device
+) -> Iterator[tuple[torch.Tensor, Added | None]]:
+    """The tensor's rows, `most` at a time, and if `merged` what is added to them."""
+    delta = plan.deltas.of(tensor.name, device) if merged and plan.deltas is not None else None
+    for number, part in enumerate(torch.split(quant_tensor(tensor).data, most)):
+        yield part, None if delta is None else partial(_added, delta, number * most)
 
 
 def _added(delta: Delta, begin: int, first: int, count: int) -> torch.Tensor:
-    """What is added to `count` rows of an expert that begins at row `begin`, from its row `first` on."""
+    """What is added to `count` rows of a part that begins at row `begin`, from its row `first` on."""
     return delta.rows(begin + first, count)

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ _PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Weights of a piece."""
 _PIECES_AHEAD = 4
 """Pieces of each thread that are quantized before the first of them is written."""
+
+Added: TypeAlias = Callable[[int, int], Tensor]
+"""What is added to rows: given the first one and their number, fp32 [rows, K] on the quantizer's device."""
 
 
 class Quantizer:
@@ -42,12 +46,11 @@ class Quantizer:
         data: Tensor,
         fmt: BlockFormat,
         importance: Tensor | None,
-        added: Callable[[int, int], Tensor] | None = None,
+        added: Added | None = None,
     ) -> Iterator[Tensor | None]:
         """The rows `data`, uint8 [R, row_bytes] of format `stored`, as blocks of `fmt` on the CPU, in order.
 
-        importance: of their columns, fp32 [K], or None. added: what is added to a number of rows from one on, fp32 on
-        the device. None is yielded for rows with weights that are not finite.
+        importance: of their columns, fp32 [K], or None. added: to the rows. None is yielded for rows with weights that are not finite.
         """
         values = None if importance is None else importance.to(self.device)
         step = max(1, _PIECE.get(self.device.type, 1 << 26) // stored.cols(data.shape[1]))
@@ -66,7 +69,7 @@ class Quantizer:
         data: Tensor,
         fmt: BlockFormat,
         values: Tensor | None,
-        added: Callable[[int, int], Tensor] | None,
+        added: Added | None,
     ) -> Tensor | None:
         rows = dequantize(stored, data.to(self.device))
         if added is not None:
