@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -10,13 +11,13 @@ import numpy as np
 import torch
 
 from quengine.errors import EngineError
-from quengine.kernels.block_formats import FORMATS, BlockFormat, dequantize
+from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quantize.quantize import PLAIN
 from quengine.models.gguf import GGUFFile, GGUFTensor, open_gguf
 from quengine.models.gguf.gguf_tensors import quant_tensor
 from quengine.models.gguf.whole_file import whole_file
 from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_bytes, write_padding
-from quengine.models.lora.deltas import Deltas
+from quengine.models.lora.deltas import Delta, Deltas
 from quengine.models.quantize.imatrix import Imatrix, read_imatrix
 from quengine.models.quantize.mixes import (
     Mix,
@@ -27,7 +28,7 @@ from quengine.models.quantize.mixes import (
     mix_of,
     type_named,
 )
-from quengine.models.quantize.quantizer import Quantizer
+from quengine.models.quantize.quantizer import Added, Quantizer
 
 QUANTIZATION_VERSION = 2
 """Of the block formats (ggml.h, GGML_QNT_VERSION)."""
@@ -269,9 +270,10 @@ def _write_tensor(
     importance = None if plan.imatrix is None else plan.imatrix.of(tensor.name, tensor.shape)
     experts = 1 if importance is None else len(importance)
     rows, place = len(tensor.data) // experts, 0
-    for fmt, part in _rows(plan, tensor, merged, rows):
+    for part, added in _rows(plan, tensor, merged, rows, quantizer.device):
         values = None if importance is None else torch.from_numpy(importance[place // rows].copy())
-        for blocks in quantizer.blocks(fmt, part, FORMATS[info.type_name], values):
+        stored, fmt = FORMATS[tensor.type_name], FORMATS[info.type_name]
+        for blocks in quantizer.blocks(stored, part, fmt, values, added):
             if blocks is None:
                 problem = "has weights that are not finite: nothing to quantize"
                 raise plan.source.tensor_error(tensor.name, problem)
@@ -280,16 +282,14 @@ def _write_tensor(
 
 
 def _rows(
-    plan: Plan, tensor: GGUFTensor, merged: bool, most: int
-) -> Iterator[tuple[BlockFormat, torch.Tensor]]:
-    """The tensor's rows with their format, `most` at a time, or if `merged` the sums of them and the deltas, some of
-    those of a matrix at a time."""
-    stored, start = quant_tensor(tensor), 0
-    if not merged:
-        yield from ((stored.format, part) for part in torch.split(stored.data, most))
-        return
-    assert plan.deltas is not None
-    for delta in plan.deltas.pieces(tensor.name):
-        data = stored.data[start : start + len(delta)]
-        yield FORMATS["F32"], (dequantize(stored.format, data) + delta).view(torch.uint8)
-        start += len(delta)
+    plan: Plan, tensor: GGUFTensor, merged: bool, most: int, device: torch.device
+) -> Iterator[tuple[torch.Tensor, Added | None]]:
+    """The tensor's rows, `most` at a time, and if `merged` what is added to them."""
+    delta = plan.deltas.of(tensor.name, device) if merged and plan.deltas is not None else None
+    for number, part in enumerate(torch.split(quant_tensor(tensor).data, most)):
+        yield part, None if delta is None else partial(_added, delta, number * most)
+
+
+def _added(delta: Delta, begin: int, first: int, count: int) -> torch.Tensor:
+    """What is added to `count` rows of a part that begins at row `begin`, from its row `first` on."""
+    return delta.rows(begin + first, count)
