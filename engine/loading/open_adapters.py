@@ -100,6 +100,7 @@ def _weights(checkpoint: Checkpoint, files: tuple[Adapter, ...]) -> Adapters:
     joined: dict[str, list[tuple[str, int]]] = {}
     for name, spec in tensor_specs(checkpoint.config).items():
         holder = holder_of(name)
-        if holder != name and name not in checkpoint.tensors and holder in checkpoint.tensors:
+        below = holder.endswith(".attn_qkv.weight")  # others hold their parts in another order
+        if holder != name and below and name not in checkpoint.tensors and holder in checkpoint.tensors:
             joined.setdefault(holder, []).append((name, spec.shape[-2]))
     return Adapters(len(files), changes, joined)
