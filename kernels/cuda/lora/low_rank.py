@@ -45,7 +45,7 @@ class CudaChanges(Changes):
 
     @classmethod
     def of(cls, changes: Changes, device: torch.device) -> "CudaChanges":
-        placed = changes.to(torch.float32, device)
+        placed = changes.to(_exact_dtype(changes), device)
         tiles, first = list[tuple[int, int, int]](), 0
         for part, rows in enumerate(changes.parts):
             end = first + rows
@@ -53,6 +53,16 @@ class CudaChanges(Changes):
             first = end
         made = torch.tensor(tiles, dtype=torch.int32).to(device)
         return cls(placed.parts, placed.a.contiguous(), placed.b.contiguous(), made)
+
+
+def _exact_dtype(changes: Changes) -> torch.dtype:
+    """The smallest type that holds the values as they are: most files have 16 bits of each."""
+    if changes.a.is_meta:
+        return changes.a.dtype
+    for dtype in (torch.float16, torch.bfloat16):
+        if all(torch.equal(values.to(dtype).to(values.dtype), values) for values in (changes.a, changes.b)):
+            return dtype
+    return torch.float32
 
 
 def _block(rows: int) -> int:
@@ -103,7 +113,7 @@ def _to_rank_kernel(
                 x_ptr, low_ptr, x_scale_ptr, row[:, None], k[None, :], stride, inside, K, KIND, LAYOUT
             )
             a = tl.load(a_ptr + rank[None, :] * K + k[:, None], mask=(k < K)[:, None], other=0.0)
-            total = tl.dot(x, a, total, input_precision="tf32x3")
+            total = tl.dot(x, a.to(tl.float32), total, input_precision="tf32x3")
         place = (tl.program_id(2) * rows + row) * WIDTH
         tl.store(out_ptr + place[:, None] + rank[None, :], total, mask=(row < rows)[:, None])
 
@@ -138,7 +148,7 @@ def _from_rank_kernel(
                 s = s * scale[:, None]
                 place = n[None, :].to(tl.int64) * (ADAPTERS * RANK) + adapter * RANK + rank[:, None]
                 b = tl.load(b_ptr + place, mask=present[None, :], other=0.0)
-                total = tl.dot(s, b, total, input_precision="tf32x3")
+                total = tl.dot(s, b.to(tl.float32), total, input_precision="tf32x3")
     if used > 0:
         at = y_ptr + row[:, None] * width + n[None, :]
         inside = there[:, None] & present[None, :]
