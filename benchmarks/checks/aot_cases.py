@@ -19,7 +19,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, empty
 from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
-from quengine.kernels.cuda.gemv.activations import QuantizedActivations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
 from quengine.kernels.cuda.vision_rows import expanded_blocks
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
@@ -271,7 +271,9 @@ def adapter_steps() -> Iterator[Step]:
         from_rank(empty(rows, sum(parts)), to_rank(x, changes, scales, pdl=pdl), changes, scales, pdl)
 
     for changes in of_types:
-        yield True, partial(step, QuantizedActivations.empty(1, width, META), 1, changes)
+        row = QuantizedActivations.empty(1, width, META)
+        for x in (row, replace(row, rms=RmsPartials(empty(1, 16), 1e-5))):
+            yield True, partial(step, x, 1, changes)
         for rows in (1, 16, 130):
             yield rows == 1, partial(step, empty(rows, width), rows, changes)
             for layout in OperandLayout if rows > 1 else ():

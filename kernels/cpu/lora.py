@@ -56,6 +56,9 @@ class AdaptedCpu(Adapted, CpuBackend):
         added = [cpu.prompt_linear(rows, [b]) for rows, b in zip(of_parts, parts, strict=True)]
         return cpu.add_rows(y, added[0] if len(added) == 1 else torch.cat(added, 1))
 
+    def stream(self, residual: Tensor) -> Tensor:
+        return residual
+
     def glu_of(self, batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor:
         if batch.phase == "prefill":
             return glu(y, activation) if activation == "gelu_erf" else cpu.glu(y, activation)

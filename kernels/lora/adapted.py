@@ -84,6 +84,10 @@ class Adapted:
         """The definition is kernels/lora/low_rank.py; y may be written over."""
 
     @abstractmethod
+    def stream(self, residual: Hidden) -> Tensor:
+        """The rows of the residual stream as they are, which are written over."""
+
+    @abstractmethod
     def glu_of(self, batch: ForwardBatch, y: Hidden, activation: Gating) -> Hidden:
         """activation(gate) * up of a product [T, 2F], gate first."""
 
@@ -203,6 +207,11 @@ class Adapted:
         if (pair := _changed(batch, weight)) is None:
             return self._plain.linear_add(batch, x, _base(weight), residual, *more, partial=partial)
         assert not partial, "adapters of a model that ranks share are refused at load"
+        if post_norm is None and row_scale is None:
+            rows = self.normed_rows(batch, x, None)
+            shrunk = self.shrunk(batch, rows, *pair)
+            residual = self.add_changes(batch, self.stream(residual), shrunk, *pair)
+            return self._plain.linear_add(batch, rows, _base(weight), residual, *more)
         product = self._changed_product(batch, self.normed_rows(batch, x, None), weight, pair, bias)
         return self.added(batch, product, residual, next_norm, post_norm, row_scale, branch)
 

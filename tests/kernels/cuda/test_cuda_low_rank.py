@@ -1,10 +1,12 @@
 """The kernels of LoRA adapters against their definition, for every form of the rows that they read."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, to_fp16_operand
-from quengine.kernels.cuda.gemv.activations import quantize_activations
+from quengine.kernels.cuda.gemv.activations import RmsPartials, quantize_activations
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
 from quengine.kernels.lora.low_rank import LowRank, add_changes, stacked
 
@@ -32,7 +34,7 @@ def changes_of(
     return CudaChanges.of(stacked(found, parts, cols), device)
 
 
-@pytest.mark.parametrize("form", ["plain", "quantized", "row-major", "mma", "wgmma"])
+@pytest.mark.parametrize("form", ["plain", "quantized", "norm pending", "row-major", "mma", "wgmma"])
 @pytest.mark.parametrize(
     ("rows", "parts", "cols", "ranks", "fixed"),
     [
@@ -52,8 +54,10 @@ def test_kernels_are_the_definition(
     scales[0, ::2] = 0.0
     scales[-1, :] = 0.0 if len(ranks) > 2 else scales[-1, :]  # none of the rows has it
     x = read = plain
-    if form == "quantized":
+    if form in ("quantized", "norm pending"):
         x = quantize_activations(plain)
+        if form == "norm pending":
+            x = replace(x, rms=RmsPartials(plain.square().view(rows, 2, -1).sum(2), 1e-5))
         read = x.dequantize()
     elif form != "plain":
         layout = {
