@@ -15,8 +15,11 @@ from quengine.kernels.lora.reference import AdaptedReference
 from quengine.loading.open_adapters import OpenAdapters, open_adapters
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.decoder import Decoder
+from quengine.models.synthetic.synthetic import write_synthetic
 from tests.forward import one_sequence
 from tests.llama_cpp_convert import VOCAB, write_tokenizer
+from tests.models.adapters import random_adapters
+from tests.models.adapters import write_adapter as write_adapter_file
 from tests.models.architectures.both_files import write_case
 from tests.models.lora.lora_folders import ALPHA, RANK, is_linear, write_adapter, write_merged
 from tests.transformers_models import (
@@ -77,6 +80,16 @@ def test_logits_are_those_of_the_merged_model(tmp_path: Path, name: str) -> None
     for path in (folder, file):
         adapters = open_adapters(EngineConfig(lora=(str(adapter),)), open_checkpoint(path))
         assert nmse(logits(path, adapters, 0.5), wanted) < 1e-9
+
+
+def test_matrices_whose_rows_are_taken_in_another_order_are_refused(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write_synthetic(tmp_path / "m.gguf", "qwen3-next-tiny"))
+    adapters = random_adapters(checkpoint.tensors, ("ssm_ba",), (4,))
+    path = write_adapter_file(tmp_path / "a.gguf", "qwen3next", adapters, 0, 4.0)
+    with pytest.raises(
+        EngineError, match=r"ssm_ba.weight: a change of this tensor is not implemented beside"
+    ):
+        open_adapters(EngineConfig(lora=(str(path),)), checkpoint)
 
 
 def test_adapters_of_experts_are_refused_by_name(tmp_path: Path) -> None:
