@@ -106,7 +106,7 @@ class DecoderLayer:
             return self._parts(batch, x, cache, next_norm, rows)
         x = self._parts(batch, x, cache, None, rows)
         if rows is not None:
-            inputs = self.backend.gather_rows(inputs, rows)
+            inputs, batch = self.backend.gather_rows(inputs, rows), batch.selected(rows)
         return self.input(batch, x, inputs, next_norm)
 
     def _parts(

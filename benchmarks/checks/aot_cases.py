@@ -19,7 +19,7 @@ from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, empty
 from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
-from quengine.kernels.cuda.gemv.activations import QuantizedActivations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
 from quengine.kernels.cuda.vision_rows import expanded_blocks
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
@@ -259,20 +259,25 @@ def given_steps(spec: SyntheticModel) -> Iterator[Step]:
 def adapter_steps() -> Iterator[Step]:
     """What adapters add to projections of one row and of several, in each form that a matmul reads rows in."""
     parts, width, count = (1024, 256, 256), 1024, 2
-    stack = Changes(
-        parts, empty(len(parts), count, RANKS_AT_ONCE, width), empty(sum(parts), count, RANKS_AT_ONCE)
-    )
-    changes, pdl = CudaChanges.of(stack, META), has_dependent_launch(META)
+    a, b = empty(len(parts), count, RANKS_AT_ONCE, width), empty(sum(parts), count, RANKS_AT_ONCE)
+    of_types = [
+        CudaChanges.of(Changes(parts, a.to(dtype), b.to(dtype)), META)
+        for dtype in (torch.float32, torch.float16)
+    ]
+    pdl = has_dependent_launch(META)
 
-    def step(x: Tensor | QuantizedActivations | Fp16Operand, rows: int) -> None:
+    def step(x: Tensor | QuantizedActivations | Fp16Operand, rows: int, changes: CudaChanges) -> None:
         scales = empty(count, rows)
         from_rank(empty(rows, sum(parts)), to_rank(x, changes, scales, pdl=pdl), changes, scales, pdl)
 
-    yield True, partial(step, QuantizedActivations.empty(1, width, META), 1)
-    for rows in (1, 16, 130):
-        yield rows == 1, partial(step, empty(rows, width), rows)
-        for layout in OperandLayout if rows > 1 else ():
-            yield False, partial(step, Fp16Operand.empty(rows, width, META, layout), rows)
+    for changes in of_types:
+        row = QuantizedActivations.empty(1, width, META)
+        for x in (row, replace(row, rms=RmsPartials(empty(1, 16), 1e-5))):
+            yield True, partial(step, x, 1, changes)
+        for rows in (1, 16, 130):
+            yield rows == 1, partial(step, empty(rows, width), rows, changes)
+            for layout in OperandLayout if rows > 1 else ():
+                yield False, partial(step, Fp16Operand.empty(rows, width, META, layout), rows, changes)
 
 
 def draft_steps(spec: SyntheticModel) -> Iterator[Step]:

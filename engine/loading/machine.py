@@ -383,25 +383,33 @@ def make_backend(
 ) -> Backend[Any]:
     """The backend of a device. adapters: of the weights that it is to load."""
     if config.backend == "reference":
-        from quengine.kernels.lora.reference import AdaptedReference
+        keep = REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2
+        if adapters is not None:
+            from quengine.kernels.lora.reference import AdaptedReference
+
+            return AdaptedReference(adapters, keep)
         from quengine.kernels.reference import ReferenceBackend
 
-        keep = REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2
-        return ReferenceBackend(keep) if adapters is None else AdaptedReference(adapters, keep)
+        return ReferenceBackend(keep)
     if device.type == "cuda":
-        from quengine.kernels.cuda.backend import CudaBackend
-        from quengine.kernels.cuda.lora.backend import AdaptedCuda
         from quengine.platform.device import announce_compilation
 
         cuda_start.wait()
         announce_compilation(torch.cuda.get_device_name(device))
-        if adapters is None:
-            return CudaBackend(device, batch_invariant=config.deterministic)
-        return AdaptedCuda(adapters, device, batch_invariant=config.deterministic)
-    from quengine.kernels.cpu.backend import CpuBackend
-    from quengine.kernels.cpu.lora import AdaptedCpu
+        if adapters is not None:
+            from quengine.kernels.cuda.lora.backend import AdaptedCuda
 
-    return CpuBackend(threads) if adapters is None else AdaptedCpu(adapters, threads)
+            return AdaptedCuda(adapters, device, batch_invariant=config.deterministic)
+        from quengine.kernels.cuda.backend import CudaBackend
+
+        return CudaBackend(device, batch_invariant=config.deterministic)
+    if adapters is not None:
+        from quengine.kernels.cpu.lora import AdaptedCpu
+
+        return AdaptedCpu(adapters, threads)
+    from quengine.kernels.cpu.backend import CpuBackend
+
+    return CpuBackend(threads)
 
 
 def _make_runner(

@@ -12,7 +12,8 @@ from quengine.models.lora.open_adapter import open_adapter, parse_lora
 from quengine.models.tensor_table import holder_of, tensor_specs
 from quengine.request.adapter_scales import NO_ADAPTERS, AdapterScales, LoadedAdapter
 
-EMBEDDING = "token_embd.weight"
+_REFUSED = ("token_embd", "inp_gate", "ssm_ba")
+"""Matrices that backends multiply otherwise, or whose rows they have in another order."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def open_adapters(config: EngineConfig, checkpoint: Checkpoint) -> OpenAdapters:
             "device (--tensor-parallel 1), or merge the adapter into its model (engine merge)"
         )
     files = tuple(open_adapter(path, shape) for path, _ in given)
-    _check(files, lambda name: name == EMBEDDING or "_exps." in name)
+    _check(files, lambda name: name.split(".")[-2] in _REFUSED or "_exps." in name)
     loaded = tuple(
         LoadedAdapter(number, file.name, str(file.path), scale)
         for number, (file, (_, scale)) in enumerate(zip(files, given, strict=True))
@@ -100,6 +101,7 @@ def _weights(checkpoint: Checkpoint, files: tuple[Adapter, ...]) -> Adapters:
     joined: dict[str, list[tuple[str, int]]] = {}
     for name, spec in tensor_specs(checkpoint.config).items():
         holder = holder_of(name)
-        if holder != name and name not in checkpoint.tensors and holder in checkpoint.tensors:
+        below = holder.endswith(".attn_qkv.weight")  # others hold their parts in another order
+        if holder != name and below and name not in checkpoint.tensors and holder in checkpoint.tensors:
             joined.setdefault(holder, []).append((name, spec.shape[-2]))
     return Adapters(len(files), changes, joined)

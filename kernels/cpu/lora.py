@@ -1,5 +1,8 @@
 """The CPU backend with adapters: their matrices in fp32, multiplied by the kernels of float weights."""
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,6 +56,9 @@ class AdaptedCpu(Adapted, CpuBackend):
         added = [cpu.prompt_linear(rows, [b]) for rows, b in zip(of_parts, parts, strict=True)]
         return cpu.add_rows(y, added[0] if len(added) == 1 else torch.cat(added, 1))
 
+    def stream(self, residual: Tensor) -> Tensor:
+        return residual
+
     def glu_of(self, batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor:
         if batch.phase == "prefill":
             return glu(y, activation) if activation == "gelu_erf" else cpu.glu(y, activation)
@@ -80,6 +86,11 @@ class AdaptedCpu(Adapted, CpuBackend):
             return added_rows(y, residual, post_norm, branch)
         with recorded(batch, len(y)) as step:
             return step.added(y, residual, post_norm, row_scale, branch)
+
+    def logits(self, batch: ForwardBatch, x: Tensor, norm: Norm, weight: Any, softcap: float = 0.0) -> Tensor:
+        # A single last row takes the decode kernel.
+        alone = batch.adapters is not None and len(x) == 1
+        return super().logits(replace(batch, phase="decode") if alone else batch, x, norm, weight, softcap)
 
     def capped(self, batch: ForwardBatch, y: Tensor, cap: float) -> Tensor:
         if batch.phase == "prefill":

@@ -6,6 +6,7 @@ the product are added: the norm, the product, the changes, and then the activati
 """
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -83,6 +84,10 @@ class Adapted:
         """The definition is kernels/lora/low_rank.py; y may be written over."""
 
     @abstractmethod
+    def stream(self, residual: Hidden) -> Tensor:
+        """The rows of the residual stream as they are, which are written over."""
+
+    @abstractmethod
     def glu_of(self, batch: ForwardBatch, y: Hidden, activation: Gating) -> Hidden:
         """activation(gate) * up of a product [T, 2F], gate first."""
 
@@ -113,34 +118,26 @@ class Adapted:
         return super()
 
     def weight(self, parts: Sequence[QuantTensor]) -> Any:
+        return self._with_changes(self._plain.weight(parts), parts)
+
+    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> Any:
+        return self._with_changes(self._plain.gate_up_weight(gate, up), [gate, up])
+
+    def _with_changes(self, base: Any, parts: Sequence[QuantTensor]) -> Any:
+        """The weight of these parts: matrices, several in one, or slices of the rows of one, in order."""
         held = [
             pair for part in parts for pair in self.adapters.joined.get(part.name, [(part.name, part.rows)])
         ]
-        found = [self._take(name) for name, _ in held]
-        return self._with_changes(self._plain.weight(parts), found, [rows for _, rows in held], parts[0].cols)
-
-    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> Any:
-        found = [self._take(gate.name), self._take(up.name)]
-        if gate.name == up.name:  # one tensor holds both, gate first
-            halves = ((0, gate.rows), (gate.rows, up.rows))
-            found = [
-                [None if change is None else change.of_rows(*half) for change in of_part]
-                for of_part, half in zip(found, halves, strict=True)
-            ]
-        base = self._plain.gate_up_weight(gate, up)
-        return self._with_changes(base, found, [gate.rows, up.rows], gate.cols)
-
-    def _take(self, name: str) -> Sequence[LowRank | None]:
-        self.untaken.discard(name)
-        return self.adapters.changes.get(name, [None] * self.adapters.count)
-
-    def _with_changes(
-        self, base: Any, found: Sequence[Sequence[LowRank | None]], rows: Sequence[int], cols: int
-    ) -> Any:
-        base = _base(base)  # a backend may load gate and up by `weight`
+        found, taken = list[list[LowRank | None]](), Counter[str]()
+        for name, rows in held:
+            self.untaken.discard(name)
+            given = self.adapters.changes.get(name, [None] * self.adapters.count)
+            found.append([None if change is None else change.of_rows(taken[name], rows) for change in given])
+            taken[name] += rows
+        base = _base(base)  # the CPU's loads gate and up by `weight`
         if all(change is None for of_part in found for change in of_part):
             return base
-        return AdaptedWeight(base, self.placed(stacked(found, rows, cols)))
+        return AdaptedWeight(base, self.placed(stacked(found, [rows for _, rows in held], parts[0].cols)))
 
     def first_rows(self, weight: Any, rows: int) -> Any:
         return self._plain.first_rows(_base(weight), rows)
@@ -210,6 +207,11 @@ class Adapted:
         if (pair := _changed(batch, weight)) is None:
             return self._plain.linear_add(batch, x, _base(weight), residual, *more, partial=partial)
         assert not partial, "adapters of a model that ranks share are refused at load"
+        if post_norm is None and row_scale is None:
+            rows = self.normed_rows(batch, x, None)
+            shrunk = self.shrunk(batch, rows, *pair)
+            residual = self.add_changes(batch, self.stream(residual), shrunk, *pair)
+            return self._plain.linear_add(batch, rows, _base(weight), residual, *more)
         product = self._changed_product(batch, self.normed_rows(batch, x, None), weight, pair, bias)
         return self.added(batch, product, residual, next_norm, post_norm, row_scale, branch)
 

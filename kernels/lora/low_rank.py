@@ -24,7 +24,8 @@ class LowRank(NamedTuple):
     scale: float
 
     def of_rows(self, first: int, count: int) -> "LowRank":
-        """The change of `count` rows of the matrix."""
+        """The change of `count` rows of the matrix from row `first` on; past its last row it begins anew."""
+        first %= len(self.b)
         return self._replace(b=self.b[first : first + count])
 
 

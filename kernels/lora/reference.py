@@ -38,6 +38,9 @@ class AdaptedReference(Adapted, ReferenceBackend):
     ) -> Tensor:
         return add_changes(y, shrunk, changes, scales)
 
+    def stream(self, residual: Tensor) -> Tensor:
+        return residual
+
     def glu_of(self, _batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor:
         return glu(y, activation)
 

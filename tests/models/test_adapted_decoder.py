@@ -19,6 +19,7 @@ from quengine.kv_cache import KVCache
 from quengine.memory import state_pool
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
+from quengine.models.synthetic.synthetic import write_synthetic
 from tests.models.adapters import merged, random_adapters
 from tests.tiny_models import write_tiny
 
@@ -95,6 +96,17 @@ class Rig:
         after = decoder.forward(prompt, cache.layers)
         step = decode_batch([9 - number], [len(IDS[number])], [table], torch.device("cpu"))
         return after[0], decoder.forward(step, cache.layers)[0]
+
+
+@pytest.mark.parametrize("kind", ["reference", "cpu"])
+def test_what_layers_get_of_tokens_beside_the_stream(tmp_path: Path, kind: str) -> None:
+    """After the last layer with keys of its own a prompt's last rows alone go on, with their adapters."""
+    path = write_synthetic(tmp_path / "m.gguf", "gemma-4-e-tiny")
+    rig = Rig(path, ("attn_q", "ffn_down", "proj"), kind)
+    assert not rig.backend.untaken
+    prompts = rig.prompts(SCALES).double()
+    for number, scales in enumerate(SCALES):
+        assert error(prompts[number], rig.wanted(number, scales)[0]) < MOST_ERROR[kind]
 
 
 @pytest.fixture(scope="module")

@@ -32,21 +32,20 @@ class AdaptedCuda(Adapted, CudaBackend):
         self, _batch: ForwardBatch, x: Residual | Rows | ScaledProduct, norm: Norm | None
     ) -> Rows:
         x = x.finish() if isinstance(x, ScaledProduct) else x
-        if norm is not None:
-            assert isinstance(x, Tensor | RmsNormed), "norms read the residual stream, or a product"
-            return self.normed(x, norm)
-        return x.hidden if isinstance(x, RmsNormed) else x
+        if isinstance(x, Tensor | RmsNormed):
+            return self._normed(x, norm)
+        assert norm is None, "norms read the residual stream, or a product"
+        return x
 
     def plain_product(
         self, batch: ForwardBatch, x: Rows, weight: PackedWeight, bias: Tensor | None
     ) -> Tensor:
-        rows = self._rounded(x)
-        if isinstance(rows, QuantizedActivations):
-            return self._matmul(batch, rows, weight, None if bias is None else bias.view(1, -1))
+        if isinstance(x, QuantizedActivations):
+            return self._matmul(batch, x, weight, None if bias is None else bias.view(1, -1))
         if weight.paired and self._room().layout(len(batch)) is OperandLayout.ROW_MAJOR:
             assert bias is None, "gates have no biases"
-            return paired_matmul(rows, weight, self._room(), self.pdl)
-        return self._matmul(batch, rows, weight, bias)
+            return paired_matmul(x, weight, self._room(), self.pdl)
+        return self._matmul(batch, x, weight, bias)
 
     def shrunk(self, _batch: ForwardBatch, x: Rows, changes: Changes, scales: Tensor) -> Tensor:
         assert isinstance(changes, CudaChanges)
@@ -57,6 +56,9 @@ class AdaptedCuda(Adapted, CudaBackend):
     ) -> Tensor:
         assert isinstance(changes, CudaChanges)
         return from_rank(y, shrunk, changes, scales, self.pdl)
+
+    def stream(self, residual: Residual) -> Tensor:
+        return stream_of(residual)
 
     def glu_of(self, _batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor:
         return glu_rows(y, activation, self.pdl)

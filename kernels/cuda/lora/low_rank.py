@@ -45,7 +45,7 @@ class CudaChanges(Changes):
 
     @classmethod
     def of(cls, changes: Changes, device: torch.device) -> "CudaChanges":
-        placed = changes.to(torch.float32, device)
+        placed = changes.to(_exact_dtype(changes), device)
         tiles, first = list[tuple[int, int, int]](), 0
         for part, rows in enumerate(changes.parts):
             end = first + rows
@@ -53,6 +53,16 @@ class CudaChanges(Changes):
             first = end
         made = torch.tensor(tiles, dtype=torch.int32).to(device)
         return cls(placed.parts, placed.a.contiguous(), placed.b.contiguous(), made)
+
+
+def _exact_dtype(changes: Changes) -> torch.dtype:
+    """The smallest type that holds the values as they are: most files have 16 bits of each."""
+    if changes.a.is_meta:
+        return changes.a.dtype
+    for dtype in (torch.float16, torch.bfloat16):
+        if all(torch.equal(values.to(dtype).to(values.dtype), values) for values in (changes.a, changes.b)):
+            return dtype
+    return torch.float32
 
 
 def _block(rows: int) -> int:
@@ -82,11 +92,12 @@ def _load_rows(
 @DirectLaunch
 @triton.jit
 def _to_rank_kernel(
-    x_ptr, low_ptr, x_scale_ptr, a_ptr, scales_ptr, out_ptr, rows, stride, share,
+    x_ptr, low_ptr, x_scale_ptr, squares_ptr, a_ptr, scales_ptr, out_ptr, rows, stride, share, eps,
     K: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
-    LAYOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    LAYOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH: ranks of all matrices and adapters together. share: columns of x of a split."""
+    """WIDTH: ranks of all matrices and adapters together. share: columns of x of a split. squares_ptr: sums of squares
+    of PARTIALS pieces of each row, whose norm is still to be finished; None: it is finished."""
     wait_then_launch(PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     first = tl.program_id(1) * _RANKS
@@ -103,7 +114,12 @@ def _to_rank_kernel(
                 x_ptr, low_ptr, x_scale_ptr, row[:, None], k[None, :], stride, inside, K, KIND, LAYOUT
             )
             a = tl.load(a_ptr + rank[None, :] * K + k[:, None], mask=(k < K)[:, None], other=0.0)
-            total = tl.dot(x, a, total, input_precision="tf32x3")
+            total = tl.dot(x, a.to(tl.float32), total, input_precision="tf32x3")
+        if squares_ptr is not None:
+            piece = tl.arange(0, triton.next_power_of_2(PARTIALS))
+            there = (row < rows)[:, None] & (piece < PARTIALS)[None, :]
+            squares = tl.load(squares_ptr + row[:, None] * PARTIALS + piece[None, :], mask=there, other=0.0)
+            total *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
         place = (tl.program_id(2) * rows + row) * WIDTH
         tl.store(out_ptr + place[:, None] + rank[None, :], total, mask=(row < rows)[:, None])
 
@@ -111,9 +127,9 @@ def _to_rank_kernel(
 @DirectLaunch
 @triton.jit
 def _from_rank_kernel(
-    y_ptr, shrunk_ptr, b_ptr, scales_ptr, tiles_ptr, rows, width, splits,
-    ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    PDL: tl.constexpr,
+    y_ptr, shrunk_ptr, b_ptr, scales_ptr, tiles_ptr, rows, width,
+    ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """width: columns of y."""
     wait_then_launch(PDL)
@@ -132,13 +148,13 @@ def _from_rank_kernel(
             for first in range(0, RANK, _RANKS):
                 rank = first + tl.arange(0, _RANKS)
                 at = row[:, None] * WIDTH + (part * ADAPTERS + adapter) * RANK + rank[None, :]
-                s = tl.zeros([ROWS, _RANKS], tl.float32)
-                for split in range(splits):
-                    s += tl.load(shrunk_ptr + split * rows * WIDTH + at, mask=there[:, None], other=0.0)
-                s = s * scale[:, None]
+                split = tl.arange(0, triton.next_power_of_2(SPLITS))[:, None, None]
+                summed = (split < SPLITS) & there[None, :, None]
+                parts = tl.load(shrunk_ptr + split * rows * WIDTH + at[None, :, :], mask=summed, other=0.0)
+                s = tl.sum(parts, 0) * scale[:, None]
                 place = n[None, :].to(tl.int64) * (ADAPTERS * RANK) + adapter * RANK + rank[:, None]
                 b = tl.load(b_ptr + place, mask=present[None, :], other=0.0)
-                total = tl.dot(s, b, total, input_precision="tf32x3")
+                total = tl.dot(s, b.to(tl.float32), total, input_precision="tf32x3")
     if used > 0:
         at = y_ptr + row[:, None] * width + n[None, :]
         inside = there[:, None] & present[None, :]
@@ -160,7 +176,9 @@ def to_rank(
     parts, adapters, rank, cols = changes.a.shape
     rows, ranks = scales.shape[1], parts * adapters * rank
     assert scales.shape[0] == adapters and scales.is_contiguous() and scales.dtype == torch.float32
-    assert not isinstance(x, QuantizedActivations) or x.rms is None
+    rms = x.rms if isinstance(x, QuantizedActivations) else None
+    squares, eps = (None, 0.0) if rms is None else (rms.squares, rms.eps)
+    assert squares is None or squares.is_contiguous()
     form = form_of(x, rows, cols)
     block = _block(rows)
     tiles = triton.cdiv(rows, block)
@@ -171,9 +189,10 @@ def to_rank(
     out = torch.empty(splits, rows, ranks, dtype=torch.float32, device=scales.device)
     values, low, scale, _ = form.planes
     _to_rank_kernel[(tiles, ranks // RANKS_AT_ONCE, splits)](
-        values, low, scale, changes.a, scales, out, rows, form.stride, share,
+        values, low, scale, squares, changes.a, scales, out, rows, form.stride, share, eps,
         K=cols, ADAPTERS=adapters, RANK=rank, WIDTH=ranks, KIND=form.kind, LAYOUT=form.layout,
-        ROWS=block, COLUMNS=_COLUMNS, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        ROWS=block, COLUMNS=_COLUMNS, PARTIALS=1 if squares is None else squares.shape[1],
+        PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -185,8 +204,8 @@ def from_rank(y: Tensor, shrunk: Tensor, changes: CudaChanges, scales: Tensor, p
     assert y.is_contiguous() and y.dtype == torch.float32 and rows == scales.shape[1]
     block = _block(rows)
     _from_rank_kernel[(triton.cdiv(rows, block), len(changes.tiles))](
-        y, shrunk, changes.b, scales, changes.tiles, rows, width, len(shrunk),
-        ADAPTERS=adapters, RANK=rank, WIDTH=shrunk.shape[2], ROWS=block, OUTPUTS=_OUTPUTS,
+        y, shrunk, changes.b, scales, changes.tiles, rows, width,
+        ADAPTERS=adapters, RANK=rank, WIDTH=shrunk.shape[2], SPLITS=len(shrunk), ROWS=block, OUTPUTS=_OUTPUTS,
         PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return y

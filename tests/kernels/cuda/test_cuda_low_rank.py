@@ -1,22 +1,32 @@
 """The kernels of LoRA adapters against their definition, for every form of the rows that they read."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, to_fp16_operand
-from quengine.kernels.cuda.gemv.activations import quantize_activations
+from quengine.kernels.cuda.gemv.activations import RmsPartials, quantize_activations
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
 from quengine.kernels.lora.low_rank import LowRank, add_changes, stacked
 
 
-def changes_of(parts: list[int], cols: int, ranks: list[int], device: torch.device) -> CudaChanges:
-    """Of adapters of these ranks, of which the second leaves the last matrix as it is."""
+def changes_of(
+    parts: list[int], cols: int, ranks: list[int], device: torch.device, dtype: torch.dtype = torch.float32
+) -> CudaChanges:
+    """Of adapters of these ranks, of which the second leaves the last matrix as it is, with values of this type."""
     draw = torch.Generator().manual_seed(len(parts) + cols)
+
+    tiny = 2.0**-30 if dtype == torch.bfloat16 else 1.0  # below fp16's range
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).to(dtype).float()
+
     found: list[list[LowRank | None]] = [
         [
             None
             if number == 1 and part == len(parts) - 1
-            else LowRank(torch.randn(r, cols, generator=draw), torch.randn(n, r, generator=draw), 0.7)
+            else LowRank(drawn(r, cols) * tiny, drawn(n, r), 0.5)
             for number, r in enumerate(ranks)
         ]
         for part, n in enumerate(parts)
@@ -24,7 +34,7 @@ def changes_of(parts: list[int], cols: int, ranks: list[int], device: torch.devi
     return CudaChanges.of(stacked(found, parts, cols), device)
 
 
-@pytest.mark.parametrize("form", ["plain", "quantized", "row-major", "mma", "wgmma"])
+@pytest.mark.parametrize("form", ["plain", "quantized", "norm pending", "row-major", "mma", "wgmma"])
 @pytest.mark.parametrize(
     ("rows", "parts", "cols", "ranks", "fixed"),
     [
@@ -44,8 +54,10 @@ def test_kernels_are_the_definition(
     scales[0, ::2] = 0.0
     scales[-1, :] = 0.0 if len(ranks) > 2 else scales[-1, :]  # none of the rows has it
     x = read = plain
-    if form == "quantized":
+    if form in ("quantized", "norm pending"):
         x = quantize_activations(plain)
+        if form == "norm pending":
+            x = replace(x, rms=RmsPartials(plain.square().view(rows, 2, -1).sum(2), 1e-5))
         read = x.dequantize()
     elif form != "plain":
         layout = {
@@ -58,6 +70,20 @@ def test_kernels_are_the_definition(
     wanted = add_changes(y.double(), read.double(), changes, scales)
     found = from_rank(y.clone(), to_rank(x, changes, scales, fixed), changes, scales)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_values_of_16_bits_are_kept_so(device: torch.device, dtype: torch.dtype) -> None:
+    changes = changes_of([24, 8], 96, [4], device, dtype)
+    assert changes.a.dtype == changes.b.dtype == dtype
+    x, y, scales = torch.randn(2, 96), torch.randn(2, 32), torch.tensor([[1.0, -3.0]])
+    scales *= 1.0 if dtype == torch.float16 else 2.0**30
+    on_device = [values.to(device) for values in (x, y, scales)]
+    wanted = add_changes(*(values.double() for values in (on_device[1], on_device[0])), changes, on_device[2])
+    found = from_rank(
+        on_device[1].clone(), to_rank(on_device[0], changes, on_device[2]), changes, on_device[2]
+    )
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_rows_without_adapters_keep_their_bits(device: torch.device) -> None:
