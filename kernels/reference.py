@@ -188,7 +188,17 @@ class ReferenceBackend(PlainRows):
     ) -> Tensor:
         y = self._matmul(x, weight)
         y = self.communicator.all_reduce(y) if partial else y
-        y = y if bias is None else y + bias
+        return self._added(y if bias is None else y + bias, residual, post_norm, row_scale, branch)
+
+    def _added(
+        self,
+        y: Tensor,
+        residual: Tensor,
+        post_norm: RMSNorm | None,
+        row_scale: Tensor | None,
+        branch: Branch | None,
+    ) -> Tensor:
+        """What `linear_add` computes of its product y, bias included."""
         y = y if row_scale is None else y * row_scale.view(-1, 1)
         if branch is not None:
             y = _normed(y, branch.first_norm) + _normed(branch.rows, branch.norm)

@@ -13,11 +13,17 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, empty
+from quengine.kernels.cuda.backend import has_dependent_launch
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations
+from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
 from quengine.kernels.cuda.vision_rows import expanded_blocks
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
+from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes
 from quengine.kv_cache import pools_of_one
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import ModelConfig
@@ -182,6 +188,7 @@ def _rank_and_draft_cases() -> Iterator[Case]:
     yield Case(
         "mistral-7b, rows that are given", (80, 90), partial(given_steps, narrow(PRESETS["mistral-7b"]))
     )
+    yield Case("LoRA adapters", ARCHS, adapter_steps)
     yield Case("qwen3.5-mtp-tiny, drafts", (80, 90), partial(draft_steps, PRESETS["qwen3.5-mtp-tiny"]))
     yield Case("tiny, drafts of EAGLE-3", (80, 90), partial(eagle_steps, PRESETS["tiny"]))
     yield Case(
@@ -252,6 +259,25 @@ def given_steps(spec: SyntheticModel) -> Iterator[Step]:
     graphs.drafted = graphs.history
     yield False, partial(graphs.run_padding, GraphKey("prefill", 16, 1))
     yield True, partial(graphs.run_padding, decode_key(16, DEFAULT, shares=True))
+
+
+def adapter_steps() -> Iterator[Step]:
+    """What adapters add to projections of one row and of several, in each form that a matmul reads rows in."""
+    parts, width, count = (1024, 256, 256), 1024, 2
+    stack = Changes(
+        parts, empty(len(parts), count, RANKS_AT_ONCE, width), empty(sum(parts), count, RANKS_AT_ONCE)
+    )
+    changes, pdl = CudaChanges.of(stack, META), has_dependent_launch(META)
+
+    def step(x: Tensor | QuantizedActivations | Fp16Operand, rows: int) -> None:
+        scales = empty(count, rows)
+        from_rank(empty(rows, sum(parts)), to_rank(x, changes, scales, pdl=pdl), changes, scales, pdl)
+
+    yield True, partial(step, QuantizedActivations.empty(1, width, META), 1)
+    for rows in (1, 16, 130):
+        yield rows == 1, partial(step, empty(rows, width), rows)
+        for layout in OperandLayout if rows > 1 else ():
+            yield False, partial(step, Fp16Operand.empty(rows, width, META, layout), rows)
 
 
 def draft_steps(spec: SyntheticModel) -> Iterator[Step]:

@@ -13,9 +13,12 @@ import torch
 from quengine.block_pool import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.kernels.backend import Backend, LayerState
+from quengine.kernels.lora.adapted import Adapted
+from quengine.kernels.lora.low_rank import Adapters
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
+from quengine.loading.open_adapters import NONE_OPEN, OpenAdapters
 from quengine.loading.placement import of_rank
 from quengine.memory import gib
 from quengine.model_runner import ModelRunner
@@ -53,7 +56,7 @@ REFERENCE_BYTES_A_WEIGHT = 8
 class Machine:
     """The device that models are loaded onto, and how. experts: where those of the model lie. layer: what drafts
     from the model's hidden rows, a layer of its own or an assistant; None: nothing does. takes_images: rows of prompts
-    may be those of images."""
+    may be those of images. adapters: those of the model."""
 
     config: EngineConfig
     device: torch.device
@@ -63,6 +66,7 @@ class Machine:
     experts: ExpertPlacement
     layer: Checkpoint | None = None
     takes_images: bool = False
+    adapters: OpenAdapters = NONE_OPEN
 
     def runner(
         self,
@@ -74,7 +78,8 @@ class Machine:
     ) -> ModelRunner:
         """The weights on the device, with a cache; `drafts`: of the model that drafts for the other."""
         config, device = self.config, self.device
-        backend = make_backend(config, checkpoint, device, self.threads, self.free)
+        adapters = NONE_OPEN if drafts else self.adapters
+        backend = make_backend(config, checkpoint, device, self.threads, self.free, adapters.weights)
         backend.communicator = communicator
         eagle = self.layer if isinstance(self.layer, EagleCheckpoint) else None
         keeps = self.layer is not None and eagle is None
@@ -92,6 +97,8 @@ class Machine:
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
             host = experts.operations(backend, self.threads)
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
+        if isinstance(backend, Adapted):
+            adapters.check_taken(backend.end_loading())
         if eagle is None:
             decoder.kept = cache.hidden
         else:
@@ -312,8 +319,8 @@ class Machine:
 
 def may_draft_on_device(config: EngineConfig) -> bool:
     """Whether steps may draft on the device: states advance over accepted rows in a kernel of its own, whose last bits
-    may be others than a plain step's, and `deterministic` allows none."""
-    return not config.deterministic
+    may be others than a plain step's, and `deterministic` allows none. Such steps have no LoRA adapters."""
+    return not config.deterministic and not config.lora
 
 
 def states_can_wait(config: ModelConfig) -> bool:
@@ -367,22 +374,34 @@ def _copied(
 
 
 def make_backend(
-    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, threads: int, free: int
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    threads: int,
+    free: int,
+    adapters: Adapters | None = None,
 ) -> Backend[Any]:
+    """The backend of a device. adapters: of the weights that it is to load."""
     if config.backend == "reference":
+        from quengine.kernels.lora.reference import AdaptedReference
         from quengine.kernels.reference import ReferenceBackend
 
-        return ReferenceBackend(keep=REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2)
+        keep = REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2
+        return ReferenceBackend(keep) if adapters is None else AdaptedReference(adapters, keep)
     if device.type == "cuda":
         from quengine.kernels.cuda.backend import CudaBackend
+        from quengine.kernels.cuda.lora.backend import AdaptedCuda
         from quengine.platform.device import announce_compilation
 
         cuda_start.wait()
         announce_compilation(torch.cuda.get_device_name(device))
-        return CudaBackend(device, batch_invariant=config.deterministic)
+        if adapters is None:
+            return CudaBackend(device, batch_invariant=config.deterministic)
+        return AdaptedCuda(adapters, device, batch_invariant=config.deterministic)
     from quengine.kernels.cpu.backend import CpuBackend
+    from quengine.kernels.cpu.lora import AdaptedCpu
 
-    return CpuBackend(threads)
+    return CpuBackend(threads) if adapters is None else AdaptedCpu(adapters, threads)
 
 
 def _make_runner(

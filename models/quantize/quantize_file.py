@@ -1,7 +1,7 @@
 """A GGUF file quantized into another, tensor by tensor: `quengine.quantize` and `engine quantize`."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from quengine.errors import EngineError
-from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.block_formats import FORMATS, BlockFormat, dequantize
 from quengine.kernels.quantize.quantize import PLAIN
 from quengine.models.gguf import GGUFFile, GGUFTensor, open_gguf
 from quengine.models.gguf.gguf_tensors import quant_tensor
 from quengine.models.gguf.whole_file import whole_file
 from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_bytes, write_padding
+from quengine.models.lora.deltas import Deltas
 from quengine.models.quantize.imatrix import Imatrix, read_imatrix
 from quengine.models.quantize.mixes import (
     Mix,
@@ -51,7 +52,7 @@ class QuantizedTensor:
 class Quantization:
     """The result: `tensors` in the file's order, and the sizes of both files in bytes.
 
-    without_imatrix: searched tensors for which the imatrix has no values.
+    without_imatrix: searched tensors for which the imatrix has no values. merged: those that adapters change.
     """
 
     path: Path | None
@@ -60,6 +61,7 @@ class Quantization:
     source_bytes: int
     nbytes: int
     without_imatrix: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()
 
     @property
     def bits_per_weight(self) -> float:
@@ -72,8 +74,8 @@ Progress = Callable[[QuantizedTensor, int, int], None]
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What is written."""
+class Plan:
+    """What is written. deltas: what adapters add to tensors, whose bytes then follow from the sums."""
 
     source: GGUFFile
     order: list[GGUFTensor]
@@ -81,6 +83,7 @@ class _Plan:
     imatrix: Imatrix | None
     fields: Mapping[str, Field]
     alignment: int
+    deltas: Deltas | None = None
 
     @property
     def infos(self) -> list[TensorInfo]:
@@ -102,21 +105,24 @@ def quantize(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Quantization:
-    """Quantizes the GGUF file `source` (of a split, any of its files) to the file `target`.
+    """Quantizes a GGUF file.
 
     The result does not depend on the device or the number of threads. Metadata stay, with the keys of quantization set.
-    Memory: some MB for each thread, on a GPU some GB; the tensors stay in the file.
+    It takes some MB of memory for each thread, on a GPU some GB; the tensors stay in the file.
 
     Args:
+        source: the file in F32, F16 or BF16; any file of a split one.
         target: where the file goes, complete or not at all; None: only the plan, with its sizes.
         type: a mix (`mixes.MIXES`), such as "Q4_K_M".
         imatrix: importances of columns, a file of llama-imatrix in either format.
         tensor_types: "PATTERN=TYPE": tensors in whose name the regular expression is found; the first one decides.
-        output_type, token_embd_type: tensor types of output.weight and of the token embedding.
+        output_type: tensor type of output.weight.
+        token_embd_type: tensor type of the token embedding.
         pure: the mix's type for every matrix.
         allow_requantize: take tensors that are quantized already, whose errors add up.
         device: "cpu", "cuda" or "cuda:N".
-        threads: of the CPU; None: one for each processor.
+        threads: CPU threads; None: one for each processor.
+        progress: called for each tensor with it, its index and the number of all.
 
     Raises:
         EngineError: a file, type or pattern that cannot be used; weights that are not finite.
@@ -131,12 +137,12 @@ def quantize(
     )
     importance = None if imatrix is None else read_imatrix(Path(imatrix))
     with open_gguf(source) as file:
-        plan = _plan(file, mix, overrides, importance)
+        plan = plan_mix(file, mix, overrides, importance)
         _check(plan, mix, allow_requantize, target)
-        result = _result(plan, mix, None if target is None else Path(target))
+        result = planned(plan, mix.name, None if target is None else Path(target))
         if target is not None:
             with Quantizer(torch.device(device), threads) as quantizer:
-                _write(plan, result, Path(target), quantizer, progress)
+                write_plan(plan, result, Path(target), quantizer, progress)
     return result
 
 
@@ -150,11 +156,12 @@ def _override(text: str) -> tuple[re.Pattern[str], str]:
         raise EngineError(f"--tensor-type {text}: {pattern!r} is not a regular expression: {error}") from None
 
 
-def _plan(file: GGUFFile, mix: Mix, overrides: Overrides, imatrix: Imatrix | None) -> _Plan:
+def plan_mix(file: GGUFFile, mix: Mix, overrides: Overrides, imatrix: Imatrix | None) -> Plan:
+    """The file's tensors in the types of a mix. Raises EngineError: a pattern of `overrides` is found in no name."""
     order = sorted(file.tensors.values(), key=lambda tensor: file_order(tensor.name))
     types = choose_types(order, mix, _traits(file), overrides, imatrix is not None)
     alignment = file.get_int("general.alignment") or 32
-    return _Plan(file, order, types, imatrix, _fields(file, mix, imatrix), alignment)
+    return Plan(file, order, types, imatrix, _fields(file, mix, imatrix), alignment)
 
 
 def _traits(file: GGUFFile) -> ModelTraits:
@@ -193,9 +200,9 @@ def _fields(file: GGUFFile, mix: Mix, imatrix: Imatrix | None) -> dict[str, Fiel
     return {key: field for key, field in kept.items() if key not in own and key not in _SPLIT_KEYS} | own
 
 
-def _check(plan: _Plan, mix: Mix, allow_requantize: bool, target: str | Path | None) -> None:
+def _check(plan: Plan, mix: Mix, allow_requantize: bool, target: str | Path | None) -> None:
     file = plan.source
-    if target is not None and any(_is_same(Path(target), path) for path in file.shards):
+    if target is not None and any(is_same(Path(target), path) for path in file.shards):
         raise EngineError(f"{target}: that is the file to be quantized; give the result another name")
     if target is not None and mix.name in _WITHOUT_IMATRIX_UNUSABLE and plan.imatrix is None:
         raise EngineError(f"{mix.name} needs an imatrix: --imatrix FILE")
@@ -208,11 +215,13 @@ def _check(plan: _Plan, mix: Mix, allow_requantize: bool, target: str | Path | N
             )
 
 
-def _is_same(target: Path, source: Path) -> bool:
+def is_same(target: Path, source: Path) -> bool:
+    """Whether the file to be written is the one that is read."""
     return target.exists() and target.samefile(source)
 
 
-def _result(plan: _Plan, mix: Mix, target: Path | None) -> Quantization:
+def planned(plan: Plan, mix: str, target: Path | None) -> Quantization:
+    """The result of a plan that is written. mix: its name."""
     infos = plan.infos
     tensors = tuple(
         QuantizedTensor(info.name, info.shape, tensor.type_name, info.type_name, tensor.nbytes, info.nbytes)
@@ -220,23 +229,24 @@ def _result(plan: _Plan, mix: Mix, target: Path | None) -> Quantization:
     )
     return Quantization(
         target,
-        mix.name,
+        mix,
         tensors,
         plan.source.nbytes,
         file_bytes(plan.fields, infos, plan.alignment),
         tuple(each.name for each in tensors if _misses_importance(plan, each)),
+        tuple(each.name for each in tensors if plan.deltas is not None and plan.deltas.changes(each.name)),
     )
 
 
-def _misses_importance(plan: _Plan, tensor: QuantizedTensor) -> bool:
+def _misses_importance(plan: Plan, tensor: QuantizedTensor) -> bool:
     if plan.imatrix is None or tensor.type_name == tensor.source_type:
         return False
     searched = FORMATS[tensor.type_name].is_quantized and tensor.type_name not in PLAIN
     return searched and plan.imatrix.of(tensor.name, tensor.shape) is None
 
 
-def _write(
-    plan: _Plan, result: Quantization, target: Path, quantizer: Quantizer, progress: Progress | None
+def write_plan(
+    plan: Plan, result: Quantization, target: Path, quantizer: Quantizer, progress: Progress | None
 ) -> None:
     infos = plan.infos
     with whole_file(target, result.nbytes) as file:
@@ -250,18 +260,36 @@ def _write(
 
 
 def _write_tensor(
-    file: BinaryIO, plan: _Plan, tensor: GGUFTensor, info: TensorInfo, quantizer: Quantizer
+    file: BinaryIO, plan: Plan, tensor: GGUFTensor, info: TensorInfo, quantizer: Quantizer
 ) -> None:
-    if info.type_name == tensor.type_name:
+    merged = plan.deltas is not None and plan.deltas.changes(tensor.name)
+    if info.type_name == tensor.type_name and not merged:
         file.write(tensor.data.data)
         return
     importance = None if plan.imatrix is None else plan.imatrix.of(tensor.name, tensor.shape)
-    stored = quant_tensor(tensor)
     experts = 1 if importance is None else len(importance)
-    for expert, part in enumerate(stored.data.chunk(experts)):
-        values = None if importance is None else torch.from_numpy(importance[expert].copy())
-        for blocks in quantizer.blocks(stored.format, part, FORMATS[info.type_name], values):
+    rows, place = len(tensor.data) // experts, 0
+    for fmt, part in _rows(plan, tensor, merged, rows):
+        values = None if importance is None else torch.from_numpy(importance[place // rows].copy())
+        for blocks in quantizer.blocks(fmt, part, FORMATS[info.type_name], values):
             if blocks is None:
                 problem = "has weights that are not finite: nothing to quantize"
                 raise plan.source.tensor_error(tensor.name, problem)
             file.write(blocks.numpy().data)
+        place += len(part)
+
+
+def _rows(
+    plan: Plan, tensor: GGUFTensor, merged: bool, most: int
+) -> Iterator[tuple[BlockFormat, torch.Tensor]]:
+    """The tensor's rows with their format, `most` at a time, or if `merged` the sums of them and the deltas, some of
+    those of a matrix at a time."""
+    stored, start = quant_tensor(tensor), 0
+    if not merged:
+        yield from ((stored.format, part) for part in torch.split(stored.data, most))
+        return
+    assert plan.deltas is not None
+    for delta in plan.deltas.pieces(tensor.name):
+        data = stored.data[start : start + len(delta)]
+        yield FORMATS["F32"], (dequantize(stored.format, data) + delta).view(torch.uint8)
+        start += len(delta)

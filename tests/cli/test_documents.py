@@ -4,6 +4,7 @@ benchmarks that there are."""
 import importlib
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,15 @@ def test_the_site_has_every_page() -> None:
 def test_python_in_the_documents_compiles(path: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL):
         compile(block, path.name, "exec")
+
+
+def test_toml_in_the_documents_is_valid() -> None:
+    blocks = [
+        block for path in DOCS for block in re.findall(r"```toml\n(.*?)```", path.read_text(), re.DOTALL)
+    ]
+    assert blocks
+    for block in blocks:
+        assert tomllib.loads(block), block
 
 
 @pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)

@@ -29,10 +29,14 @@ from quengine.kernels.cuda.attention.rope import angle_row, load_angles, load_ro
 from quengine.kernels.cuda.gemm.fp16_operand import store_operand
 from quengine.kernels.cuda.gemm.mma import prefetch, uses_assembly
 from quengine.kernels.cuda.gemv.activations import quantize_group, store_quantized
+from quengine.kernels.cuda.launch.gpu import is_hopper
 from quengine.kernels.cuda.softcap import soft_capped
 
 ONE_SPLIT = tl.constexpr(128)
 """Keys up to which there is one split: reading them takes no longer than combining splits."""
+
+MANY_KEYS = tl.constexpr(128)
+"""Keys of a split from which on there are more splits than half of the most: combining them takes time, too."""
 
 FIRST_KEYS = 32
 """Keys of the first tile; a split has a multiple of it."""
@@ -151,37 +155,46 @@ def _store_heads(
             tl.store(values_ptr + column, out, mask=inside)
 
 
+@triton.constexpr_function
+def combine_heads(group: int, splits: int, padded: int) -> int:
+    """Heads whose splits are combined at a time: a power of two that takes 64 registers per thread."""
+    return int(max(1, min(triton.next_power_of_2(group), 8192 // (splits * padded))))
+
+
 @triton.jit
 def _combine(
     acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, splits,
-    SHAPE: tl.constexpr, SPLITS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
+    SHAPE: tl.constexpr, SPLITS: tl.constexpr, READ: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Combines the KV splits of a group's heads in order; stores the outputs as `_store_heads`."""
+    """Combines up to READ KV splits of a group's heads in order; stores the outputs as `_store_heads`."""
     GROUP: tl.constexpr = SHAPE.group
+    PADDED: tl.constexpr = triton.next_power_of_2(SHAPE.head_dim)
+    HEADS_AT_ONCE: tl.constexpr = combine_heads(GROUP, READ, PADDED)
     if HEADS_AT_ONCE == 1 and GROUP > 4:  # unrolled, they spill
         for start in range(GROUP):
             _combine_heads(
                 acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, start, splits,
-                SHAPE, SPLITS, HEADS_AT_ONCE, QUANTIZE, FORM,
+                SHAPE, SPLITS, READ, HEADS_AT_ONCE, QUANTIZE, FORM,
             )  # fmt: skip
     else:
         for start in tl.static_range(0, GROUP, HEADS_AT_ONCE):
             _combine_heads(
                 acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, start, splits,
-                SHAPE, SPLITS, HEADS_AT_ONCE, QUANTIZE, FORM,
+                SHAPE, SPLITS, READ, HEADS_AT_ONCE, QUANTIZE, FORM,
             )  # fmt: skip
 
 
 @triton.jit
 def _combine_heads(
     acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, start, splits,
-    SHAPE: tl.constexpr, SPLITS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
+    SHAPE: tl.constexpr, SPLITS: tl.constexpr, READ: tl.constexpr, HEADS_AT_ONCE: tl.constexpr,
+    QUANTIZE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """HEADS_AT_ONCE of the group's heads, from number `start` on."""
     GROUP: tl.constexpr = SHAPE.group
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     PADDED: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
-    s = tl.arange(0, SPLITS)
+    s = tl.arange(0, READ)
     d = tl.arange(0, PADDED)
     member = start + tl.arange(0, HEADS_AT_ONCE)
     head = first_head + member
@@ -201,7 +214,7 @@ def _combine_heads(
 @triton.jit
 def _finish(
     row_max, row_sum, acc, sink_ptr, workspace, outputs, qkv_ptr, kv_head, part, splits, sequence, out_stride,
-    SHAPE: tl.constexpr, SPLITS: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
+    SHAPE: tl.constexpr, SPLITS: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Stores a program's heads, or their partial results, which the last split to finish combines.
 
@@ -251,10 +264,17 @@ def _finish(
         arrivals = workspace.arrivals + sequence * SHAPE.kv_heads + kv_head
         if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.store(arrivals, 0)
-            _combine(
-                acc_ptr, state_ptr, own, qkv_ptr, sequence, out_stride, kv_head * GROUP, splits,
-                SHAPE, SPLITS, HEADS_AT_ONCE, QUANTIZE, FORM,
-            )  # fmt: skip
+            first_head = kv_head * GROUP
+            if splits <= SPLITS // 4:  # what is not there takes time to leave out
+                _combine(
+                    acc_ptr, state_ptr, own, qkv_ptr, sequence, out_stride, first_head, splits,
+                    SHAPE, SPLITS, SPLITS // 4 if SPLITS > 4 else 2, QUANTIZE, FORM,
+                )  # fmt: skip
+            else:
+                _combine(
+                    acc_ptr, state_ptr, own, qkv_ptr, sequence, out_stride, first_head, splits,
+                    SHAPE, SPLITS, SPLITS, QUANTIZE, FORM,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["cache_rows", "blocks"])
@@ -262,8 +282,8 @@ def _attention_tiles_kernel(
     qkv_ptr, rotation, position_ptr, table_ptr, sink_ptr, cache, workspace, outputs,
     eps, scale, cache_rows, blocks, qkv_stride, out_stride,
     SHAPE: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, Q8: tl.constexpr, SPLITS: tl.constexpr,
-    CAP: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr, HEADS_AT_ONCE: tl.constexpr, QUANTIZE: tl.constexpr,
-    FORM: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    CAP: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs: (key/value head, KV split, sequence). LEAST: least keys of a coarse split; 0: splits are
     fine. sink_ptr: [heads], or None.
@@ -287,7 +307,9 @@ def _attention_tiles_kernel(
     if LEAST > 0:
         per_split = tl.maximum(per_split, LEAST)
     else:
-        per_split = tl.maximum(per_split, tl.where(old_keys <= ONE_SPLIT, ONE_SPLIT, _FIRST))
+        half = tl.cdiv(tl.cdiv(old_keys, SPLITS // 2), _FIRST) * _FIRST
+        least = tl.where(old_keys <= ONE_SPLIT, ONE_SPLIT, tl.minimum(half, MANY_KEYS))
+        per_split = tl.maximum(per_split, least)
     splits = tl.minimum(tl.maximum(tl.cdiv(old_keys, per_split), 1), tl.num_programs(1))
     if part >= splits:
         return
@@ -363,40 +385,38 @@ def _attention_tiles_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     _finish(
         row_max, row_sum, acc, sink_ptr, workspace, outputs, qkv, kv_head, part, splits, sequence, out_stride,
-        SHAPE, SPLITS, HEADS_AT_ONCE, QUANTIZE, FORM,
+        SHAPE, SPLITS, QUANTIZE, FORM,
     )  # fmt: skip
 
 
 def launch_tiles(given: DecodeArguments) -> None:
     """Launches this kernel, with its own KV split sizes."""
     shape, q8_0 = given.shape, given.layer.k_scale is not None
-    tile = tile_shape(shape.head_dim, shape.group, q8_0, given.coarse)
+    hopper = is_hopper(given.qkv.device)
+    tile = tile_shape(shape.head_dim, shape.group, q8_0, given.coarse, hopper)
     least = COARSE if given.coarse else 0
     # ptxas would choose 168 registers, and spill
     registers = 255 if shape.head_dim > 128 and tile.warps == 4 else None
     _attention_tiles_kernel[given.grid(max(least, FIRST_KEYS))](
         *given.inputs(), cache_pointers(given.layer), *given.results(), **given.constants(),
         Q8=q8_0, CAP=given.spec.softcap, LEAST=least, TILE=tile, ASM=uses_assembly(),
-        HEADS_AT_ONCE=combine_heads(shape.group, given.splits, triton.next_power_of_2(shape.head_dim)),
         num_warps=tile.warps, maxnreg=registers, launch_pdl=given.pdl,
     )  # fmt: skip
 
 
-def combine_heads(group: int, splits: int, padded: int) -> int:
-    """Heads whose splits are combined at a time: a power of two that takes 64 registers per thread."""
-    return int(max(1, min(triton.next_power_of_2(group), 8192 // (splits * padded))))
-
-
-def tile_shape(head_dim: int, group: int, q8_0: bool, coarse: bool = False) -> TileShape:
+def tile_shape(
+    head_dim: int, group: int, q8_0: bool, coarse: bool = False, hopper: bool = False
+) -> TileShape:
     """The tile shape by head size, query heads per group, cache type and splits, from benchmarks/cuda/attention.py on
     an H200.
 
-    The tiles of all stages must fit 99 KiB of shared memory (sm_89), and nothing may spill.
+    The tiles of all stages must fit 99 KiB of shared memory (sm_89), and nothing may spill. In a context of 65,536
+    tokens a third tile in flight of heads of 256 makes 88 us of 121 with four key-value heads, 63 of 76 with two.
     """
     if head_dim > 256:
-        return TileShape(16, 8, 2)
+        return TileShape(32 if hopper and not coarse else 16, 8, 2)
     if head_dim > 128:
-        return TileShape(32, 8 if q8_0 or coarse else 4, 2)
+        return TileShape(32, 8, 2) if q8_0 or coarse else TileShape(32, 4, 3)
     if coarse and group <= 8:
         return TileShape(64, 4, 2) if q8_0 else TileShape(128, 8, 2)
     if not q8_0:
