@@ -26,12 +26,14 @@ from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes
 from quengine.kv_cache import pools_of_one
 from quengine.models.checkpoint import open_checkpoint
+from quengine.models.config import ModelConfig
 from quengine.models.draft_layer import layer_config
 from quengine.models.eagle_checkpoint import open_eagle
 from quengine.models.encoder import Encoder
 from quengine.models.synthetic.presets import PRESETS, SyntheticModel
 from quengine.models.synthetic.projector_presets import PROJECTORS_OF
 from quengine.models.synthetic.synthetic import tensor_type, write_synthetic
+from quengine.models.synthetic.synthetic_assistant import assistant_of
 from quengine.models.synthetic.synthetic_eagle import write_synthetic_eagle
 from quengine.models.synthetic.synthetic_projector import TakenWeights
 from quengine.models.tensor_split import ModelSplit, Rank, SplitTensors
@@ -189,6 +191,9 @@ def _rank_and_draft_cases() -> Iterator[Case]:
     yield Case("LoRA adapters", ARCHS, adapter_steps)
     yield Case("qwen3.5-mtp-tiny, drafts", (80, 90), partial(draft_steps, PRESETS["qwen3.5-mtp-tiny"]))
     yield Case("tiny, drafts of EAGLE-3", (80, 90), partial(eagle_steps, PRESETS["tiny"]))
+    yield Case(
+        "gemma-4-tiny, drafts of an assistant", (90,), partial(assistant_steps, PRESETS["gemma-4-tiny"])
+    )
 
 
 def narrow(spec: SyntheticModel) -> SyntheticModel:
@@ -283,10 +288,14 @@ def adapter_steps() -> Iterator[Step]:
 def draft_steps(spec: SyntheticModel) -> Iterator[Step]:
     """Steps in which a model's own layer drafts."""
     whole = plan_of(spec)
-    layer = layer_config(whole.config)
-    shapes = required_tensors(layer).items()
-    tensors = {name: (tensor_type(spec, name, shape), shape) for name, shape in shapes}
-    yield from _drafting(replace(whole, layer=LayerPlan(layer, tensors, 8, 3, 16)))
+    yield from _drafting(replace(whole, layer=_layer(spec, layer_config(whole.config))))
+
+
+def assistant_steps(spec: SyntheticModel) -> Iterator[Step]:
+    """Steps in which an assistant drafts."""
+    whole = plan_of(spec)
+    assistant = assistant_of(whole.config, 128, 256)
+    yield from _drafting(replace(whole, layer=_layer(assistant, assistant.config())))
 
 
 def eagle_steps(spec: SyntheticModel) -> Iterator[Step]:
@@ -302,9 +311,14 @@ def eagle_steps(spec: SyntheticModel) -> Iterator[Step]:
         yield from _drafting(replace(plan_of(spec), layer=layer))
 
 
+def _layer(spec: SyntheticModel, config: ModelConfig) -> LayerPlan:
+    shapes = required_tensors(config).items()
+    tensors = {name: (tensor_type(spec, name, shape), shape) for name, shape in shapes}
+    return LayerPlan(config, tensors, 8, 3, 16)
+
+
 def _drafting(plan: KernelPlan) -> Iterator[Step]:
-    target, layer = plan.graphs()
-    drafts = plan.drafts([target, layer])
+    drafts = plan.drafts(plan.graphs())
     assert drafts is not None
     yield True, partial(drafts.run, DraftKey(4, 2, GREEDY))
 

@@ -98,13 +98,13 @@ class SequenceFactory:
         return BreakerFinder(self.tokenizer, self.config.vocab_size)
 
     def resolved(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with a seed, and `ignore_eos` as a bias."""
-        params = params.with_seed()
-        if not params.ignore_eos:
+        """The parameters with a seed, and `ignore_eos` and the tokens that the model never generates as biases."""
+        params, known = params.with_seed(), self.tokenizer
+        tokens = known.suppressed_ids | known.eos_ids if params.ignore_eos else known.suppressed_ids
+        if not tokens:
             return params
         # Some tokenizers have more tokens than the model's embedding has rows.
-        ends = [token for token in self.tokenizer.eos_ids if token < self.config.vocab_size]
-        banned = dict.fromkeys(ends, -math.inf)
+        banned = dict.fromkeys((token for token in tokens if token < self.config.vocab_size), -math.inf)
         return replace(params, logit_bias={**params.logit_bias, **banned})
 
     def checked(self, ids: list[int], answers: bool = True) -> list[int]:
