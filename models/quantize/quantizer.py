@@ -50,7 +50,8 @@ class Quantizer:
     ) -> Iterator[Tensor | None]:
         """The rows `data`, uint8 [R, row_bytes] of format `stored`, as blocks of `fmt` on the CPU, in order.
 
-        importance: of their columns, fp32 [K], or None. added: to the rows. None is yielded for rows with weights that are not finite.
+        importance: of their columns, fp32 [K], or None. added: to the rows. None is yielded for rows with weights that
+        are not finite.
         """
         values = None if importance is None else importance.to(self.device)
         step = max(1, _PIECE.get(self.device.type, 1 << 26) // stored.cols(data.shape[1]))
