@@ -24,6 +24,7 @@ from quengine.models.quantize.mixes import (
     choose_types,
     file_order,
     mix_of,
+    needs_importance,
     type_named,
 )
 from quengine.models.quantize.quantizer import Quantizer
@@ -31,8 +32,6 @@ from quengine.models.quantize.quantizer import Quantizer
 QUANTIZATION_VERSION = 2
 """Of the block formats (ggml.h, GGML_QNT_VERSION)."""
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
-_WITHOUT_IMATRIX_UNUSABLE = frozenset(("Q2_K_S",))
-"""Mixes whose matrices need an imatrix (llama-quantize refuses them without)."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,7 @@ class Quantization:
     """The result: `tensors` in the file's order, and the sizes of both files in bytes.
 
     without_imatrix: searched tensors for which the imatrix has no values.
+    needing_imatrix: tensors whose types are not written without such values, as a plan alone has them.
     """
 
     path: Path | None
@@ -60,6 +60,7 @@ class Quantization:
     source_bytes: int
     nbytes: int
     without_imatrix: tuple[str, ...] = ()
+    needing_imatrix: tuple[str, ...] = ()
 
     @property
     def bits_per_weight(self) -> float:
@@ -197,8 +198,11 @@ def _check(plan: _Plan, mix: Mix, allow_requantize: bool, target: str | Path | N
     file = plan.source
     if target is not None and any(_is_same(Path(target), path) for path in file.shards):
         raise EngineError(f"{target}: that is the file to be quantized; give the result another name")
-    if target is not None and mix.name in _WITHOUT_IMATRIX_UNUSABLE and plan.imatrix is None:
-        raise EngineError(f"{mix.name} needs an imatrix: --imatrix FILE")
+    for name in () if target is None else _needing_importance(plan, mix):
+        kind = plan.types[name]
+        if plan.imatrix is None:
+            raise EngineError(f"{mix.name} needs an imatrix, for {name} in {kind}: --imatrix FILE")
+        raise EngineError(f"{plan.imatrix.path}: no values for {name}, which needs them in {kind}")
     for tensor in plan.order:
         changed = plan.types[tensor.name] != tensor.type_name
         if changed and not allow_requantize and tensor.type_name not in ("F32", "F16", "BF16"):
@@ -225,7 +229,19 @@ def _result(plan: _Plan, mix: Mix, target: Path | None) -> Quantization:
         plan.source.nbytes,
         file_bytes(plan.fields, infos, plan.alignment),
         tuple(each.name for each in tensors if _misses_importance(plan, each)),
+        tuple(_needing_importance(plan, mix)),
     )
+
+
+def _needing_importance(plan: _Plan, mix: Mix) -> list[str]:
+    """Tensors without importances whose types need them."""
+    return [
+        tensor.name
+        for tensor in plan.order
+        if plan.types[tensor.name] != tensor.type_name
+        and needs_importance(tensor.name, plan.types[tensor.name], mix)
+        and (plan.imatrix is None or plan.imatrix.of(tensor.name, tensor.shape) is None)
+    ]
 
 
 def _misses_importance(plan: _Plan, tensor: QuantizedTensor) -> bool:
