@@ -174,19 +174,19 @@ def _signs_and_scales(groups: Groups) -> Tensor:
     return _join_fields(_signs(groups) & 127, 7, 4) | _odd_scales(groups).int() << 28
 
 
-def _pack_iq2_xxs(groups: Groups, codes: Tensor) -> dict[str, Tensor]:
+def _pack_iq2_xxs(groups: Groups, _codes: Tensor) -> dict[str, Tensor]:
     index, words = _entries(groups).to(torch.uint8), _word_bytes(_signs_and_scales(groups), torch.int32)
     fours = [each.view(*each.shape[:2], 8, 4) for each in (index, words)]
     return _halves(groups, index=torch.cat(fours, -1).flatten(-2))
 
 
-def _pack_iq2_xs(groups: Groups, codes: Tensor) -> dict[str, Tensor]:
+def _pack_iq2_xs(groups: Groups, _codes: Tensor) -> dict[str, Tensor]:
     words = _entries(groups) | (_signs(groups).int() & 127) << 9
     scales = _join_fields(_odd_scales(groups), 4, 2)
     return _halves(groups, index=_word_bytes(words, torch.int16), scales=scales.to(torch.uint8))
 
 
-def _pack_wide(groups: Groups, codes: Tensor) -> dict[str, Tensor]:
+def _pack_wide(groups: Groups, _codes: Tensor) -> dict[str, Tensor]:
     """IQ2_S and IQ3_S: eight bits of an index in one field, the others in another."""
     index = _entries(groups)
     width, count = (2, 4) if groups.format.name == "IQ2_S" else (1, 8)
@@ -200,19 +200,19 @@ def _pack_wide(groups: Groups, codes: Tensor) -> dict[str, Tensor]:
     )
 
 
-def _pack_iq3_xxs(groups: Groups, codes: Tensor) -> dict[str, Tensor]:
+def _pack_iq3_xxs(groups: Groups, _codes: Tensor) -> dict[str, Tensor]:
     words = _word_bytes(_signs_and_scales(groups), torch.int32)
     return _halves(groups, index=_entries(groups).to(torch.uint8), signs=words)
 
 
-def _pack_iq1_s(groups: Groups, codes: Tensor) -> dict[str, Tensor]:
+def _pack_iq1_s(groups: Groups, _codes: Tensor) -> dict[str, Tensor]:
     index = _entries(groups)
     below, place = index // IQ1_ENTRIES, index % IQ1_ENTRIES
     high = _join_fields(place >> 8, 3, 4) | _odd_scales(groups).int() << 12 | below[..., ::4] << 15
     return _halves(groups, index=(place & 255).to(torch.uint8), high=_word_bytes(high, torch.int16))
 
 
-def _pack_iq1_m(groups: Groups, codes: Tensor) -> dict[str, Tensor]:
+def _pack_iq1_m(groups: Groups, _codes: Tensor) -> dict[str, Tensor]:
     index = _entries(groups)
     d = groups.d.view(torch.int16).int().unsqueeze(-1) >> torch.arange(0, 16, 4, device=index.device) & 15
     scales = _join_fields(_odd_scales(groups), 3, 4) | d << 12

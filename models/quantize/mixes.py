@@ -83,8 +83,8 @@ _FALLBACKS = {
     "Q4_K": "Q5_0",
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
-    **{name: "IQ4_NL" for name in (*sorted(_NEEDS_IMPORTANCE), "IQ3_S", "IQ4_XS")},
-    **{name: "Q4_0" for name in ("TQ1_0", "TQ2_0", "Q2_0")},
+    **dict.fromkeys((*sorted(_NEEDS_IMPORTANCE), "IQ3_S", "IQ4_XS"), "IQ4_NL"),
+    **dict.fromkeys(("TQ1_0", "TQ2_0", "Q2_0"), "Q4_0"),
 }
 """The type with blocks of 32 for rows that are no multiple of 256."""
 
