@@ -18,9 +18,9 @@ from quengine.kernels.quantize.layout import divided, total
 
 _FARTHEST = 4
 """Vectors beyond this multiple of the largest level count as there."""
-_COLUMNS = {"cpu": 1 << 11, "cuda": 1 << 17}
+_COLUMNS = {"cpu": 1 << 12, "cuda": 1 << 17}
 """Vectors at a time."""
-_ENTRIES = 128
+_ENTRIES = 64
 """Entries at a time, on the CPU."""
 
 
