@@ -16,7 +16,9 @@ from quengine.kernels.quantize.pack import PACKED, pack
 from quengine.kernels.quantize.plain import FORMULAS, quantize_plain
 from quengine.kernels.quantize.scales import search_scales
 
-PLAIN = frozenset(FORMULAS) - {"Q4_0", "Q4_1", "Q5_0", "Q5_1"}
+SEARCHED_WITH_IMPORTANCE = frozenset(("Q4_0", "Q4_1", "Q5_0", "Q5_1"))
+"""Types that have a formula's scales without importances."""
+PLAIN = frozenset(FORMULAS) - SEARCHED_WITH_IMPORTANCE
 """Types that no importance changes."""
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Weights at a time: what a core's cache holds, or what fills a GPU."""

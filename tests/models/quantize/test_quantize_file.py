@@ -288,6 +288,16 @@ def test_quantized_tensors_are_quantized_again_on_request_alone(model: Path, tmp
     assert only(tmp_path, "model.gguf", "q8.gguf", "out.gguf")
 
 
+def test_what_lies_on_a_grid_of_16_values_is_not_rounded_to_32_others(model: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{kind}.gguf" for kind in ("q4_1", "q5_1")]
+    quengine.quantize(model, paths[0], "Q4_1")
+    quengine.quantize(paths[0], paths[1], "Q5_1", allow_requantize=True)
+    before, after = (stored(path)["blk.1.ffn_down.weight"] for path in paths)
+    values = dequantize(FORMATS["Q4_1"], torch.from_numpy(before[1])).double()
+    error = dequantize(FORMATS["Q5_1"], torch.from_numpy(after[1])).double() - values
+    assert float(error.square().sum() / values.square().sum()) < 1e-5
+
+
 def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     values = weights()["blk.1.ffn_down.weight"]
     values[17, 5] = np.inf
