@@ -157,6 +157,12 @@ def _summary(result: "Quantization", source: str) -> list[str]:
         f"{result.mix}: {result.source_bytes / 1e9:.2f} GB to {result.nbytes / 1e9:.2f} GB, "
         f"{result.bits_per_weight:.2f} bits a weight; tensors: {types}"
     ]
+    if replaced := [tensor for tensor in result.tensors if tensor.type_name != tensor.wanted_type]:
+        first = replaced[0]
+        lines.append(
+            f"engine: rows of {len(replaced)} tensors are no whole blocks of their types, such as {first.name}: "
+            f"{first.shape[-1]} columns, in {first.type_name} instead of {first.wanted_type}"
+        )
     if needing := result.needing_imatrix:
         lines.append(f"engine: {len(needing)} tensors need an imatrix, such as {needing[0]}: --imatrix FILE")
     elif missing := result.without_imatrix:

@@ -183,7 +183,8 @@ class ModelTraits:
 def choose_types(
     tensors: Sequence[GGUFTensor], mix: Mix, traits: ModelTraits, overrides: Overrides, has_imatrix: bool
 ) -> dict[str, str]:
-    """The type of each tensor, in the order of `file_order`, which the rules count in.
+    """The type of each tensor, in the order of `file_order`, which the rules count in; `fitting` says what its rows
+    hold instead where they are no whole blocks of it.
 
     Raises:
         EngineError: a pattern is found in no name.
@@ -250,21 +251,21 @@ def _type_of(tensor: GGUFTensor, mix: Mix, overrides: Overrides, rules: "_Rules"
     named = next((kind for pattern, kind in overrides.patterns if pattern.search(tensor.name)), None)
     if overrides.token_embedding and category == "token_embd":
         if tensor.name != "per_layer_token_embd.weight" or named is None:
-            return _fitting(tensor, overrides.token_embedding)
+            return overrides.token_embedding
     elif overrides.output and category == "output":
-        return _fitting(tensor, overrides.output)
+        return overrides.output
     if not FORMATS[mix.base].is_quantized:
         return mix.base
     if named is not None:
-        return _fitting(tensor, named)
+        return named
     if overrides.pure:
-        return _fitting(tensor, mix.base)
+        return mix.base
     if overrides.output and category == "token_embd" and rules.tied:
-        return _fitting(tensor, overrides.output)
-    return _fitting(tensor, rules.choose(tensor, category))
+        return overrides.output
+    return rules.choose(tensor, category)
 
 
-def _fitting(tensor: GGUFTensor, kind: str) -> str:
+def fitting(tensor: GGUFTensor, kind: str) -> str:
     """The type, or another that rows of this length fit."""
     columns = tensor.shape[-1]
     if columns % TYPE_BY_NAME[kind].block == 0:

@@ -24,6 +24,7 @@ from quengine.models.quantize.mixes import (
     Overrides,
     choose_types,
     file_order,
+    fitting,
     mix_of,
     needs_importance,
     type_named,
@@ -37,12 +38,16 @@ _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor of the result: its type and bytes before and after."""
+    """A tensor of the result: its type and bytes before and after.
+
+    wanted_type: the type that it has by the mix and the overrides; its rows may be no whole blocks of it.
+    """
 
     name: str
     shape: tuple[int, ...]
     source_type: str
     type_name: str
+    wanted_type: str
     source_bytes: int
     nbytes: int
 
@@ -79,6 +84,7 @@ class _Plan:
 
     source: GGUFFile
     order: list[GGUFTensor]
+    wanted: Mapping[str, str]
     types: Mapping[str, str]
     imatrix: Imatrix | None
     fields: Mapping[str, Field]
@@ -154,9 +160,10 @@ def _override(text: str) -> tuple[re.Pattern[str], str]:
 
 def _plan(file: GGUFFile, mix: Mix, overrides: Overrides, imatrix: Imatrix | None) -> _Plan:
     order = sorted(file.tensors.values(), key=lambda tensor: file_order(tensor.name))
-    types = choose_types(order, mix, _traits(file), overrides, imatrix is not None)
+    wanted = choose_types(order, mix, _traits(file), overrides, imatrix is not None)
+    types = {tensor.name: fitting(tensor, wanted[tensor.name]) for tensor in order}
     alignment = file.get_int("general.alignment") or 32
-    return _Plan(file, order, types, imatrix, _fields(file, mix, imatrix), alignment)
+    return _Plan(file, order, wanted, types, imatrix, _fields(file, mix, imatrix), alignment)
 
 
 def _traits(file: GGUFFile) -> ModelTraits:
@@ -220,7 +227,15 @@ def _is_same(target: Path, source: Path) -> bool:
 def _result(plan: _Plan, mix: Mix, target: Path | None) -> Quantization:
     infos = plan.infos
     tensors = tuple(
-        QuantizedTensor(info.name, info.shape, tensor.type_name, info.type_name, tensor.nbytes, info.nbytes)
+        QuantizedTensor(
+            info.name,
+            info.shape,
+            tensor.type_name,
+            info.type_name,
+            plan.wanted[info.name],
+            tensor.nbytes,
+            info.nbytes,
+        )
         for tensor, info in zip(plan.order, infos, strict=True)
     )
     return Quantization(

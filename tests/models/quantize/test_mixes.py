@@ -23,6 +23,7 @@ from quengine.models.quantize.mixes import (
     Overrides,
     choose_types,
     file_order,
+    fitting,
     mix_of,
     type_named,
 )
@@ -91,7 +92,8 @@ def tensors(model: str) -> list[GGUFTensor]:
 
 def chosen(model: str, mix: str, imatrix: bool = False, overrides: Overrides | None = None) -> dict[str, str]:
     given = overrides or Overrides()
-    return choose_types(tensors(model), mix_of(mix), MODELS[model], given, imatrix)
+    types = choose_types(tensors(model), mix_of(mix), MODELS[model], given, imatrix)
+    return {each.name: fitting(each, types[each.name]) for each in tensors(model)}
 
 
 @each_case("key", RECORDED)
@@ -138,4 +140,4 @@ def test_a_type_that_rows_do_not_fit_is_replaced(name: str) -> None:
     overrides = Overrides(output="Q8_0", token_embedding="Q8_0")
     narrow = tensor(name, 512, 40)
     (kind,) = choose_types([narrow], mix_of("Q4_K_M"), MODELS["gqa"], overrides, False).values()
-    assert kind == "F16"
+    assert kind == "Q8_0" and fitting(narrow, kind) == "F16"

@@ -142,6 +142,17 @@ def test_a_plan_says_what_an_imatrix_is_needed_for(model: Path) -> None:
     assert not quengine.quantize(model, None, "IQ3_S").needing_imatrix
 
 
+def test_a_plan_has_the_types_that_rows_are_too_short_for(tmp_path: Path) -> None:
+    narrow = write_model(
+        tmp_path / "narrow.gguf", **{"blk.1.ffn_down.weight": np.ones((256, 96), np.float32)}
+    )
+    for mix, kind in (("IQ3_S", "IQ4_NL"), ("TQ1_0", "Q4_0"), ("Q1_0", "F16")):
+        plan = {each.name: each for each in quengine.quantize(narrow, None, mix).tensors}
+        down, others = plan.pop("blk.1.ffn_down.weight"), plan.values()
+        assert (down.type_name, down.wanted_type) == (kind, mix)
+        assert all(each.type_name == each.wanted_type for each in others)
+
+
 @pytest.mark.parametrize("mix", ["IQ1_M", "IQ3_M", "TQ2_0"])
 def test_codebook_and_ternary_mixes_are_files_of_their_types(mix: str, model: Path, tmp_path: Path) -> None:
     matrix = write_imatrix(tmp_path / "i.gguf", importance())
