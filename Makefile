@@ -33,7 +33,8 @@ $(VENV)/llama_cpp: $(VENV)/made
 	$(BIN)/python -m pip --disable-pip-version-check download -q --no-deps --no-binary :all: -d $(VENV)/llama_cpp.part $(LLAMA_CPP_SOURCE)
 	tar -xzf $(VENV)/llama_cpp.part/*.tar.gz -C $(VENV)/llama_cpp.part --strip-components=3 --wildcards \
 		'*/vendor/llama.cpp/models' '*/vendor/llama.cpp/conversion' '*/vendor/llama.cpp/gguf-py' \
-		'*/vendor/llama.cpp/convert_hf_to_gguf.py' '*/vendor/llama.cpp/tools/server/tests'
+		'*/vendor/llama.cpp/convert_hf_to_gguf.py' '*/vendor/llama.cpp/convert_lora_to_gguf.py' \
+		'*/vendor/llama.cpp/tools/server/tests'
 	rm $(VENV)/llama_cpp.part/*.tar.gz
 	mv -T $(VENV)/llama_cpp.part $@
 

@@ -188,6 +188,8 @@ COMMANDS = {
         (
             "engine convert folder -o model-f16.gguf",
             "engine convert folder -o model-bf16.gguf --type bf16 --split-max-size 4G",
+            "engine convert folder --mmproj -o mmproj-f16.gguf",
+            "engine convert adapter-folder --base folder -o adapter.gguf",
         ),
     ),
     "imatrix": CommandEntry(
@@ -206,6 +208,14 @@ COMMANDS = {
             "engine quantize model-f16.gguf -o model-q4.gguf --type Q4_K_M --imatrix imatrix.gguf "
             "--tensor-type ffn_down=q6_k",
             "engine quantize model-f16.gguf --type IQ4_XS --dry-run",
+        ),
+    ),
+    "merge": CommandEntry(
+        "merge",
+        MODELS,
+        (
+            "engine merge model.gguf --lora adapter.gguf -o merged.gguf",
+            "engine merge model-f16.gguf --lora adapter-folder:0.5 --lora other.gguf -o merged.gguf --type Q4_K_M",
         ),
     ),
     "bench": CommandEntry(

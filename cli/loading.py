@@ -79,3 +79,13 @@ def load_llm(model: str, config: EngineConfig) -> "LLM":
         progress.clear()
     collector.working()
     return llm
+
+
+def chosen_device(device: str) -> str:
+    """The device's name for torch; a line for the user where "auto" has to choose against a GPU."""
+    from quengine.platform.device import choose_device
+
+    chosen, notes = choose_device(EngineConfig(device=device))
+    for note in notes:
+        typer.echo(f"engine: {note}", err=True)
+    return str(chosen)

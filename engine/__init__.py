@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quengine.evaluation.suggested_mix import suggest_types
     from quengine.llm import LLM
     from quengine.models.convert.convert_folder import convert
+    from quengine.models.lora.merge import merge
     from quengine.models.quantize.quantize_file import quantize
     from quengine.request.output import BatchProgress, Completion, TokenScore
     from quengine.request.sampling_params import LogitsProcessor, SamplingParams
@@ -45,6 +46,7 @@ __all__ = [
     "compare_tensors",
     "convert",
     "imatrix",
+    "merge",
     "perplexity",
     "quantize",
     "suggest_types",
@@ -67,6 +69,7 @@ _HOME = {
     "compare_tensors": "quengine.evaluation.by_tensor",
     "imatrix": "quengine.evaluation.imatrix",
     "perplexity": "quengine.evaluation.perplexity",
+    "merge": "quengine.models.lora.merge",
     "quantize": "quengine.models.quantize.quantize_file",
     "suggest_types": "quengine.evaluation.suggested_mix",
 }

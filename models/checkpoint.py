@@ -10,7 +10,7 @@ from quengine.models.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from quengine.kernels.quant_tensor import QuantTensor
     from quengine.models.draft_layer import DraftTensors
-    from quengine.models.gguf.adapters import LowRank
+    from quengine.models.lora.adapter import LowRank
     from quengine.models.template.chat_template import ChatTemplate
 
 

@@ -23,8 +23,8 @@ from quengine.models.blocks.block import Block
 from quengine.models.blocks.encoder import BidirectionalAttention, EncoderAttention, EncoderFeedForward
 from quengine.models.blocks.feed_forward import FeedForward
 from quengine.models.config import PROJECTIONS, EncoderSizes, ModelConfig, no_text
-from quengine.models.gguf.adapters import LowRank
 from quengine.models.layers import FeedForwardLayer, LayerTensors, MixerLayer, qkv_names
+from quengine.models.lora.adapter import LowRank
 from quengine.models.rotation import Rotation
 
 
@@ -114,7 +114,7 @@ class EncoderLayer:
             found = backend.linear(batch, rows, weight)
             found = found if bias is None else found + bias
             change = changes.get(f"{prefix}{name}.weight")
-            return found if change is None else found + rows @ change.a.T @ change.b.T
+            return found if change is None else found + change.scale * (rows @ change.a.T @ change.b.T)
 
         qkv = product("attn_qkv", x, self.entry, self.entry_bias)
         y = torch.as_tensor(backend.encoder_attention(batch, qkv, self.spec))
@@ -144,7 +144,7 @@ class Encoder:
         tensors: every tensor of the model by its GGUF name.
         backend: holds the weights and runs the operations.
         ctx_size: the longest text.
-        adapters: what each task changes of the matrices (models/gguf/adapters.py), by the matrix's name.
+        adapters: what each task changes of the matrices (models/lora/adapter.py), by the matrix's name.
         separator: the token that ends a segment, by which segments of a text differ in kind; None: all are of the
             first kind.
     """
@@ -174,8 +174,8 @@ class Encoder:
         self.output_norm = top.norm("output_norm", top.has("output_norm"))
         self._adapters = {
             task: {
-                name: LowRank(*(part.to(backend.device, backend.dtype) for part in pair))
-                for name, pair in each.items()
+                name: LowRank(a.to(backend.device, backend.dtype), b.to(backend.device, backend.dtype), scale)
+                for name, (a, b, scale) in each.items()
             }
             for task, each in (adapters or {}).items()
         }
@@ -203,13 +203,13 @@ class Encoder:
         changes = {} if self._task is None else self._adapters[self._task]
         x = self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
         if (change := changes.get("token_embd.weight")) is not None:
-            x = x + change.a[batch.token_ids] @ change.b.T
+            x = x + change.scale * (change.b[batch.token_ids] @ change.a)
         if self.positions is not None:
             x = x + self.positions[self._positions(batch)]
         if self.token_types is not None:
             types = self.token_types
             if (change := changes.get("token_types.weight")) is not None:
-                types = types + change.b @ change.a
+                types = types + change.delta()
             x = x + types[self._kinds(batch)]
         if self.norm is not None:
             x = self.backend.normed(x, self.norm)

@@ -13,14 +13,36 @@ _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3}
 
 def convert(
     folder: Annotated[
-        str, typer.Argument(metavar="FOLDER", help="With config.json, *.safetensors and the tokenizer.")
+        str,
+        typer.Argument(
+            metavar="FOLDER",
+            help="With config.json, *.safetensors and the tokenizer, or an adapter's with adapter_config.json.",
+        ),
     ],
     output: Annotated[
         str, typer.Option("-o", "--output", "--outfile", metavar="OUT", help="The file to write.")
     ],
     type: Annotated[
-        str, typer.Option("-t", "--type", "--outtype", metavar="TYPE", help="f32, f16, bf16 or q8_0.")
-    ] = "f16",
+        str | None,
+        typer.Option(
+            *("-t", "--type", "--outtype"),
+            metavar="TYPE",
+            help="f32, f16, bf16 or q8_0.",
+            show_default="f16, of an adapter f32",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            metavar="FOLDER",
+            help="Of a LoRA adapter its model's folder, of which config.json alone is read.",
+            show_default="the one that adapter_config.json names",
+        ),
+    ] = None,
+    mmproj: Annotated[
+        bool, typer.Option("--mmproj", help="Of a model with vision its projector, not the text model.")
+    ] = False,
     split_max_size: Annotated[
         str | None,
         typer.Option(
@@ -34,7 +56,7 @@ def convert(
 ) -> None:
     """Convert a Hugging Face folder to GGUF: tensors and metadata as llama.cpp's converter writes them.
 
-    OUT appears when it is complete. Other types: engine quantize.
+    A folder of PEFT becomes an adapter's file. OUT appears when it is complete. Other types: engine quantize.
     """
     from quengine.cli.progress import ProgressLine
     from quengine.models.convert.convert_folder import convert as convert_folder
@@ -45,7 +67,16 @@ def convert(
         line(f"{place + 1} of {count}: {tensor.name} in {tensor.type_name}")
 
     most = None if split_max_size is None else _size(split_max_size)
-    result = convert_folder(folder, output, type, split_max_size=most, threads=threads, progress=show)
+    result = convert_folder(
+        folder,
+        output,
+        type,
+        base=base,
+        mmproj=mmproj,
+        split_max_size=most,
+        threads=threads,
+        progress=show,
+    )
     line.clear()
     typer.echo(
         f"{result.architecture}: {len(result.tensors)} tensors, {result.nbytes / 1e9:.2f} GB", err=True

@@ -85,6 +85,7 @@ def quantize(
 
     OUT appears when it is complete. Types of three bits and fewer need an imatrix (engine imatrix).
     """
+    from quengine.cli.loading import chosen_device
     from quengine.cli.terminal import write_line
     from quengine.errors import EngineError
     from quengine.models.quantize.quantize_file import quantize as quantize_file
@@ -102,7 +103,7 @@ def quantize(
         token_embd_type=token_embd_type,
         pure=pure,
         allow_requantize=allow_requantize,
-        device="cpu" if dry_run else _checked(device),
+        device="cpu" if dry_run else chosen_device(device),
         threads=threads,
         progress=line,
     )
@@ -125,17 +126,6 @@ class _Line:
 
     def __call__(self, tensor: "QuantizedTensor", place: int, count: int) -> None:
         self._line(f"{place + 1} of {count}: {tensor.name}, {tensor.source_type} to {tensor.type_name}")
-
-
-def _checked(device: str) -> str:
-    """The device's name for torch; a line for the user where "auto" has to choose against a GPU."""
-    from quengine.config import EngineConfig
-    from quengine.platform.device import choose_device
-
-    chosen, notes = choose_device(EngineConfig(device=device))
-    for note in notes:
-        typer.echo(f"engine: {note}", err=True)
-    return str(chosen)
 
 
 def _row(tensor: "QuantizedTensor") -> str:

@@ -10,11 +10,20 @@ import torch
 
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import FORMATS
-from quengine.models.convert.fields import check_converted, file_fields
+from quengine.models.convert.convert_adapter import AdapterFile, alpha_of, halves
+from quengine.models.convert.convert_projector import ProjectorFile
+from quengine.models.convert.fields import (
+    adapter_fields,
+    check_converted,
+    file_fields,
+    projector_fields,
+    task_fields,
+)
 from quengine.models.convert.tensors import TYPES, FileTensor, file_tensors, has_drafts
 from quengine.models.gguf.whole_file import whole_file
 from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_bytes, padded, write_padding
 from quengine.models.hf.hf_checkpoint import HFCheckpoint
+from quengine.models.lora.peft import CONFIG, is_peft
 from quengine.models.quantize.mixes import file_order
 from quengine.models.quantize.quantizer import Quantizer
 
@@ -37,17 +46,25 @@ class Conversion:
 def convert(
     folder: str | Path,
     target: str | Path,
-    type: str = "f16",
+    type: str | None = None,
     *,
+    base: str | Path | None = None,
+    mmproj: bool = False,
     split_max_size: int | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Converts the Hugging Face folder to the GGUF file `target`, tensors and metadata as llama.cpp's converter.
 
+    Adapters of an encoder's tasks (Jina Embeddings v3) are files beside it, lora-TASK-NAME.gguf. A folder of PEFT with
+    a LoRA adapter becomes an adapter's file, as its convert_lora_to_gguf.py writes it.
+
     Args:
         target: where the file goes, complete or not at all; of a split NAME.gguf is NAME-00001-of-00003.gguf.
-        type: of matrices: "f32", "f16", "bf16" or "q8_0". Vectors, norms and routers are F32.
+        type: of matrices: "f32", "f16", "bf16" or "q8_0"; None: "f16", of an adapter "f32". Vectors, norms and routers
+            are F32.
+        base: of an adapter the folder of its model, of which config.json alone is read; None: that which it names.
+        mmproj: of a model with vision its projector, not the text model.
         split_max_size: bytes of tensors of a file, at most, but of one tensor at least; None: one file.
         threads: of the CPU; None: one for each processor.
 
@@ -55,12 +72,21 @@ def convert(
         EngineError: a folder, architecture, tokenizer or type that cannot be converted; weights that are not finite.
         CannotRunError: too little free disk.
     """
-    kind = TYPES.get(type.lower())
-    if kind is None:
-        raise EngineError(
-            f"no type {type}: {', '.join(TYPES)}; for others quantize the file: engine quantize"
-        )
     path = Path(folder)
+    name = type or ("f32" if is_peft(path) else "f16")
+    if (kind := TYPES.get(name.lower())) is None:
+        raise EngineError(
+            f"no type {name}: {', '.join(TYPES)}; for others quantize the file: engine quantize"
+        )
+    if mmproj:
+        return _convert_projector(path, Path(target), kind, threads, progress)
+    if is_peft(path):
+        adapter = AdapterFile(path, None if base is None else Path(base), kind)
+        fields = adapter_fields(path, adapter.config, adapter.tensors, adapter.alpha)
+        files = _files(Path(target), fields, adapter.tensors, split_max_size)
+        return _converted(path, adapter.config.architecture, files, threads, progress)
+    if base is not None:
+        raise EngineError(f"--base {base}: {path} is a model's folder: there is no {CONFIG}")
     checkpoint = HFCheckpoint(path)
     try:
         check_converted(checkpoint.config)
@@ -68,12 +94,10 @@ def convert(
         config = replace(checkpoint.config, draft_layers=int(has_drafts(checkpoint)))
         fields = file_fields(path, config, tensors, kind)
         files = _files(Path(target), fields, tensors, split_max_size)
-        with Quantizer(torch.device("cpu"), threads) as quantizer:
-            nbytes = _write(checkpoint, files, quantizer, progress)
+        files += _task_files(Path(target), checkpoint)
+        return _converted(path, config.architecture, files, threads, progress)
     finally:
         checkpoint.close()
-    infos = tuple(tensor.info for tensor in tensors)
-    return Conversion(tuple(file.path for file in files), checkpoint.config.architecture, infos, nbytes)
 
 
 @dataclass(frozen=True)
@@ -85,6 +109,30 @@ class _File:
     @property
     def infos(self) -> list[TensorInfo]:
         return [tensor.info for tensor in self.tensors]
+
+
+def _convert_projector(
+    folder: Path, target: Path, kind: str, threads: int | None, progress: Progress | None
+) -> Conversion:
+    projector = ProjectorFile(folder, kind)
+    try:
+        fields = projector_fields(folder, projector, kind)
+        return _converted(folder, "clip", [_File(target, fields, projector.tensors)], threads, progress)
+    finally:
+        projector.close()
+
+
+def _converted(
+    folder: Path,
+    architecture: str,
+    files: Sequence["_File"],
+    threads: int | None,
+    progress: Progress | None,
+) -> Conversion:
+    with Quantizer(torch.device("cpu"), threads) as quantizer:
+        nbytes = _write(folder, files, quantizer, progress)
+    infos = tuple(info for file in files for info in file.infos)
+    return Conversion(tuple(file.path for file in files), architecture, infos, nbytes)
 
 
 def _files(
@@ -112,6 +160,19 @@ def _files(
     ]
 
 
+def _task_files(target: Path, checkpoint: HFCheckpoint) -> list[_File]:
+    """The adapters of an encoder's tasks, a file each, beside the model's."""
+    encoder, changes = checkpoint.config.encoder, checkpoint.adapters()
+    found = []
+    for task in () if encoder is None else encoder.tasks:
+        of_task = changes[task.name]
+        alpha = alpha_of(of_task.values())
+        fields = task_fields(checkpoint.config, task, alpha)
+        path = target.with_name(f"lora-{task.name}-{target.name}")
+        found.append(_File(path, fields, halves(of_task, alpha, "F32")))
+    return found
+
+
 def _split_fields(number: int, count: int, tensors: int) -> dict[str, Field]:
     return {
         "split.no": Field("uint16", number),
@@ -120,9 +181,7 @@ def _split_fields(number: int, count: int, tensors: int) -> dict[str, Field]:
     }
 
 
-def _write(
-    checkpoint: HFCheckpoint, files: Sequence[_File], quantizer: Quantizer, progress: Progress | None
-) -> int:
+def _write(folder: Path, files: Sequence[_File], quantizer: Quantizer, progress: Progress | None) -> int:
     """Writes all of them, which take their places together; returns their bytes."""
     total, place, count = 0, 0, sum(len(file.tensors) for file in files)
     sizes = [file_bytes(file.fields, file.infos, _ALIGNMENT) for file in files]
@@ -133,13 +192,13 @@ def _write(
             for tensor in file.tensors:
                 if progress is not None:
                     progress(tensor.info, place, count)
-                _write_tensor(out, checkpoint, tensor, quantizer)
+                _write_tensor(out, folder, tensor, quantizer)
                 place += 1
             total += nbytes
     return total
 
 
-def _write_tensor(file: BinaryIO, checkpoint: HFCheckpoint, tensor: FileTensor, quantizer: Quantizer) -> None:
+def _write_tensor(file: BinaryIO, folder: Path, tensor: FileTensor, quantizer: Quantizer) -> None:
     fmt = FORMATS[tensor.info.type_name]
     for piece in tensor.pieces():
         if piece.format.name == fmt.name:
@@ -147,6 +206,6 @@ def _write_tensor(file: BinaryIO, checkpoint: HFCheckpoint, tensor: FileTensor, 
             continue
         for blocks in quantizer.blocks(piece.format, piece.data, fmt, None):
             if blocks is None:
-                raise EngineError(f"{checkpoint.path}: tensor {piece.name} has weights that are not finite")
+                raise EngineError(f"{folder}: tensor {piece.name} has weights that are not finite")
             file.write(blocks.numpy().data)
     write_padding(file, tensor.info.nbytes, _ALIGNMENT)

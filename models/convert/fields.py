@@ -8,8 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quengine.errors import EngineError
-from quengine.models.config import ModelConfig
+from quengine.models.config import ModelConfig, Task
+from quengine.models.convert.convert_projector import ProjectorFile
+from quengine.models.convert.encoder_keys import ENCODER_PARTS
+from quengine.models.convert.encoder_vocabulary import add_encoder_vocabulary
 from quengine.models.convert.keys import PARTS, Keys, Part, Source, Writer
 from quengine.models.convert.tensors import FileTensor
 from quengine.models.convert.vocabulary import add_vocabulary
@@ -20,6 +25,9 @@ from quengine.models.hf.hf_headers import read_config
 
 FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32, "MXFP4": 38}
 """`general.file_type` (llama.h, llama_ftype); a file whose experts are MXFP4 is of that type, whatever the rest is."""
+
+SENTENCEPIECE = ("gemma-embedding",)
+"""Encoders whose tokenizers are those of decoders."""
 
 _TYPE_NAMES = {name.upper(): name for name in (kind.name for kind in SCALAR_TYPES.values())} | {
     "STRING": "string"
@@ -45,20 +53,73 @@ def file_fields(folder: Path, config: ModelConfig, tensors: list[FileTensor], ki
     for part in _parts(config):
         part(Source(writer, config, keys))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    add_vocabulary(writer, folder, config)
+    if config.encoder is None or config.architecture in SENTENCEPIECE:
+        add_vocabulary(writer, folder, config)
+    else:
+        add_encoder_vocabulary(writer, folder, config)
     return {key: _field(value) for key, value in writer.kv_data[0].items()}
+
+
+def adapter_fields(
+    folder: Path, config: ModelConfig, tensors: list[FileTensor], alpha: float
+) -> dict[str, Field]:
+    """Every metadata entry of the file of a LoRA adapter in `folder`. config: of the model that it changes."""
+    import gguf
+
+    writer = _of_adapter(config, alpha)
+    _add_general(writer, folder, tensors)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    return {key: _field(value) for key, value in writer.kv_data[0].items()}
+
+
+def task_fields(config: ModelConfig, task: Task, alpha: float) -> dict[str, Field]:
+    """Every metadata entry of the file of an encoder's task."""
+    writer = _of_adapter(config, alpha)
+    writer.add_string("adapter.lora.task_name", task.name)
+    if config.encoder is not None and any(each.prefix for each in config.encoder.tasks):
+        writer.add_string("adapter.lora.prompt_prefix", task.prefix)
+    return {key: _field(value) for key, value in writer.kv_data[0].items()}
+
+
+def projector_fields(folder: Path, projector: ProjectorFile, kind: str) -> dict[str, Field]:
+    """Every metadata entry of the file of a folder's vision part."""
+    import gguf
+
+    writer = gguf.GGUFWriter(None, "clip")
+    writer.add_type("mmproj")
+    _add_general(writer, folder, projector.tensors)
+    writer.add_file_type(FILE_TYPES[kind])
+    projector.add_keys(writer)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    return {key: _field(value) for key, value in writer.kv_data[0].items()}
+
+
+def _of_adapter(config: ModelConfig, alpha: float) -> Writer:
+    import gguf
+
+    writer = gguf.GGUFWriter(None, config.architecture)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", alpha)
+    return writer
 
 
 def check_converted(config: ModelConfig) -> None:
     """Raises EngineError for a model whose file's metadata are not known here."""
     _parts(config)
-    if config.pooling is not None:
-        raise EngineError(f"{config.name}: a folder of sentence-transformers is not converted yet")
+    if config.ranker is not None and not config.ranker.tokens:
+        raise EngineError(
+            f"{config.name}: a classifier of architecture {config.architecture} is not converted: no GGUF file has "
+            "such a head; its folder runs as it is"
+        )
+    if config.pooling is not None and config.architecture not in ENCODER_PARTS:
+        raise EngineError(
+            f"{config.name}: a folder of sentence-transformers of architecture {config.architecture} is not converted"
+        )
 
 
 def _add_general(writer: Writer, folder: Path, tensors: list[FileTensor]) -> None:
     import gguf
-    import numpy as np
 
     for tensor in tensors:
         info, kind = tensor.info, np.dtype(np.float32)
@@ -109,10 +170,11 @@ def _add_rope(writer: Writer, config: ModelConfig, keys: Keys) -> None:
 
 
 def _parts(config: ModelConfig) -> Sequence[Part]:
-    found = PARTS.get(config.architecture)
+    every = {**PARTS, **ENCODER_PARTS}
+    found = every.get(config.architecture)
     if found is None:
         raise EngineError(
-            f"architecture {config.architecture} is not converted yet; {', '.join(PARTS)} are: "
+            f"architecture {config.architecture} is not converted yet; {', '.join(every)} are: "
             "use llama.cpp's convert_hf_to_gguf.py, or run the folder as it is"
         )
     return found
@@ -121,6 +183,8 @@ def _parts(config: ModelConfig) -> Sequence[Part]:
 def _field(value: Any) -> Field:
     if value.type.name != "ARRAY":
         return Field(_TYPE_NAMES[value.type.name], value.value)
+    if isinstance(value.value, bytes):
+        return Field("array of uint8", np.frombuffer(value.value, np.uint8))
     return Field(f"array of {_element_type(value)}", value.value)
 
 

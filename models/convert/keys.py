@@ -45,7 +45,7 @@ def _rope(source: Source) -> Keys:
     return source.keys.get("rope_parameters") or source.keys.get("rope_scaling") or {}
 
 
-def _vocab_size(source: Source) -> None:
+def vocab_size(source: Source) -> None:
     source.writer.add_vocab_size(source.config.vocab_size)
 
 
@@ -55,20 +55,20 @@ def _rope_dim(source: Source) -> None:
     )
 
 
-def _head_size(source: Source) -> None:
+def head_size(source: Source) -> None:
     source.writer.add_key_length(source.config.head_dim)
     source.writer.add_value_length(source.config.head_dim)
 
 
-def _given_head_size(source: Source) -> None:
+def given_head_size(source: Source) -> None:
     if source.keys.get("head_dim") is not None:
-        _head_size(source)
+        head_size(source)
 
 
 def _llama_head_size(source: Source) -> None:
     # The classes of these two give a head size where config.json has none.
     if source.keys["model_type"] in ("llama", "mistral") or source.keys.get("head_dim") is not None:
-        _head_size(source)
+        head_size(source)
 
 
 def _window(source: Source) -> None:
@@ -87,7 +87,7 @@ def _window_pattern(source: Source) -> None:
         )
 
 
-def _window_base(source: Source) -> None:
+def window_base(source: Source) -> None:
     if source.config.sliding_window is not None:
         source.writer.add_rope_freq_base_swa(source.config.rope_freq_base_swa or source.config.rope_freq_base)
 
@@ -228,13 +228,13 @@ def _kv_heads_by_layer(source: Source) -> None:
     heads = [
         0 if layer in none else source.config.head_count_kv for layer in range(source.config.block_count)
     ]
-    _replace(source, "attention.head_count_kv", heads)
+    replace_key(source, "attention.head_count_kv", heads)
 
 
 def _lengths_by_layer(source: Source) -> None:
     """Feed-forward lengths, 0 in layers without one."""
     lengths = [_inner(source.config, layer) for layer in range(source.config.block_count)]
-    _replace(source, "feed_forward_length", lengths)
+    replace_key(source, "feed_forward_length", lengths)
 
 
 def _inner(config: ModelConfig, layer: int) -> int:
@@ -249,7 +249,7 @@ def _lone_lengths(source: Source) -> None:
         _inner(source.config, layer) if layer in source.config.mixerless_layers else 0
         for layer in range(source.config.block_count)
     ]
-    _replace(source, "feed_forward_length", lengths)
+    replace_key(source, "feed_forward_length", lengths)
 
 
 def _long_context(source: Source) -> None:
@@ -297,11 +297,18 @@ def _head_sizes_by_window(source: Source) -> None:
         )
 
 
+def _assistant(source: Source) -> None:
+    """Of a model whose layers all draft, and attend to another model's keys and values."""
+    source.writer.add_embedding_length_out(source.config.target_width)
+    source.writer.add_nextn_predict_layers(source.config.block_count)
+    source.writer.add_shared_kv_layers(source.keys["text_config"].get("num_kv_shared_layers", 0))
+
+
 def _kv_heads(source: Source) -> None:
     """The number of key and value heads of each layer, where they differ."""
     heads = [source.config.sizes(layer).head_count_kv for layer in range(source.config.block_count)]
     if len({*heads}) > 1 or source.keys.get("num_global_key_value_heads") is not None:
-        _replace(source, "attention.head_count_kv", heads)
+        replace_key(source, "attention.head_count_kv", heads)
 
 
 def _layered_lengths(source: Source) -> None:
@@ -348,7 +355,7 @@ def _raised_base(source: Source) -> None:
     """A base that `alpha` raises: files have it raised, for the context that it is made for."""
     if _rope(source).get("alpha") is None:
         return
-    _no_rope_scaling(source)
+    no_rope_scaling(source)
     source.writer.add_rope_scaling_factor(1)
     source.writer.add_rope_scaling_orig_ctx_len(_RAISED)
     _drop(source, "context_length")
@@ -356,10 +363,10 @@ def _raised_base(source: Source) -> None:
 
 
 def _without_base(source: Source) -> None:
-    _replace(source, "rope.freq_base", None)
+    replace_key(source, "rope.freq_base", None)
 
 
-def _replace(source: Source, key: str, values: Sequence[int] | None) -> None:
+def replace_key(source: Source, key: str, values: Sequence[int] | None) -> None:
     """Another value of a key that files of all architectures have; None: it is left out."""
     _drop(source, key)
     if values is not None:
@@ -385,7 +392,7 @@ def _logit_scale(source: Source) -> None:
     source.writer.add_logit_scale(source.config.logit_scale)
 
 
-def _no_rope_scaling(source: Source) -> None:
+def no_rope_scaling(source: Source) -> None:
     import gguf
 
     source.writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
@@ -395,8 +402,8 @@ def _layer_norm_eps(source: Source) -> None:
     source.writer.add_layer_norm_eps(source.config.rms_eps)
 
 
-def _layer_norm(source: Source) -> None:
-    _replace(source, "attention.layer_norm_rms_epsilon", None)
+def layer_norm(source: Source) -> None:
+    replace_key(source, "attention.layer_norm_rms_epsilon", None)
     _layer_norm_eps(source)
 
 
@@ -410,12 +417,12 @@ def _long_rope(source: Source) -> None:
         source.writer.add_rope_scaling_attn_factors(source.config.rope_scaling.attention_factor)
 
 
-LLAMA_PARTS: Sequence[Part] = (_llama_head_size, _vocab_size, _rope_dim)
-_PLAIN: Sequence[Part] = (_given_head_size,)
-_LATENT: Sequence[Part] = (_vocab_size, _rope_dim, _one_kv_head, _latent, _latent_experts, _yarn_log, _drafts)
+LLAMA_PARTS: Sequence[Part] = (_llama_head_size, vocab_size, _rope_dim)
+_PLAIN: Sequence[Part] = (given_head_size,)
+_LATENT: Sequence[Part] = (vocab_size, _rope_dim, _one_kv_head, _latent, _latent_experts, _yarn_log, _drafts)
 _NEMOTRON: Sequence[Part] = (
     *_PLAIN,
-    _vocab_size,
+    vocab_size,
     _rope_dim,
     _kv_heads_by_layer,
     _lone_lengths,
@@ -426,9 +433,18 @@ _NEMOTRON: Sequence[Part] = (
     _layer_norm_eps,
     _expert_groups,
 )
-_GRANITE: Sequence[Part] = (_vocab_size, _rope_dim, _granite)
-_GEMMA3N: Sequence[Part] = (_head_size, _window, _window_base, _window_pattern, _softcaps, _lengths_by_layer)
-_QWEN35: Sequence[Part] = (_given_head_size, _rope_dim, _gated_delta, _drafts)
+_GRANITE: Sequence[Part] = (vocab_size, _rope_dim, _granite)
+_GEMMA3N: Sequence[Part] = (head_size, _window, window_base, _window_pattern, _softcaps, _lengths_by_layer)
+_GEMMA4: Sequence[Part] = (
+    _head_sizes_by_window,
+    _kv_heads,
+    _layered_lengths,
+    _window,
+    window_base,
+    _window_pattern,
+    _softcaps,
+)
+_QWEN35: Sequence[Part] = (given_head_size, _rope_dim, _gated_delta, _drafts)
 
 PARTS: Mapping[str, Sequence[Part]] = {
     "llama": LLAMA_PARTS,
@@ -438,7 +454,7 @@ PARTS: Mapping[str, Sequence[Part]] = {
     "granite": _GRANITE,
     "granitemoe": (*_GRANITE, _shared_length),
     "granitehybrid": (
-        _vocab_size,
+        vocab_size,
         _rope_dim,
         _granite,
         _shared_length,
@@ -448,7 +464,7 @@ PARTS: Mapping[str, Sequence[Part]] = {
         _long_context,
         _unrotated,
     ),
-    "cohere2": (*_PLAIN, _vocab_size, _rope_dim, _window, _logit_scale, _no_rope_scaling, _layer_norm),
+    "cohere2": (*_PLAIN, vocab_size, _rope_dim, _window, _logit_scale, no_rope_scaling, layer_norm),
     "deepseek2": _LATENT,
     "mistral4": _LATENT,
     "nemotron_h": _NEMOTRON,
@@ -457,30 +473,20 @@ PARTS: Mapping[str, Sequence[Part]] = {
     "dots1": (*_PLAIN, *_ROUTED),
     "ernie4_5": _PLAIN,
     "ernie4_5-moe": (*_PLAIN, _expert_length, _shared_count, _shared_length, _dense_first, _expert_step),
-    "exaone4": (*_PLAIN, _vocab_size, _window, _window_pattern),
-    "gemma2": (_head_size, _window, _softcaps, _without_base),
-    "gemma3": (_head_size, _window, _window_base, _softcaps),
-    "gemma4": (
-        _head_sizes_by_window,
-        _kv_heads,
-        _layered_lengths,
-        _window,
-        _window_base,
-        _window_pattern,
-        _softcaps,
-        _sharing,
-        _layer_inputs,
-        _expert_length,
-    ),
+    "exaone4": (*_PLAIN, vocab_size, _window, _window_pattern),
+    "gemma2": (head_size, _window, _softcaps, _without_base),
+    "gemma3": (head_size, _window, window_base, _softcaps),
+    "gemma4": (*_GEMMA4, _sharing, _layer_inputs, _expert_length),
+    "gemma4-assistant": (*_GEMMA4, _layer_inputs, _assistant),
     "glm4": (*_PLAIN, _rope_dim),
     "glm4moe": (*_PLAIN, _rope_dim, *_ROUTED, _sigmoid, _drafts_or_zero),
     "gpt-oss": (*_PLAIN, _window, _expert_length),
     "hunyuan-dense": (*_PLAIN, _raised_base),
     "hunyuan-moe": (*_PLAIN, _expert_length, _shared_count, _shared_length),
-    "lfm2": (*_PLAIN, _vocab_size, _kv_heads_by_layer, _short_conv),
+    "lfm2": (*_PLAIN, vocab_size, _kv_heads_by_layer, _short_conv),
     "lfm2moe": (
         *_PLAIN,
-        _vocab_size,
+        vocab_size,
         _kv_heads_by_layer,
         _short_conv,
         _expert_length,
@@ -489,19 +495,19 @@ PARTS: Mapping[str, Sequence[Part]] = {
     ),
     "llama4": (*LLAMA_PARTS, _expert_step, _expert_length),
     "minimax-m2": (*_PLAIN, _rope_dim, _expert_length),
-    "olmo2": (*_PLAIN, _window, _window_pattern, _window_base),
+    "olmo2": (*_PLAIN, _window, _window_pattern, window_base),
     "olmoe": _PLAIN,
     "phi3": (*_PLAIN, _rope_dim, _window_or_zero, _long_rope),
     "qwen2": _PLAIN,
     "qwen2moe": (*_PLAIN, _expert_length, _shared_length),
     "qwen2vl": (*_PLAIN, _rope_axes),
-    "qwen3": (_head_size,),
+    "qwen3": (head_size,),
     "qwen3moe": (*_PLAIN, _expert_length),
     "qwen3next": (*_QWEN35, _expert_length, _shared_length),
     "qwen3vl": (*_PLAIN, _rope_axes, _deepstack),
     "qwen3vlmoe": (*_PLAIN, _rope_axes, _deepstack, _expert_length),
     "qwen35": (*_QWEN35, _rope_axes),
     "qwen35moe": (*_QWEN35, _rope_axes, _expert_length, _shared_length),
-    "seed_oss": (_head_size,),
+    "seed_oss": (head_size,),
 }
 """Architecture -> its parts. An architecture that is not here is not converted."""

@@ -1,6 +1,7 @@
 """Reads tokenizer.model, SentencePiece's file: a protocol buffer (sentencepiece_model.proto, ModelProto).
 
-Of it: the pieces (field 1: text 1, score 2, type 3) and the kind of model (field 2, the trainer's, in it field 3).
+Of it: the pieces (field 1: text 1, score 2, type 3), the kind of model (field 2, the trainer's, in it field 3), and
+what becomes of spaces (field 3, the normalizer's, in it 3 and 4).
 """
 
 import struct
@@ -37,6 +38,18 @@ def read_pieces(path: Path) -> list[VocabularyPiece]:
         what = "has no pieces" if not pieces else f"is of model type {kind}, and BPE (2) alone is converted"
         raise EngineError(f"{path}: {what}")
     return pieces
+
+
+def read_spaces(path: Path) -> tuple[bool, bool]:
+    """Whether a text gets a space in front, and whether spaces beside spaces are left out. Raises EngineError."""
+    found: dict[int, int | float | bytes] = {}
+    try:
+        for number, value in _fields(path.read_bytes()):
+            if number == 3 and isinstance(value, bytes):
+                found = dict(_fields(value))
+    except (IndexError, struct.error):
+        raise EngineError(f"{path}: not SentencePiece's file, or cut short") from None
+    return bool(found.get(3, 1)), bool(found.get(4, 1))
 
 
 def _piece(data: bytes) -> VocabularyPiece:

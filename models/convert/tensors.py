@@ -33,6 +33,8 @@ _FLOAT = (
     "ffn_gate_inp_shexp.weight",
     "ssm_conv1d.weight",
     "shortconv.conv.weight",
+    "position_embd.weight",
+    "token_types.weight",
 )
 _PACKED = "MXFP4"
 """The type of folders that are read packed, which stays."""
@@ -57,7 +59,7 @@ class FileTensor:
     def pieces(self) -> Iterator[QuantTensor]:
         """Its parts as the folder stores them, read when they are taken."""
         if self.computed is not None:
-            data = self.computed.float().reshape(1, -1).view(torch.uint8)
+            data = self.computed.float().reshape(-1, self.computed.shape[-1]).view(torch.uint8)
             yield QuantTensor(self.info.name, FORMATS["F32"], tuple(self.computed.shape), data)
         for part in self.parts:
             yield self.held[part] if self.change is None else _changed(self.held[part], self.change)
@@ -100,7 +102,8 @@ def has_drafts(checkpoint: HFCheckpoint) -> bool:
 def _tensors(config: ModelConfig, held: HFTensors, kind: str, joined: bool = False) -> list[FileTensor]:
     """Those of a model's layers and of none. joined: gate and up of all experts of a layer are one tensor."""
     together: dict[str, list[str]] = {}
-    for name in held:
+    # Of a model that ranks by rows of its output matrix a file has the rows alone.
+    for name in held if config.ranker is None else [name for name in held if name != "output.weight"]:
         expert = _EXPERT.fullmatch(name)
         together.setdefault(f"{expert[1]}_exps.weight" if expert else name, []).append(name)
     for name in [name for name in together if joined and name.endswith("ffn_gate_exps.weight")]:
@@ -178,6 +181,8 @@ def _tensor(config: ModelConfig, held: HFTensors, name: str, parts: list[str], k
         shape = (len(parts) // 2, 2 * shape[0], shape[1])
     elif name.endswith("_exps.weight") and len(shape) == 2:
         shape = (len(parts), *shape)
+    if name == "position_embd.weight" and config.encoder is not None:
+        shape = (config.context_length, shape[1])
     if name.endswith("ffn_gate_inp_shexp.weight") or (
         name.split(".", 2)[-1] == _ROWS_OF_ONE.get(config.architecture)
     ):
@@ -189,7 +194,11 @@ def _tensor(config: ModelConfig, held: HFTensors, name: str, parts: list[str], k
 
 
 def _in_file_order(config: ModelConfig, name: str) -> Callable[[Tensor], Tensor] | None:
-    """What orders value heads as files have them, tiled over the key heads, where a folder has them side by side."""
+    """What orders value heads as files have them, tiled over the key heads, where a folder has them side by side, and
+    leaves out the rows of no position."""
+    if name == "position_embd.weight" and config.encoder is not None and config.encoder.first_position:
+        first = config.encoder.first_position
+        return lambda values: values[first:]
     sizes = config.gated_delta
     order = sizes.tiled_order(name.split(".", 2)[-1]) if sizes is not None else None
     if order is None:

@@ -65,7 +65,7 @@ def add_vocabulary(writer: Writer, folder: Path, config: ModelConfig) -> None:
     elif (folder / "tokenizer.model").is_file():
         _add_sentencepiece(writer, folder, config.vocab_size)
     else:
-        _add_bpe(writer, folder, config.vocab_size)
+        add_bpe(writer, folder, config.vocab_size)
     _add_glm_roles(writer, folder)
     if config.architecture == "hunyuan-dense" and isinstance(
         end := read_config(folder).get("eod_token_id"), int
@@ -112,7 +112,7 @@ def _add_gemma4(writer: Writer, folder: Path, rows: int) -> None:
     model = parts["model"]
     if model.get("type") != "BPE":
         raise EngineError(f"{path}: its model is {model.get('type')}, not BPE with byte fallback")
-    base, special = dict(model["vocab"]), _role_texts(read_tokenizer_config(folder))
+    base, special = dict(model["vocab"]), role_texts(read_tokenizer_config(folder))
     added = {token["content"]: token["id"] for token in parts.get("added_tokens", ())}
     ids = {i: text for text, i in {**base, **added}.items()}
     if sorted(ids) != list(range(rows)):
@@ -139,7 +139,8 @@ def _add_gemma4(writer: Writer, folder: Path, rows: int) -> None:
     writer.add_add_bos_token(True)
 
 
-def _add_bpe(writer: Writer, folder: Path, rows: int) -> None:
+def add_bpe(writer: Writer, folder: Path, rows: int) -> None:
+    """Byte-level BPE from tokenizer.json. Raises EngineError: there is none, or it is of another kind."""
     from gguf import SpecialVocab
 
     path = folder / "tokenizer.json"
@@ -167,24 +168,24 @@ def _bpe_tokens(
         raise EngineError(f"{path}: token {largest}, of a model with {rows} rows of embedding")
     for text, i in model["vocab"].items():
         texts[i], types[i] = text, TokenType.NORMAL
-    special = _role_texts(read_tokenizer_config(folder))
+    special = role_texts(read_tokenizer_config(folder))
     for token in parts.get("added_tokens", ()):
         i, text = token["id"], token["content"]
-        if token.get("special") or text in special or _looks_special(text):
+        if token.get("special") or text in special or looks_special(text):
             texts[i], types[i] = text, TokenType.CONTROL
         else:
             texts[i], types[i] = text.replace(_SPACE, " "), TokenType.USER_DEFINED
     return texts, types
 
 
-def _role_texts(config: Mapping[str, Any]) -> set[str]:
+def role_texts(config: Mapping[str, Any]) -> set[str]:
     """Texts of the tokens that tokenizer_config.json gives a role, which makes them special."""
     values = [config.get(role) for role in _ROLES] + list(config.get("additional_special_tokens") or ())
     texts = [value.get("content") if isinstance(value, dict) else value for value in values]
     return {text for text in texts if isinstance(text, str)}
 
 
-def _looks_special(text: str) -> bool:
+def looks_special(text: str) -> bool:
     """Texts of control tokens that folders do not mark so."""
     if text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]"):
         return True
@@ -218,7 +219,7 @@ def _added_tokens(folder: Path) -> list[tuple[int, str, TokenType]]:
     found = [(int(i), text, TokenType.USER_DEFINED) for text, i in added.items()]
     for number, token in (read_tokenizer_config(folder).get("added_tokens_decoder") or {}).items():
         text = token["content"]
-        control = token.get("special") or _looks_special(text)
+        control = token.get("special") or looks_special(text)
         kind = TokenType.CONTROL if control else TokenType.USER_DEFINED
         found.append((int(number), text if control else text.replace(_SPACE, " "), kind))
     return found

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from quengine.models.architectures import DECLARED
 from quengine.models.draft_layer import DraftTensors, no_draft_layer, tensors_of_gguf
 from quengine.models.gguf import GGUFTensor, open_gguf
-from quengine.models.gguf.adapters import LowRank, read_adapter, with_tasks
 from quengine.models.gguf.config_gguf import read_gguf_config
+from quengine.models.lora.adapter import LowRank
+from quengine.models.lora.task_files import read_tasks, with_tasks
 from quengine.models.tensor_table import (
     check_tensors,
     draft_note,
@@ -93,8 +94,7 @@ class GGUFCheckpoint:
         return DraftTensors(tensors, nbytes, weights)
 
     def adapters(self) -> Mapping[str, Mapping[str, LowRank]]:
-        tasks = () if self.config.encoder is None else self.config.encoder.tasks
-        return {task.name: read_adapter(task) for task in tasks}
+        return read_tasks(self.config)
 
     def release_pages(self) -> None:
         self.file.release_pages()

@@ -58,7 +58,7 @@ def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
         EngineError: a value is missing, of the wrong type, out of range or at odds with another; or an architecture, or
             a trait of one, that the decoder does not implement.
     """
-    if (kind := MODEL_TYPES.get(str(config.get("model_type")))) and (other := kind[1].stands_for(config)):
+    if other := _as_other(config):
         return read_hf_config(other)
     architecture, model_type, text = _text_model(config)
     _refuse_unimplemented(config, text, architecture.block, model_type)
@@ -100,9 +100,16 @@ def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
     return result
 
 
+def _as_other(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """config.json in the keys of another type, as which it was published; None: it is of the type that it names."""
+    kind = MODEL_TYPES.get(str(config.get("model_type")))
+    return None if kind is None else kind[1].stands_for(config)
+
+
 def text_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """config.json of the text model with the defaults of its type, beside the keys that are not of the text."""
-    return {**config, **_text_model(config)[2]}
+    other = _as_other(config)
+    return {**config, **_text_model(config if other is None else other)[2]}
 
 
 def _text_model(config: Mapping[str, Any]) -> tuple[Architecture, ModelType, Mapping[str, Any]]:

@@ -26,7 +26,6 @@ from quengine.models.architectures.architecture import HFPart
 from quengine.models.blocks.block import TensorSpec
 from quengine.models.config import PROJECTIONS, ModelConfig
 from quengine.models.draft_layer import DraftTensors, layer_config, no_draft_layer
-from quengine.models.gguf.adapters import LowRank
 from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.hf.draft_names import DraftLayerNames
 from quengine.models.hf.hf_headers import read_config
@@ -36,6 +35,7 @@ from quengine.models.hf.hf_shards import HFShards, StoredTensor, listed
 from quengine.models.hf.ranker_folder import read_ranker
 from quengine.models.hf.sentence_modules import read_pooling, read_projections
 from quengine.models.hf.task_adapters import FolderAdapters
+from quengine.models.lora.adapter import LowRank
 from quengine.models.tensor_table import (
     draft_note,
     draft_tensors,

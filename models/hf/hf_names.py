@@ -29,16 +29,20 @@ which makes embeddings."""
 class HFNames:
     """Names in a folder that holds the tensors `held`, of a model of this configuration.
 
+    prefix: one of PREFIXES; None: that under which the folder has the last norm.
     output: that of the output matrix, which may be there where it is the embedding, too.
     """
 
-    def __init__(self, config: ModelConfig, held: Collection[str]) -> None:
+    def __init__(
+        self, config: ModelConfig, held: Collection[str], prefix: tuple[str, str] | None = None
+    ) -> None:
         declared = DECLARED[config.architecture]
         self._modules, self._layers, self._held = declared.hf_modules, declared.hf_layers, held
         self._specs = {**tensor_specs(config), **joined_specs(config)}
         norm = self._usual_or_own(f"{config.output_norm}.weight")
         found = (prefix for prefix in PREFIXES if norm.format(body=prefix[0], head=prefix[1]) in held)
-        self.body, self.head = next(found, PREFIXES[0])  # where none, the missing tensor is a text model's
+        # Where there is none, the missing tensor is a text model's.
+        self.body, self.head = prefix or next(found, PREFIXES[0])
         self.output = f"{self.head}lm_head.weight"
 
     def __call__(self, name: str) -> str:
@@ -74,4 +78,4 @@ class HFNames:
 
     def _in_layer(self, layer: str, *candidates: str) -> str:
         found = [f"{self.body}{self._layers}{layer}.{candidate}" for candidate in candidates if candidate]
-        return next((candidate for candidate in found if candidate in self._held), found[0])
+        return next((candidate for candidate in found if candidate in self._held), "".join(found[:1]))

@@ -3,17 +3,19 @@
 Each changed matrix NAME is stored as torch's parametrizations have it: NAME.parametrizations.weight.original, and
 beside it 0.lora_A [tasks, r, columns] and 0.lora_B [tasks, rows, r], whose product, times lora_alpha / r, is added; of
 embeddings the matrix is A times B, [tasks, rows, r] and [tasks, r, columns]. Source: Hu et al. 2021, "LoRA"; Sturua et
-al. 2024, "jina-embeddings-v3"; the format of llama.cpp's converter, which makes files of them (gguf/adapters.py).
+al. 2024, "jina-embeddings-v3"; the format of llama.cpp's converter, which makes files of them (lora/task_files.py).
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from quengine.models.config import ModelConfig
-from quengine.models.gguf.adapters import ADAPTED, EMBEDDING, MOST_RANK, TYPES, LowRank
 from quengine.models.hf.hf_keys import config_error, number
 from quengine.models.hf.hf_names import HFNames
 from quengine.models.hf.hf_shards import HFShards
+from quengine.models.lora.adapter import MOST_RANK, LowRank
+from quengine.models.lora.gguf_adapter import EMBEDDING
+from quengine.models.lora.task_files import ADAPTED, TYPES
 from quengine.models.tensor_table import joined_specs, tensor_specs
 
 
@@ -55,12 +57,8 @@ class FolderAdapters:
             a, b = self._shards.tensor(change.a).float(), self._shards.tensor(change.b).float()
             scale = self._alpha / change.rank
             for place, task in enumerate(self._tasks):
-                if name == EMBEDDING:
-                    found[task][name] = LowRank(a[place], b[place].T * scale)
-                elif name == TYPES:
-                    found[task][name] = LowRank(b[place], a[place] * scale)
-                else:
-                    found[task][name] = LowRank(a[place], b[place] * scale)
+                halves = (b, a) if name in (EMBEDDING, TYPES) else (a, b)
+                found[task][name] = LowRank(halves[0][place], halves[1][place], scale)
         return found
 
     def _found(self, names: HFNames, config: ModelConfig) -> Iterator[tuple[str, _Change]]:

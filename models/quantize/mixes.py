@@ -135,11 +135,11 @@ def type_named(name: str) -> str:
     raise EngineError(f"no tensor type {name}: {', '.join(TYPES)}{nearest(upper, TYPES)}")
 
 
-def needs_importance(name: str, kind: str, mix: Mix) -> bool:
+def needs_importance(name: str, kind: str, mix: str) -> bool:
     """Whether a tensor of this type is poor without an imatrix (llama-quantize refuses it then)."""
     if _category(name) in ("output", "token_embd"):
         return False
-    return kind in _NEEDS_IMPORTANCE or (kind == "Q2_K" and mix.name == "Q2_K_S")
+    return kind in _NEEDS_IMPORTANCE or (kind == "Q2_K" and mix == "Q2_K_S")
 
 
 @dataclass(frozen=True)

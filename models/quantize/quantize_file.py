@@ -1,8 +1,8 @@
 """A GGUF file quantized into another, tensor by tensor: `quengine.quantize` and `engine quantize`."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from quengine.errors import EngineError
-from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.block_formats import FORMATS, BlockFormat, dequantize
 from quengine.kernels.quantize.quantize import PLAIN, SEARCHED_WITH_IMPORTANCE
 from quengine.models.gguf import GGUFFile, GGUFTensor, open_gguf
 from quengine.models.gguf.gguf_tensors import quant_tensor
 from quengine.models.gguf.whole_file import whole_file
 from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_bytes, write_padding
+from quengine.models.lora.deltas import Deltas
 from quengine.models.quantize.imatrix import Imatrix, read_imatrix
 from quengine.models.quantize.mixes import (
     Mix,
@@ -58,6 +59,7 @@ class Quantization:
 
     without_imatrix: searched tensors for which the imatrix has no values.
     needing_imatrix: tensors whose types are not written without such values, as a plan alone has them.
+    merged: tensors that adapters change.
     """
 
     path: Path | None
@@ -67,6 +69,7 @@ class Quantization:
     nbytes: int
     without_imatrix: tuple[str, ...] = ()
     needing_imatrix: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()
 
     @property
     def bits_per_weight(self) -> float:
@@ -79,16 +82,21 @@ Progress = Callable[[QuantizedTensor, int, int], None]
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What is written."""
+class Plan:
+    """What is written.
+
+    deltas: what adapters add to tensors, whose bytes then follow from the sums.
+    wanted: types that tensors do not have, since their rows are no whole blocks of them.
+    """
 
     source: GGUFFile
     order: list[GGUFTensor]
-    wanted: Mapping[str, str]
     types: Mapping[str, str]
     imatrix: Imatrix | None
     fields: Mapping[str, Field]
     alignment: int
+    deltas: Deltas | None = None
+    wanted: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def infos(self) -> list[TensorInfo]:
@@ -139,12 +147,12 @@ def quantize(
     )
     importance = None if imatrix is None else read_imatrix(Path(imatrix))
     with open_gguf(source) as file:
-        plan = _plan(file, mix, overrides, importance)
+        plan = plan_mix(file, mix, overrides, importance)
         _check(plan, mix, allow_requantize, target)
-        result = _result(plan, mix, None if target is None else Path(target))
+        result = planned(plan, mix.name, None if target is None else Path(target))
         if target is not None:
             with Quantizer(torch.device(device), threads) as quantizer:
-                _write(plan, result, Path(target), quantizer, progress)
+                write_plan(plan, result, Path(target), quantizer, progress)
     return result
 
 
@@ -158,12 +166,14 @@ def _override(text: str) -> tuple[re.Pattern[str], str]:
         raise EngineError(f"--tensor-type {text}: {pattern!r} is not a regular expression: {error}") from None
 
 
-def _plan(file: GGUFFile, mix: Mix, overrides: Overrides, imatrix: Imatrix | None) -> _Plan:
+def plan_mix(file: GGUFFile, mix: Mix, overrides: Overrides, imatrix: Imatrix | None) -> Plan:
+    """The file's tensors in the types of a mix. Raises EngineError: a pattern of `overrides` is found in no name."""
     order = sorted(file.tensors.values(), key=lambda tensor: file_order(tensor.name))
-    wanted = choose_types(order, mix, _traits(file), overrides, imatrix is not None)
-    types = {tensor.name: fitting(tensor, wanted[tensor.name]) for tensor in order}
+    chosen = choose_types(order, mix, _traits(file), overrides, imatrix is not None)
+    types = {tensor.name: fitting(tensor, chosen[tensor.name]) for tensor in order}
+    wanted = {name: kind for name, kind in chosen.items() if kind != types[name]}
     alignment = file.get_int("general.alignment") or 32
-    return _Plan(file, order, wanted, types, imatrix, _fields(file, mix, imatrix), alignment)
+    return Plan(file, order, types, imatrix, _fields(file, mix, imatrix), alignment, wanted=wanted)
 
 
 def _traits(file: GGUFFile) -> ModelTraits:
@@ -202,15 +212,12 @@ def _fields(file: GGUFFile, mix: Mix, imatrix: Imatrix | None) -> dict[str, Fiel
     return {key: field for key, field in kept.items() if key not in own and key not in _SPLIT_KEYS} | own
 
 
-def _check(plan: _Plan, mix: Mix, allow_requantize: bool, target: str | Path | None) -> None:
+def _check(plan: Plan, mix: Mix, allow_requantize: bool, target: str | Path | None) -> None:
     file = plan.source
-    if target is not None and any(_is_same(Path(target), path) for path in file.shards):
+    if target is not None and any(is_same(Path(target), path) for path in file.shards):
         raise EngineError(f"{target}: that is the file to be quantized; give the result another name")
-    for name in () if target is None else _needing_importance(plan, mix):
-        kind = plan.types[name]
-        if plan.imatrix is None:
-            raise EngineError(f"{mix.name} needs an imatrix, for {name} in {kind}: --imatrix FILE")
-        raise EngineError(f"{plan.imatrix.path}: no values for {name}, which needs them in {kind}")
+    if target is not None:
+        check_importances(plan, mix.name)
     for tensor in plan.order:
         changed = plan.types[tensor.name] != tensor.type_name
         if changed and not allow_requantize and tensor.type_name not in ("F32", "F16", "BF16"):
@@ -220,11 +227,22 @@ def _check(plan: _Plan, mix: Mix, allow_requantize: bool, target: str | Path | N
             )
 
 
-def _is_same(target: Path, source: Path) -> bool:
+def check_importances(plan: Plan, mix: str) -> None:
+    """Raises EngineError where a tensor is not written in its type without importances, and has none."""
+    for name in _needing_importance(plan, mix):
+        kind = plan.types[name]
+        if plan.imatrix is None:
+            raise EngineError(f"{mix} needs an imatrix, for {name} in {kind}: --imatrix FILE")
+        raise EngineError(f"{plan.imatrix.path}: no values for {name}, which needs them in {kind}")
+
+
+def is_same(target: Path, source: Path) -> bool:
+    """Whether the file to be written is the one that is read."""
     return target.exists() and target.samefile(source)
 
 
-def _result(plan: _Plan, mix: Mix, target: Path | None) -> Quantization:
+def planned(plan: Plan, mix: str, target: Path | None) -> Quantization:
+    """The result of a plan that is written. mix: its name."""
     infos = plan.infos
     tensors = tuple(
         QuantizedTensor(
@@ -232,7 +250,7 @@ def _result(plan: _Plan, mix: Mix, target: Path | None) -> Quantization:
             info.shape,
             tensor.type_name,
             info.type_name,
-            plan.wanted[info.name],
+            plan.wanted.get(info.name, info.type_name),
             tensor.nbytes,
             info.nbytes,
         )
@@ -240,16 +258,17 @@ def _result(plan: _Plan, mix: Mix, target: Path | None) -> Quantization:
     )
     return Quantization(
         target,
-        mix.name,
+        mix,
         tensors,
         plan.source.nbytes,
         file_bytes(plan.fields, infos, plan.alignment),
         tuple(each.name for each in tensors if _misses_importance(plan, each)),
         tuple(_needing_importance(plan, mix)),
+        tuple(each.name for each in tensors if plan.deltas is not None and plan.deltas.changes(each.name)),
     )
 
 
-def _needing_importance(plan: _Plan, mix: Mix) -> list[str]:
+def _needing_importance(plan: Plan, mix: str) -> list[str]:
     """Tensors without importances whose types need them."""
     return [
         tensor.name
@@ -260,15 +279,15 @@ def _needing_importance(plan: _Plan, mix: Mix) -> list[str]:
     ]
 
 
-def _misses_importance(plan: _Plan, tensor: QuantizedTensor) -> bool:
+def _misses_importance(plan: Plan, tensor: QuantizedTensor) -> bool:
     if plan.imatrix is None or tensor.type_name == tensor.source_type:
         return False
     searched = FORMATS[tensor.type_name].is_quantized and tensor.type_name not in PLAIN
     return searched and plan.imatrix.of(tensor.name, tensor.shape) is None
 
 
-def _write(
-    plan: _Plan, result: Quantization, target: Path, quantizer: Quantizer, progress: Progress | None
+def write_plan(
+    plan: Plan, result: Quantization, target: Path, quantizer: Quantizer, progress: Progress | None
 ) -> None:
     infos = plan.infos
     with whole_file(target, result.nbytes) as file:
@@ -282,28 +301,47 @@ def _write(
 
 
 def _write_tensor(
-    file: BinaryIO, plan: _Plan, tensor: GGUFTensor, info: TensorInfo, quantizer: Quantizer
+    file: BinaryIO, plan: Plan, tensor: GGUFTensor, info: TensorInfo, quantizer: Quantizer
 ) -> None:
-    if info.type_name == tensor.type_name:
+    merged = plan.deltas is not None and plan.deltas.changes(tensor.name)
+    if info.type_name == tensor.type_name and not merged:
         file.write(tensor.data.data)
         return
-    importance = _importance(plan, tensor, info.type_name)
-    stored = quant_tensor(tensor)
+    importance = _importance(plan, tensor, info.type_name, merged)
     experts = 1 if importance is None else len(importance)
-    for expert, part in enumerate(stored.data.chunk(experts)):
-        values = None if importance is None else torch.from_numpy(importance[expert].copy())
-        for blocks in quantizer.blocks(stored.format, part, FORMATS[info.type_name], values):
+    rows, place = len(tensor.data) // experts, 0
+    for fmt, part in _rows(plan, tensor, merged, rows):
+        values = None if importance is None else torch.from_numpy(importance[place // rows].copy())
+        for blocks in quantizer.blocks(fmt, part, FORMATS[info.type_name], values):
             if blocks is None:
                 problem = "has weights that are not finite: nothing to quantize"
                 raise plan.source.tensor_error(tensor.name, problem)
             file.write(blocks.numpy().data)
+        place += len(part)
 
 
-def _importance(plan: _Plan, tensor: GGUFTensor, kind: str) -> NDArray[np.float32] | None:
+def _importance(plan: Plan, tensor: GGUFTensor, kind: str, merged: bool) -> NDArray[np.float32] | None:
     """Of a tensor's columns, [experts or 1, columns]. Without an imatrix those of a tensor that is quantized already
     are equal: a formula of a block's extremes would miss the grid that its weights lie on, Q5_1's of Q4_1 with errors
     that make all of them 2% larger."""
     found = None if plan.imatrix is None else plan.imatrix.of(tensor.name, tensor.shape)
-    if found is None and kind in SEARCHED_WITH_IMPORTANCE and FORMATS[tensor.type_name].is_quantized:
+    on_grid = FORMATS[tensor.type_name].is_quantized and not merged
+    if found is None and on_grid and kind in SEARCHED_WITH_IMPORTANCE:
         return np.ones((1, tensor.shape[-1]), np.float32)
     return found
+
+
+def _rows(
+    plan: Plan, tensor: GGUFTensor, merged: bool, most: int
+) -> Iterator[tuple[BlockFormat, torch.Tensor]]:
+    """The tensor's rows with their format, `most` at a time, or if `merged` the sums of them and the deltas, some of
+    those of a matrix at a time."""
+    stored, start = quant_tensor(tensor), 0
+    if not merged:
+        yield from ((stored.format, part) for part in torch.split(stored.data, most))
+        return
+    assert plan.deltas is not None
+    for delta in plan.deltas.pieces(tensor.name):
+        data = stored.data[start : start + len(delta)]
+        yield FORMATS["F32"], (dequantize(stored.format, data) + delta).view(torch.uint8)
+        start += len(delta)

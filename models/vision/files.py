@@ -139,6 +139,19 @@ class FolderSource:
         every = (f"{model}{name}" for name in names for model in ("", "model."))
         return next((name for name in every if name in self._shards.files), None)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """GGUF's names of the tensors that are there."""
+        return tuple(self._names)
+
+    def embedding_row(self, token: int) -> Tensor:
+        """The row of a token in the text model's embedding. Raises EngineError: there is none."""
+        name = next((each for each in self._shards.files if each.endswith("embed_tokens.weight")), None)
+        embedding = None if name is None else self._shards.tensor(name)
+        if embedding is None or not 0 <= token < len(embedding):
+            raise self.error(f"has no row of the text model's embedding for token {token}")
+        return embedding[token]
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         if name in self._changes:
             return tuple(self.tensor(name).shape)

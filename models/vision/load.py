@@ -73,7 +73,7 @@ def load_vision(
 
 
 def _opened(path: Path, max_pixels: int | None) -> tuple[Projector, VisionSettings, TensorSource]:
-    projector, settings, source = _open_folder(path) if path.is_dir() else _open_gguf(path)
+    projector, settings, source = open_folder(path) if path.is_dir() else _open_gguf(path)
     if max_pixels is not None:
         limit = min(max_pixels, settings.max_pixels or max_pixels)
         settings = replace(settings, max_pixels=limit, min_pixels=min(limit, settings.min_pixels))
@@ -99,7 +99,8 @@ def _projector_type(file: GGUFFile) -> str:
     return name
 
 
-def _open_folder(folder: Path) -> tuple[Projector, VisionSettings, TensorSource]:
+def open_folder(folder: Path) -> tuple[Projector, VisionSettings, FolderSource]:
+    """The projector of a folder, its settings and tensors. Raises EngineError as `load_vision` does."""
     config = read_json(folder / "config.json")
     projector = _of_folder(config)
     if projector is None:

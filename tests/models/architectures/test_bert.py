@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quengine import LLM
+from quengine import convert as convert_folder
 from quengine.errors import EngineError
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.forward_batch import prefill_batch
@@ -23,6 +24,7 @@ from quengine.models.hf.config_hf import read_hf_config
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.llama_cpp_convert import Conversion, convert
 from tests.llama_cpp_embeddings import llama_cpp_embedding
+from tests.models.convert.equal_files import check_equal
 from tests.transformers_models import nmse
 
 WORDS = [*"abcdefghijklmnopqrstuvwxyz", ".", ",", "!", "the", "cat", "sat", "on", "mat", "\u4e2d", "\u00e9"]
@@ -125,6 +127,12 @@ def test_rows_are_those_of_transformers(root: Path, kind: str) -> None:
     assert max(nmse(ours, wanted) for ours, (_, wanted, _) in zip(found, expected, strict=True)) < 1e-9
     on_cpu = rows(path_of(root, "plain", kind), [ids for ids, _, _ in expected], CpuBackend(1))
     assert max(map(nmse, on_cpu, found)) < 5e-5
+
+
+def test_converted_files_are_llama_cpps(root: Path, tmp_path: Path) -> None:
+    for name in ("plain", "cased"):
+        convert_folder(root / name, tmp_path / "ours.gguf", "f32", threads=1)
+        check_equal(tmp_path / "ours.gguf", root / f"{name}.gguf")
 
 
 @pytest.mark.parametrize("name", ["plain", "cased"])

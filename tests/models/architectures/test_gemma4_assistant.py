@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quengine import LLM, EngineError
+from quengine import convert as convert_folder
 from quengine.kernels.backend import Backend
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.forward_batch import decode_batch, prefill_batch
@@ -24,6 +25,7 @@ from quengine.speculative.draft_assistant import AssistantDrafts
 from tests.engine.speculative.test_speculation import GREEDY, PENALIZED, SEEDED, all_free, counts, load, same
 from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_tokenizer
 from tests.models.architectures.test_gemma4 import EXPERTS, LAYERED, SAME, SIZES, scales
+from tests.models.convert.equal_files import check_equal
 from tests.transformers_models import (
     CONTEXT,
     nmse,
@@ -106,6 +108,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs += [Conversion(each, each.with_suffix(".gguf"), "llama-bpe") for each in (folder, assistant)]
     convert(jobs)
     return root
+
+
+def test_converted_files_are_llama_cpps(root: Path, tmp_path: Path) -> None:
+    for name in TARGETS:
+        convert_folder(root / f"{name}-assistant", tmp_path / "ours.gguf", "f32", threads=1)
+        check_equal(tmp_path / "ours.gguf", root / f"{name}-assistant.gguf", splits=False)
 
 
 def theirs(root: Path, name: str, ids: list[int], count: int) -> tuple[Tensor, list[int]]:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quengine import LLM
+from quengine import convert as convert_folder
 from quengine.errors import EngineError
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.gguf import GGUFError, open_gguf
@@ -21,6 +22,7 @@ from tests.llama_cpp_convert import Conversion, convert
 from tests.llama_cpp_embeddings import llama_cpp_embedding
 from tests.models.architectures.test_bert import theirs, write_pooling
 from tests.models.architectures.test_xlm_roberta import SIZES, write_xlm_roberta
+from tests.models.convert.equal_files import check_equal
 from tests.transformers_models import edit, nmse
 
 TASKS = {"retrieval.query": "the query: ", "text-matching": ""}
@@ -107,6 +109,13 @@ def test_vectors_are_llama_cpps(root: Path) -> None:
     found = llama_cpp_embedding(path, ids, 64, path.with_name(f"lora-{task}-model.gguf"))
     unit = torch.nn.functional.normalize(torch.from_numpy(found).double(), dim=0)
     assert nmse(ours, unit[None]) < 1e-4
+
+
+def test_converted_files_are_llama_cpps(root: Path, tmp_path: Path) -> None:
+    convert_folder(root / "released", tmp_path / "model.gguf", "f32", threads=1)
+    assert len(list(tmp_path.iterdir())) == 1 + len(TASKS)
+    for path in tmp_path.iterdir():
+        check_equal(path, root / "files" / path.name)
 
 
 def test_a_task_without_an_adapter_is_refused_by_name(root: Path, tmp_path: Path) -> None:

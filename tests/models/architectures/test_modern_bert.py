@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quengine import LLM
+from quengine import convert as convert_folder
 from quengine.errors import EngineError
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.reference import ReferenceBackend
@@ -20,6 +21,7 @@ from tests.gguf_builder import ModelSizes, model_builder
 from tests.llama_cpp_convert import Conversion, convert, write_tokenizer
 from tests.llama_cpp_embeddings import llama_cpp_embedding
 from tests.models.architectures.test_bert import path_of, rows, theirs, write_pooling
+from tests.models.convert.equal_files import check_equal
 from tests.transformers_models import nmse
 
 TEXTS = ["the cat sat on the mat, and that is that", "Caf\u00e9, matting! " * 3, "that", " \u4e2d\u0000  x\n"]
@@ -118,6 +120,12 @@ def test_rows_are_those_of_transformers(root: Path, name: str, kind: str) -> Non
     assert max(nmse(ours, wanted) for ours, (_, wanted, _) in zip(found, expected, strict=True)) < 1e-9
     on_cpu = rows(path_of(root, name, kind), ids, CpuBackend(1))
     assert max(map(nmse, on_cpu, found)) < 5e-5
+
+
+def test_converted_files_are_llama_cpps(root: Path, tmp_path: Path) -> None:
+    for name in [name for name in MODELS if name not in FOLDERS_ALONE]:
+        convert_folder(root / name, tmp_path / "ours.gguf", "f32", threads=1)
+        check_equal(tmp_path / "ours.gguf", root / f"{name}.gguf", splits=False)
 
 
 def test_a_window_hides_what_is_far(root: Path) -> None:

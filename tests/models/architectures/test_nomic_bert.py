@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quengine import LLM
+from quengine import convert as convert_folder
 from quengine.errors import EngineError
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.reference import ReferenceBackend
@@ -19,6 +20,7 @@ from tests.gguf_builder import ModelSizes, model_builder
 from tests.llama_cpp_convert import Conversion, convert
 from tests.llama_cpp_embeddings import llama_cpp_embedding
 from tests.models.architectures.test_bert import TEXTS, VOCABULARY, path_of, rows, theirs
+from tests.models.convert.equal_files import check_equal
 from tests.transformers_models import nmse
 
 SIZES = {
@@ -107,6 +109,11 @@ def test_the_engine_makes_the_vectors(root: Path, name: str, kind: str) -> None:
         assert llm.model_config.pooling == "mean" and llm.model_config.context_length == 2048
         found = torch.tensor(llm.embed(TEXTS))
     assert nmse(found.double(), torch.nn.functional.normalize(expected, dim=1)) < 5e-5
+
+
+def test_the_converted_file_is_llama_cpps(root: Path, tmp_path: Path) -> None:
+    convert_folder(root / "both", tmp_path / "ours.gguf", "f32", threads=1)
+    check_equal(tmp_path / "ours.gguf", root / "released.gguf")
 
 
 def test_the_vectors_are_llama_cpps(root: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quengine import LLM
+from quengine import convert as convert_folder
 from quengine.errors import EngineError
 from quengine.models.architectures.qwen import RANK_TEMPLATE
 from quengine.models.checkpoint import open_checkpoint
@@ -20,6 +21,7 @@ from tests.engine.serve.serving import serving
 from tests.gguf_builder import GGUFBuilder
 from tests.llama_cpp_convert import VOCAB, Conversion, convert
 from tests.llama_cpp_embeddings import llama_cpp_embedding
+from tests.models.convert.equal_files import check_equal
 from tests.transformers_models import write_model
 
 QUERY = "the cat {document}"
@@ -57,6 +59,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_reranker_tokenizer(root / name)
     convert([Conversion(root / name, root / f"{name}.gguf", "qwen2") for name in MODELS])
     return root
+
+
+def test_converted_files_are_llama_cpps(root: Path, tmp_path: Path) -> None:
+    for name in MODELS:
+        convert_folder(root / name, tmp_path / "ours.gguf", "f32", threads=1)
+        check_equal(tmp_path / "ours.gguf", root / f"{name}.gguf", splits=False)
 
 
 def prompt_ids(folder: Path, query: str, document: str) -> list[int]:

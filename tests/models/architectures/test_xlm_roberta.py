@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from quengine import LLM
+from quengine import convert as convert_folder
 from quengine.errors import EngineError
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.reference import ReferenceBackend
@@ -19,6 +20,7 @@ from tests.llama_cpp_convert import Conversion, convert
 from tests.llama_cpp_embeddings import llama_cpp_embedding
 from tests.llama_cpp_source import llama_cpp_source
 from tests.models.architectures.test_bert import path_of, rows, theirs, write_pooling
+from tests.models.convert.equal_files import check_equal
 from tests.transformers_models import nmse
 
 TOKENS = 3000
@@ -74,6 +76,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_xlm_roberta(root / name, **changes)
     convert([Conversion(root / name, root / f"{name}.gguf", "default") for name in MODELS])
     return root
+
+
+def test_converted_files_are_llama_cpps(root: Path, tmp_path: Path) -> None:
+    for name in MODELS:
+        convert_folder(root / name, tmp_path / "ours.gguf", "f32", threads=1)
+        check_equal(tmp_path / "ours.gguf", root / f"{name}.gguf")
 
 
 CASES = [(name, kind) for name in MODELS for kind in ("folder", "gguf")]

@@ -16,8 +16,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quengine import convert as convert_folder
+from quengine.models.convert.convert_projector import PARTS as CONVERTED
+from quengine.models.gguf import open_gguf
 from quengine.models.vision import PreparedImage, load_processor, load_vision
 from tests.llama_cpp_convert import Conversion, convert, write_tokenizer
+from tests.models.convert.equal_files import check_equal
 
 TEXT = {
     "hidden_size": 48,
@@ -84,7 +88,10 @@ def image_processor(case: VisionCase) -> Any:
 
 
 def write_mmproj(folder: Path, output: Path, case: VisionCase, outtype: str = "f32") -> Path:
-    """The projector of a saved model, as llama.cpp's converter writes it, which knows the names of releases alone."""
+    """The projector of a saved model, as llama.cpp's converter writes it, which knows the names of releases alone.
+
+    Where ours writes such a projector, too, the files are checked to be equal.
+    """
     if case.released:
         path = folder / "model.safetensors"
         tensors = load_file(path)
@@ -102,6 +109,13 @@ def write_mmproj(folder: Path, output: Path, case: VisionCase, outtype: str = "f
             entry["content"] = token
         path.write_text(json.dumps(tokenizer))
     convert([Conversion(folder, output, "gpt-2", outtype=outtype, mmproj=True)])
+    with open_gguf(output) as file:
+        name = str(file.metadata.get("clip.projector_type"))
+    if name in CONVERTED:
+        ours = output.with_name(f"ours-{output.name}")
+        convert_folder(folder, ours, outtype, mmproj=True, threads=1)
+        check_equal(ours, output, more=("v.token_embd.img_break", "clip.vision.projector.scale_factor"))
+        ours.unlink()
     return output
 
 

@@ -1,0 +1,79 @@
+"""A PEFT folder with a LoRA adapter converted into a GGUF file, as llama.cpp's convert_lora_to_gguf.py writes it.
+
+That file has one alpha, and each change its rank: the scale is alpha / r. Where a folder's scales are others
+(`use_rslora`, `alpha_pattern`), which that converter passes over, the file's alpha is that which fits the most changes,
+and the second half of the others is multiplied by what is missing.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from quengine.errors import EngineError
+from quengine.models.config import ModelConfig
+from quengine.models.convert.tensors import FileTensor
+from quengine.models.gguf.tensor_types import TYPE_BY_NAME
+from quengine.models.gguf.writer import TensorInfo
+from quengine.models.hf.config_hf import read_hf_config
+from quengine.models.hf.hf_headers import read_config
+from quengine.models.lora.adapter import LowRank
+from quengine.models.lora.gguf_adapter import EMBEDDING
+from quengine.models.lora.open_adapter import of_latent
+from quengine.models.lora.peft import CONFIG, PeftAdapter
+
+
+class AdapterFile:
+    """What the file of the adapter in `folder` has: `config` of the base model, `alpha`, and `tensors`.
+
+    base: the folder of the base model, of which config.json alone is read; None: that which the adapter names.
+
+    Raises:
+        EngineError: there is no base model's folder, or the adapter is not one that is computed (`PeftAdapter`).
+    """
+
+    def __init__(self, folder: Path, base: Path | None, kind: str) -> None:
+        adapter = PeftAdapter(folder)
+        self.config = _base_config(adapter, base)
+        changes = adapter.changes(self.config, file_order=True)
+        for name in [name for name in changes if name.endswith("attn_kv_b.weight")]:
+            changes |= of_latent(self.config, name, changes.pop(name))
+        if not changes:
+            raise adapter.error("has no changes to convert")
+        self.alpha = alpha_of(changes.values())
+        self.tensors = halves(changes, self.alpha, kind)
+
+
+def _base_config(adapter: PeftAdapter, base: Path | None) -> ModelConfig:
+    named = adapter.keys.get("base_model_name_or_path")
+    folder = base if base is not None else Path(str(named or ""))
+    if not (folder / "config.json").is_file():
+        where = "no such folder with config.json" if base is not None else f"{CONFIG} names {named!r}"
+        raise EngineError(f"{adapter.folder}: the base model's folder is needed, --base FOLDER: {where}")
+    return read_hf_config(read_config(folder))
+
+
+def alpha_of(changes: Iterable[LowRank]) -> float:
+    """The scale times the rank of most changes."""
+    return Counter(change.scale * change.rank for change in changes).most_common(1)[0][0]
+
+
+def halves(changes: Mapping[str, LowRank], alpha: float, kind: str) -> list[FileTensor]:
+    """The tensors of a file of these changes with this alpha, in the tensor type `kind`."""
+    return [
+        _tensor(f"{name}.lora_{letter}", half, kind)
+        for name, change in changes.items()
+        for letter, half in zip("ab", _halves(name, change, alpha), strict=True)
+    ]
+
+
+def _halves(name: str, change: LowRank, alpha: float) -> tuple[Tensor, Tensor]:
+    factor = change.scale * change.rank / alpha
+    a, b = change.a, change.b if factor == 1.0 else change.b * factor
+    return (b, a.T) if name == EMBEDDING else (a, b)
+
+
+def _tensor(name: str, values: Tensor, kind: str) -> FileTensor:
+    stored = "F16" if values.shape[-1] % TYPE_BY_NAME[kind].block else kind
+    return FileTensor(TensorInfo(name, tuple(values.shape), stored), {}, (), values.contiguous())

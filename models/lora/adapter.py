@@ -1,0 +1,49 @@
+"""A LoRA adapter as a record: for each changed matrix of a model two of low rank, whose scaled product is added.
+
+Source: Hu et al. 2021, "LoRA": W + alpha / r * B A.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST_RANK = 1 << 13
+
+
+class LowRank(NamedTuple):
+    """What is added to a matrix [rows, columns]: scale * b @ a.
+
+    a: fp32 [r, columns]. b: fp32 [rows, r]. Of a tensor of experts [E, rows, columns] both have a first dimension of E.
+    scale: alpha / r, or what else the adapter's format says. Of the token embedding too, [vocabulary, width]: its rows
+    are those of `b` times `a`.
+    """
+
+    a: "Tensor"
+    b: "Tensor"
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return int(self.a.shape[-2])
+
+    def delta(self) -> "Tensor":
+        """What is added, fp32, in the matrix's shape."""
+        return self.scale * (self.b @ self.a)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter of a model.
+
+    name: the file's `general.name`, or that of the file or folder. path: where it was read. changes: by the GGUF name
+    of a tensor that the model's layers declare (`tensor_table.tensor_specs`), so never of one that holds several
+    (attn_qkv beside attn_q).
+    """
+
+    name: str
+    path: Path
+    changes: Mapping[str, LowRank]

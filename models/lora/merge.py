@@ -1,0 +1,114 @@
+"""LoRA adapters merged into a GGUF file, tensor by tensor: `quengine.merge` and `engine merge`."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from quengine.errors import EngineError
+from quengine.kernels.quantize.quantize import WRITTEN
+from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
+from quengine.models.gguf.writer import Field
+from quengine.models.lora.deltas import Deltas
+from quengine.models.lora.open_adapter import open_adapter, parse_lora
+from quengine.models.quantize.imatrix import read_imatrix
+from quengine.models.quantize.mixes import Overrides, file_order, mix_of
+from quengine.models.quantize.quantize_file import (
+    Plan,
+    Progress,
+    Quantization,
+    check_importances,
+    is_same,
+    plan_mix,
+    planned,
+    write_plan,
+)
+from quengine.models.quantize.quantizer import Quantizer
+
+
+def merge(
+    source: str | Path,
+    adapters: Sequence[str | Path | tuple[str | Path, float]],
+    target: str | Path,
+    type: str | None = None,
+    *,
+    imatrix: str | Path | None = None,
+    device: str = "cpu",
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Quantization:
+    """Adds the adapters' changes to the weights of the GGUF file `source`, and writes it as the file `target`.
+
+    Each changed tensor is dequantized, scale * alpha / r * B A of every adapter added to it in fp32, and quantized to
+    its type again, which rounds it anew; all others keep their bytes. Memory: that of the adapters, and some pieces.
+
+    Args:
+        source: of a split, any of its files.
+        adapters: GGUF files or folders of PEFT: "FILE", "FILE:SCALE" or (file, scale).
+        target: where the file goes, complete or not at all.
+        type: a mix of types for all matrices, such as "Q4_K_M" or "F16", as `quengine.quantize` has it; None: as they
+            are stored.
+        imatrix: importances of columns, for the matrices that are quantized.
+        device: "cpu", "cuda" or "cuda:N", which quantizes.
+        threads: of the CPU; None: one for each processor.
+
+    Raises:
+        EngineError: a file or adapter that cannot be used (`open_adapter`); an adapter that changes nothing the file
+            holds; a changed tensor of a type that is not written; sums that are not finite.
+        CannotRunError: too little free disk.
+    """
+    path = Path(source)
+    if path.is_dir():
+        raise EngineError(
+            f"{path}: a folder: first make a file of it, as engine convert {path} -o model.gguf"
+        )
+    if not adapters:
+        raise EngineError("no adapter to merge: --lora FILE")
+    given = [parse_lora(str(each)) if not isinstance(each, tuple) else each for each in adapters]
+    checkpoint = GGUFCheckpoint(path)
+    try:
+        opened = [(open_adapter(Path(each), checkpoint.config), scale) for each, scale in given]
+        deltas = Deltas(checkpoint.config, opened)
+        plan, mix = _plan(checkpoint, type, imatrix, deltas)
+        _check(plan, deltas, Path(target))
+        check_importances(plan, mix)
+        result = planned(plan, mix, Path(target))
+        with Quantizer(torch.device(device), threads) as quantizer:
+            write_plan(plan, result, Path(target), quantizer, progress)
+    finally:
+        checkpoint.close()
+    return result
+
+
+def _plan(
+    checkpoint: GGUFCheckpoint, kind: str | None, imatrix: str | Path | None, deltas: Deltas
+) -> tuple[Plan, str]:
+    """What is written, and the name of the mix; "as stored" where the types stay."""
+    file, importance = checkpoint.file, None if imatrix is None else read_imatrix(Path(imatrix))
+    if kind is not None:
+        mix = mix_of(kind)
+        return replace(plan_mix(file, mix, Overrides(), importance), deltas=deltas), mix.name
+    order = sorted(file.tensors.values(), key=lambda tensor: file_order(tensor.name))
+    fields = {
+        key: Field(entry.type_name, entry.value)
+        for key, entry in file.entries.items()
+        if not key.startswith("split.")
+    }
+    types = {tensor.name: tensor.type_name for tensor in order}
+    alignment = file.get_int("general.alignment") or 32
+    return Plan(file, order, types, importance, fields, alignment, deltas), "as stored"
+
+
+def _check(plan: Plan, deltas: Deltas, target: Path) -> None:
+    if any(is_same(target, path) for path in plan.source.shards):
+        raise EngineError(f"{target}: that is the model itself; give the result another name")
+    for tensor in plan.order:
+        kind = plan.types[tensor.name]
+        if not deltas.changes(tensor.name):
+            continue
+        if tensor.type_name == "NVFP4":
+            raise plan.source.tensor_error(tensor.name, "NVFP4 is not merged: its scale is another tensor's")
+        if kind not in WRITTEN:
+            problem = f"{kind} is not written, and an adapter changes it: choose other types with --type"
+            raise plan.source.tensor_error(tensor.name, problem)
