@@ -17,9 +17,9 @@ from quengine.kernels.quantize.layout import by_number, by_row, divided, root, t
 _EVEN = frozenset(("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
 """Types with an even number of negative signs in each eight weights."""
 _SPREADS = (0.85, 1.1)
-"""A group's scale makes its root mean square this multiple of the codebook's,"""
+"""A group's scale makes the root mean square of the codebook this multiple of the group's,"""
 _PEAKS = (0.85, 1.0)
-"""or its largest weight the largest value divided by this."""
+"""or its largest weight this multiple of the largest value; not where values are near -1, 0 and 1 alone (IQ1)."""
 _ROUNDS = 1
 
 
@@ -147,7 +147,7 @@ def _group_fits(groups: _Groups) -> _Fit:
 
 def _first_scales(book: Book, spread: Tensor, peak: Tensor) -> list[Tensor]:
     scales = [by_number(spread * share, book.spread) for share in _SPREADS]
-    return scales + [by_number(peak * share, book.top) for share in _PEAKS]
+    return scales if book.parts > 1 else scales + [by_number(peak * share, book.top) for share in _PEAKS]
 
 
 def _block_fits(fmt: BlockFormat, groups: _Groups, fit: _Fit, count: int) -> tuple[_Fit, Tensor, Tensor]:

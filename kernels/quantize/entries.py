@@ -53,9 +53,10 @@ class Book:
         self.values = values.to(device)
         self.top, self.spread = float(values.abs().max()), float(values.square().mean().sqrt())
         self._parts = [_Part(*(each.to(device) for each in part)) for part in parts]
+        self.parts = len(parts)
         self._half = len(parts[0][0]) ** (fmt.width // 2)
         self._combinations = self._half**2
-        self._digits = self._combinations * len(parts)
+        self._digits = self._combinations * self.parts
         self._largest = (1 << 31) // self._digits - 1 - fmt.width
 
     def nearest(self, ratio: Tensor, weights: Tensor, each_part: bool) -> Tensor:
