@@ -1,8 +1,8 @@
 """The search for entries of codebooks and scales: w = d*(2n + 1)*q, q an entry's values, with signs or an eighth.
 
 Each group: the nearest entries under several scales, and of them those that least squares bring nearest. Then the
-block: d, of which the scales are odd multiples, and entries once more for the scales that result; multiples and d
-move while the error falls.
+block: d, of which the scales are odd multiples, and entries for the scales that result; once more for the multiples and
+the d that least squares give these, where the error falls.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ _SPREADS = (0.85, 1.1)
 """A group's scale makes the root mean square of the codebook this multiple of the group's,"""
 _PEAKS = (0.85, 1.0)
 """or its largest weight this multiple of the largest value; not where values are near -1, 0 and 1 alone (IQ1)."""
-_ROUNDS = 1
 
 
 @dataclass(frozen=True)
@@ -163,20 +162,15 @@ def _block_fits(fmt: BlockFormat, groups: _Groups, fit: _Fit, count: int) -> tup
     d = _common_unit(by_block(fit.dot), by_block(fit.square), fmt.unit, top)
     sub = _odd_multiples(divided(by_block(fit.dot), by_block(fit.square)), d.float() * fmt.unit, top)
     fit = groups.nearest(scales(d, sub), fit.target)
-    for _ in range(_ROUNDS):
-        other = _odd_multiples(divided(by_block(fit.dot), by_block(fit.square)), d.float() * fmt.unit, top)
-        there = groups.nearest(scales(d, other), fit.target)
-        better = there.error < fit.error
-        fit, sub = there.or_else(fit, better), torch.where(by_block(better), other, sub)
-        moved = _solved_unit(by_block(fit.dot), by_block(fit.square), sub, fmt.unit)
-        there = groups.nearest(scales(moved, sub), fit.target)
-        falls = _block_sums(there.error, count) < _block_sums(fit.error, count)
-        fit, d = there.or_else(fit, falls.repeat(count)), torch.where(falls, moved, d)
-    return fit, d, sub
-
-
-def _block_sums(error: Tensor, count: int) -> Tensor:
-    return total(error.view(count, -1))
+    other = _odd_multiples(divided(by_block(fit.dot), by_block(fit.square)), d.float() * fmt.unit, top)
+    moved = _solved_unit(by_block(fit.dot), by_block(fit.square), other, fmt.unit)
+    there = groups.nearest(scales(moved, other), fit.target)
+    falls = total(by_block(there.error)) < total(by_block(fit.error))
+    return (
+        there.or_else(fit, falls.repeat(count)),
+        torch.where(falls, moved, d),
+        torch.where(falls, other, sub),
+    )
 
 
 def _odd_multiples(scale: Tensor, unit: Tensor, top: int) -> Tensor:
