@@ -59,7 +59,7 @@ demo: $(VENV)/installed
 	$(BIN)/engine generate --model smollm2-135m --temp 0 -n 96 --system "$(SYSTEM)" "$(PROMPT)"
 
 test: $(VENV)/tested
-	$(BIN)/python -m pytest -n auto --maxprocesses=4 --dist worksteal $(TESTS)
+	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist worksteal $(TESTS)
 
 # The chat page's bundle, which is committed: its sources, checked for types and bundled by packages of npm. Needs node.
 page:

@@ -59,7 +59,8 @@ def ours(pipe: Pipe, model: Path, projector: Path, args: argparse.Namespace) -> 
 
     with LLM(model, args.device, args.ctx_size, args.threads, mmproj=str(projector)) as llm:
         assert llm.images is not None
-        llm.warm_up()
+        if not args.cold:
+            llm.warm_up()
         ids = [*llm.encode("a"), *llm.images.marker_ids, *llm.encode("b")]
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         pipe.send(0.0)
@@ -82,7 +83,7 @@ def theirs(pipe: Pipe, model: Path, projector: Path, args: argparse.Namespace) -
     params = xllamacpp.CommonParams()
     params.model.path, params.mmproj.path = str(model), str(projector)
     params.mmproj_use_gpu, params.n_gpu_layers = False, 0
-    params.n_ctx, params.n_parallel, params.warmup = args.ctx_size, 1, True
+    params.n_ctx, params.n_parallel, params.warmup = args.ctx_size, 1, not args.cold
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = args.threads
     server = xllamacpp.Server(params)
     pipe.send(0.0)
@@ -175,6 +176,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--quant", default="F16", help="of the encoder's matrices")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--cold",
+        action="store_true",
+        help="engines start without a warm-up (xllamacpp, not a server program)",
+    )
     parser.add_argument("--folder", type=Path, help="where the files are kept")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,14 +1,15 @@
 """Accept rate, accept length and speed of drafts against none, in turns, on texts that copy and texts that do not.
 
     python benchmarks/speculative.py [-m MODEL] [--draft-model MODEL] [--ngram 5] [--draft-tokens 4 7] [--draft-mtp 3]
-        [--draft-eagle 4] [--default] [--accept 0.8 0] [-n 128] [-r 3] [-b 1 8] [--temp 0] [--device DEVICE]
-        [-t THREADS] [-c CTX] [--deterministic]
+        [--draft-eagle 4] [--draft-assistant 3] [--default] [--accept 0.8 0] [-n 128] [-r 3] [-b 1 8] [--temp 0]
+        [--device DEVICE] [-t THREADS] [-c CTX] [--deterministic]
 
-Each way (no drafts, look-up, the draft model, the model's own layer, an EAGLE-3 draft model of random weights and the
-usual shape; with --default, what a model does without such options) is a loaded model of its own. In every round each
-completes every prompt, `-b` requests at once with seeds of their own; the decode rate counts from the first token. It
-also says whether a way's texts are those without drafts, to the token. `tok/s` is the median of the rounds, `speed` the
-median of each round's ratio to no drafts, `best` the ratio of the best rounds; one JSON line at the end.
+Each way (no drafts, look-up, the draft model, the model's own layer, an EAGLE-3 draft model or a Gemma 4's assistant of
+random weights and the usual shape; with --default, what a model does without such options) is a loaded model of its
+own. In every round each completes every prompt, `-b` requests at once with seeds of their own; the decode rate counts
+from the first token. It also says whether a way's texts are those without drafts, to the token. `tok/s` is the median
+of the rounds, `speed` the median of each round's ratio to no drafts, `best` the ratio of the best rounds; one JSON line
+at the end.
 
 `--accept SHARE`: of random weights nothing is accepted. Then drafts are made as ever, at their cost, but each drafted
 token is right with this probability, so that the speed is that of a model whose drafts are right so often. A bias makes
@@ -32,6 +33,8 @@ import torch
 
 from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
+from quengine.models.synthetic.synthetic import write_synthetic
+from quengine.models.synthetic.synthetic_assistant import assistant_of
 from quengine.models.synthetic.synthetic_eagle import write_synthetic_eagle
 from quengine.request.output import Completion
 from quengine.request.sequence import Sequence
@@ -157,6 +160,11 @@ def ways(args: argparse.Namespace) -> list[Way]:
         eagle = write_synthetic_eagle(args.folder / "eagle.gguf", found[0].llm.model_config)
         for tokens in args.draft_eagle:
             found.append(load(f"eagle {tokens}", True, draft_model=eagle, draft_tokens=tokens))
+    if args.draft_assistant:
+        spec = assistant_of(found[0].llm.model_config)
+        assistant = write_synthetic(args.folder / "assistant.gguf", spec)
+        for tokens in args.draft_assistant:
+            found.append(load(f"assistant {tokens}", True, draft_model=assistant, draft_tokens=tokens))
     for tokens in args.draft_tokens:
         if args.ngram:
             found.append(load(f"ngram {args.ngram}, {tokens}", draft_ngram=args.ngram, draft_tokens=tokens))
@@ -211,6 +219,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--default", action="store_true", help="also what a model does without such options")
     parser.add_argument(
         "--draft-eagle", type=int, nargs="+", default=[], help="tokens a draft of such a model"
+    )
+    parser.add_argument(
+        "--draft-assistant", type=int, nargs="+", default=[], help="the same of a Gemma 4's assistant"
     )
     parser.add_argument(
         "--accept", type=float, nargs="+", help="shares of drafted tokens that are right, by the oracle"

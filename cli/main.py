@@ -147,6 +147,8 @@ def _usage_hint(error: Exception) -> str:
         names = "`engine list --all` shows names of models. "
     elif "extra argument" in str(error) and any("-m" in each.opts for each in params):
         names = "A model is named with -m. "
+    elif context is not None and context.command.name == "launch" and hasattr(error, "option_name"):
+        names = "The agent's own options go after --. "
     return f"{names}Try `{command} --help`."
 
 

@@ -46,11 +46,16 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def _inside(markdown: str) -> str:
-    """Links as the site has them."""
+    """Links as the site has them, and code in tables, where GitHub alone reads `\\|` as a bar."""
+    markdown = re.sub(r"^\|.*", lambda row: re.sub(r"`[^`]+`", _bars, row[0]), markdown, flags=re.M)
     names = "|".join(re.escape(name) for name in OUTSIDE)
     markdown = re.sub(rf"\]\((?:\.\./)?({names})", lambda found: f"]({OUTSIDE[found[1]]}", markdown)
     markdown = re.sub(r"\[([\w-]+)\.md\]\(", r"[\1](", markdown)  # a page has no file name on the site
     return markdown.replace("](docs/", "](")
+
+
+def _bars(code: re.Match[str]) -> str:
+    return code[0].replace(r"\|", "|")
 
 
 def reference() -> Iterator[str]:
@@ -79,10 +84,14 @@ def _command(title: str, command: Any, level: int = 2) -> Iterator[str]:
         f"    {title} {usage}",
         "",
     )
+    panels: dict[str, list[str]] = {}
     for parameter in command.params:
         if (row := parameter.get_help_record(context)) is not None:
             names, about = (" ".join(part.split()) for part in row)
-            yield f"- `{names}`: {escape(about, quote=False)}" if about else f"- `{names}`"
+            line = f"- `{names}`: {escape(about, quote=False)}" if about else f"- `{names}`"
+            panels.setdefault(getattr(parameter, "rich_help_panel", None) or "", []).append(line)
+    for panel, lines in panels.items():
+        yield from (*([f"**{panel}**", ""] if panel else []), *lines, "")
 
 
 def _paragraphs(text: str) -> Iterator[str]:

@@ -188,11 +188,11 @@ def _receive(news: Seq[_News]) -> None:
 class AsyncLLM(Configured):
     """A loaded model for asyncio: `LLM` with methods to await, and streams for `async for`.
 
-    Loading blocks the event loop, unless it is done by `await asyncio.to_thread(AsyncLLM, model, ...)`. `llm` is the
-    model itself; its methods block, and may be called in other threads beside.
+    Loading blocks the event loop; `await asyncio.to_thread(AsyncLLM, model, ...)` does not. Arguments are those of
+    `LLM`.
 
-    Args:
-        model: as `LLM` takes it, and so are all further arguments.
+    Attributes:
+        llm: the model itself. Its methods block, and other threads may call them meanwhile.
     """
 
     llm: LLM
@@ -202,7 +202,7 @@ class AsyncLLM(Configured):
 
     @classmethod
     def of(cls, llm: LLM) -> Self:
-        """For a model that is loaded."""
+        """An `AsyncLLM` of a model that is loaded already."""
         self = cls.__new__(cls)
         self._use(llm)
         return self

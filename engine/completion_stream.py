@@ -46,8 +46,11 @@ class CompletionStream:
     The request is cancelled when the stream is closed or garbage-collected; leaving the loop is enough if only the
     loop holds the stream (`for piece in llm.stream(...)`). `completion` then holds what was generated, with
     finish_reason "abort". Iteration over a stream that is kept can be resumed; until then its request is still
-    scheduled among the others. Not thread-safe. `progress`, if set, is called before each step until the first token,
-    with the number of prompt tokens computed so far and their total.
+    scheduled among the others. Not thread-safe.
+
+    Attributes:
+        progress: if set, called before each step until the first token, with the number of prompt tokens computed so
+            far and their total.
     """
 
     # No attribute may refer back to the stream (no bound method, no generator over `self`), or the stream would

@@ -80,8 +80,9 @@ class EngineConfig:
             kept for drafts. So it is where `draft_mtp` is None.
         mmap: on the CPU, compute from the pages of the mapped file; otherwise from a copy of the weights in huge pages,
             which is a few percent faster but takes time at the start.
-        cpu_moe, n_cpu_moe: on a CUDA device, the experts of all layers, or of the first N, stay in host memory and are
-            computed by the CPU, for a mixture of experts that does not fit the GPU. Steps are then not captured.
+        cpu_moe: on a CUDA device, the experts of all layers stay in host memory and are computed by the CPU, for a
+            mixture of experts that does not fit the GPU. Steps are then not captured.
+        n_cpu_moe: the same for the experts of the first N layers.
         tensor_parallel: how many devices share the model, each a process with its part of every layer
             (docs/tensor-parallel.md). On the CPU they are processes, which share its threads. None: on CUDA
             devices the fewest that hold it, or as many as `devices` names; on the CPU one.
@@ -90,7 +91,7 @@ class EngineConfig:
         devices: the numbers of the CUDA devices that do, "0,1"; None: the first ones.
         split: what of the model each of them has: a part of every layer ("tensor"), or some of the layers ("layer"),
             one device after the other, for those of unlike size or without fast links.
-        tensor_split: of which so much, "3,1", device by device; None: as much as its free memory is.
+        tensor_split: the devices' shares of the layers, "3,1", device by device; None: as much as its free memory is.
         state_checkpoints: of a model whose layers keep a state (a convolution, a gated delta net), how many copies of
             states are kept, from which prompts that begin alike go on; None: by the memory that there is. `engine show`
             says what one takes.
@@ -101,6 +102,8 @@ class EngineConfig:
         no_mmproj: the model is to read text alone.
         image_cache: host memory in MiB for encoded images, which later prompts need not encode again, once they have no
             room left on a CUDA device, a 64th of whose free memory they may take; 0: none are kept.
+        lora: LoRA adapters of the model, GGUF files or PEFT folders, as "FILE" or "FILE:SCALE"; they are applied beside
+            the weights, and a request may have scales of its own (`SamplingParams.lora`).
         chat_template: in place of the model's own: its text, or a name.
         progress: called with a line of text as weights are loaded onto a GPU, or copied.
         make_room: called before anything is allocated, with the bytes that the run needs, those that are free, and the
@@ -288,6 +291,15 @@ class EngineConfig:
         Range(0),
         Flag("--image-cache", "MiB of host memory for images that are kept encoded.", RUN_PANEL, "MIB"),
     ] = 512
+    lora: Annotated[
+        tuple[str, ...],
+        Flag(
+            "--lora",
+            "A LoRA adapter (GGUF file or PEFT folder), and its scale; repeatable.",
+            RUN_PANEL,
+            "FILE[:SCALE]",
+        ),
+    ] = ()
     chat_template: str | None = None
     progress: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
     make_room: Callable[[int, int, str], bool] | None = field(default=None, compare=False, repr=False)
@@ -301,6 +313,8 @@ class EngineConfig:
         if self.cache_type not in CACHE_TYPES:
             raise EngineError(f"cache type {self.cache_type!r}: must be {' or '.join(CACHE_TYPES)}")
         check_ranges(self, "{name} {value}")
+        given = (self.lora,) if isinstance(self.lora, str | Path) else self.lora
+        object.__setattr__(self, "lora", tuple(map(str, given)))
         if self.no_mmproj and self.mmproj is not None:
             raise EngineError(f"mmproj {self.mmproj}: no_mmproj leaves images out; give one of them")
         self._check_shares()
@@ -433,6 +447,7 @@ class Configured:
         mmproj: str | Path | None = None,
         no_mmproj: bool = False,
         image_cache: int = 512,
+        lora: tuple[str, ...] = (),
         chat_template: str | None = None,
         progress: Callable[[str], None] | None = None,
         make_room: Callable[[int, int, str], bool] | None = None,

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 _ALWAYS = "always on"
 _OF_FILE = "the model's file says it"
 _OF_TEMPLATE = "the chat template says it"
-_NO_ADAPTERS = "LoRA adapters and control vectors are not supported; merge the adapter into its model"
+_ADAPTERS = "--lora FILE[:SCALE] loads a LoRA adapter; requests choose among them"
+_NO_CONTROL = "control vectors are not supported"
 _IMAGES = "--mmproj FILE names a projector, --no-mmproj leaves it out; the projector's file sets the rest"
 _NO_SOUND = "audio and video are not supported"
 _MEDIA = "--media-path DIR, --image-urls, or data: URLs"
@@ -101,9 +102,10 @@ _ANSWERS: Mapping[str, str] = {
     "--rope-scaling --rope-scale --rope-freq-base --rope-freq-scale --rope-theta": _NO_ROPE,
     "--yarn-orig-ctx --yarn-ext-factor --yarn-attn-factor --yarn-beta-slow --yarn-beta-fast": _NO_ROPE,
     "--served-model-name": "--alias NAME",
-    "--lora --lora-scaled --lora-modules --lora-init-without-apply --enable-lora": _NO_ADAPTERS,
-    "--max-loras --max-lora-rank --lora-dtype --max-cpu-loras --fully-sharded-loras": _NO_ADAPTERS,
-    "--adapter-path --control-vector --control-vector-scaled --control-vector-layer-range": _NO_ADAPTERS,
+    "--lora-scaled --lora-modules --enable-lora --adapter-path": _ADAPTERS,
+    "--max-loras --max-lora-rank --lora-dtype --max-cpu-loras --fully-sharded-loras": _ADAPTERS,
+    "--lora-init-without-apply": "--lora FILE:0 loads an adapter that only requests apply",
+    "--control-vector --control-vector-scaled --control-vector-layer-range": _NO_CONTROL,
     "-mmu --mmproj-url --mmproj-auto --mmproj-offload --no-mmproj-offload --no-mmproj-auto": _IMAGES,
     "--image-min-tokens --image-max-tokens --mtmd-batch-max-tokens --mm-processor-kwargs": _IMAGES,
     "--mm-encoder-tp-mode --interleave-mm-strings --skip-mm-profiling --limit-mm-per-prompt": _IMAGES,

@@ -37,6 +37,7 @@ from quengine.platform.deferred_interrupt import DeferredInterrupt
 from quengine.platform.device import on_device
 from quengine.platform.machine import peak_memory
 from quengine.platform.out_of_memory import memory_errors
+from quengine.request.adapter_scales import LoadedAdapter
 from quengine.request.chat_format import ChatFormat
 from quengine.request.chat_options import ReasoningFormat
 from quengine.request.content_parts import flattened, has_images, images_of, why_text_alone
@@ -129,8 +130,10 @@ class LLM(Configured):
             alone = self._turns is None or config.deterministic
             self.images = ImagePrompts(vision, self.tokenizer, self._turns, *kept, most, alone)
         self._sequences = SequenceFactory(
-            self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose
+            *(self.tokenizer, self.model_config, self.ctx_size, self.constraints, self.runner.choose),
+            adapters=self.loaded.adapters,
         )
+        self.runner.adapters = self.loaded.adapters.of(None)
         source = self._chat.source
         has = "no chat template" if source is None else f"chat template of {len(source)} characters"
         logger.info("tokenizer of %d tokens, %s", self.tokenizer.vocab_size, has)
@@ -139,6 +142,11 @@ class LLM(Configured):
         # `finally` does so by a single C call, since an interrupt may come before any other.
         self.dropped: deque[Sequence] = deque()
         _open_models.add(self)
+
+    @property
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """The model's LoRA adapters, in the order of their numbers (`SamplingParams.lora`)."""
+        return self.loaded.adapters.adapters
 
     @property
     def answer_format(self) -> AnswerFormat:
@@ -158,7 +166,8 @@ class LLM(Configured):
         Text is encoded as it is: without a chat template, and without control tokens, whatever it contains.
 
         Args:
-            params: for all prompts, or one for each; None: the defaults, and at most DEFAULT_MAX_TOKENS tokens.
+            prompts: one or several, each a text or token ids.
+            params: for all prompts, or one for each; None: the defaults, and at most 256 tokens.
             progress: True shows a line on standard error; a function is called each time that a completion has ended.
 
         Raises:
@@ -191,8 +200,11 @@ class LLM(Configured):
         garbage-collected, as after a `break`. A stream that is kept but not iterated over stays queued: later requests
         may be computed after it.
 
-        Without `params`, DEFAULT_MAX_TOKENS end the text. `index` distinguishes several completions of one prompt under
-        one seed. `show_special` keeps the names of control tokens in the text: of all, or of the given ones.
+        Args:
+            prompt: a text or token ids.
+            params: None: the defaults, and at most 256 tokens.
+            index: distinguishes several completions of one prompt under one seed.
+            show_special: keeps the names of control tokens in the text: of all, or of the given ones.
 
         Raises:
             EngineError: the prompt does not fit the context, is neither text nor token ids, or contains half a
@@ -297,10 +309,13 @@ class LLM(Configured):
         return ChatStream(self, sequence, partial(form.parser, use, end))
 
     def logits(self, token_ids: Seq[int] | ImagePrompt, *, decode: bool = False) -> Tensor:
-        """Teacher-forced logits [T, vocab] fp32 after each token. `decode`: computed in one decode step per token, of
-        tokens alone.
+        """Teacher-forced logits [T, vocab] fp32 after each token.
 
         The cache is emptied. Requests of other threads are first computed to their end.
+
+        Args:
+            token_ids: ids, or a prompt with images as `with_images` gives it.
+            decode: compute one decode step per token, in place of a prefill; without images.
 
         Raises:
             EngineError: a stream of this thread is unfinished, or images were to be decoded.
@@ -363,11 +378,15 @@ class LLM(Configured):
     def embed(
         self, prompts: Prompt | Seq[Prompt], pooling: Pooling | None = None, task: str | None = None
     ) -> list[list[float]]:
-        """A unit-length embedding for each prompt (text, or token ids): its hidden rows after the last norm, pooled.
+        """A unit-length embedding for each prompt: its hidden rows after the last norm, pooled.
 
-        pooling: "none" returns the rows themselves, concatenated; None: the model's own pooling, or the mean. Text
-        ends with the end token if the model's file says so. task: what texts are embedded for, of a model with adapters
-        for tasks; text then begins as it was trained to.
+        Args:
+            prompts: one or several, each a text or token ids. A text ends with the end token if the model's file says
+                so.
+            pooling: "mean", "cls", "last", or "none" for the rows themselves, concatenated; None: the model's own
+                pooling, or the mean.
+            task: what the texts are embedded for, if the model has adapters for tasks; texts then begin with the
+                prefix that it was trained with.
 
         Raises:
             EngineError: a prompt does not fit the context, hidden values were not finite, or the model's own pooling is
@@ -382,8 +401,8 @@ class LLM(Configured):
         return self._pooled([self.embedding_sequence(ids, pooling, task) for ids in texts])
 
     def rank(self, query: str, documents: Seq[str]) -> list[float]:
-        """How well each document answers the query, by the head that the model was trained with: any numbers, the
-        higher the better.
+        """How well each document answers the query, by the head that the model was trained with. Scores have no fixed
+        range; higher is better.
 
         Raises:
             EngineError: the model has no such head, or one of several outputs; a pair does not fit the context.
@@ -467,9 +486,11 @@ class LLM(Configured):
         *,
         continued: bool = False,
     ) -> str:
-        """The prompt of a conversation as text, for people to read; `encode_chat` has its tokens, and the arguments.
+        """The prompt of a conversation as text, for people to read; `encode_chat` has its tokens and explains the
+        other arguments.
 
-        `continued`: it ends within the last message, an answer that is to go on.
+        Args:
+            continued: the prompt ends within the last message, an answer that is to go on.
 
         Raises:
             EngineError: the model has no template, or the template fails.
@@ -485,9 +506,12 @@ class LLM(Configured):
     ) -> list[int]:
         """Token ids of a conversation rendered with the model's chat template, ready for the answer.
 
-        `tools`: descriptions of functions as the template reads them (`answer_format.tools`). `variables`: further
-        names for the template, such as `reasoning_effort`. An image among the messages is a marker in the prompt, for
-        `with_images`.
+        An image among the messages is a marker in the prompt, for `with_images`.
+
+        Args:
+            messages: the conversation, as `chat` takes it.
+            tools: descriptions of functions as the template reads them (`answer_format.tools`).
+            variables: further variables of the template, such as `reasoning_effort`.
 
         Raises:
             EngineError: the model has no template, or the template fails (the error has the line); or a message of the

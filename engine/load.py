@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from quengine.block_pool import CachePool
-from quengine.config import EngineConfig
+from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.ranks.communicator import Communicator
@@ -20,6 +20,7 @@ from quengine.kv_cache import KVCache
 from quengine.loading.automatic_drafts import fit_drafts, settle_drafts
 from quengine.loading.load_vision import open_vision, projector_path
 from quengine.loading.machine import Machine
+from quengine.loading.open_adapters import open_adapters
 from quengine.loading.placement import (
     fit_stages,
     free_memory,
@@ -39,6 +40,7 @@ from quengine.models.tokenizer import Tokenizer
 from quengine.platform.device import choose_device, device_name, on_device
 from quengine.platform.host_experts import ExpertPlacement
 from quengine.platform.machine import available_memory, thread_count
+from quengine.request.adapter_scales import NO_ADAPTERS, AdapterScales
 from quengine.request.image_prompts import Vision
 from quengine.speculative.draft_model import DraftModel
 from quengine.speculative.load_draft import check_generates, check_shared, open_draft
@@ -61,6 +63,7 @@ class LoadedModel:
     vision: makes images rows of prompts, from the file or folder `projector`; None: the model reads text.
     kept_images: bytes of the device's memory for encoded images.
     config: the options, with what was chosen for drafts.
+    adapters: the LoRA adapters, and how requests apply them.
     """
 
     path: Path
@@ -79,6 +82,7 @@ class LoadedModel:
     projector: Path | None = None
     kept_images: int = 0
     config: EngineConfig = field(default_factory=EngineConfig)
+    adapters: AdapterScales = NO_ADAPTERS
 
     @property
     def decoder(self) -> Decoder:
@@ -127,6 +131,7 @@ def load_model(
     check_shared(config, draft)
     for rank in range(1, config.ranks):
         choose_device(of_rank(replace(config, device=device.type), rank))
+    adapters = open_adapters(config, checkpoint)
     stages = stages_of(config, checkpoint, device)
     part = part_of(checkpoint, stages[0] if stages else Rank(0, config.ranks, config.expert_parallel))
     threads = max(1, threads // config.ranks) if device.type == "cpu" else threads
@@ -142,6 +147,7 @@ def load_model(
     free = free_memory(device, config.ranks)
     kept_images = 0 if vision is None else image_room(device.type, free, config.image_cache)
     free -= kept_images + (0 if vision is None else vision.workspace)
+    free -= adapters.nbytes(config.chunk_size or DEFAULT_CHUNK[device.type])
     logger.info("device %s: %s; %s of memory free", device, device_name(device), gib(free))
     experts = ExpertPlacement.choose(config, part, device.type)
     experts.check_host_memory(available_memory())
@@ -149,13 +155,13 @@ def load_model(
     if stages:
         ctx_size, pools = fit_stages(config, checkpoint, draft, device, stages, ctx_size)
     layer = draft if draft is not None and draft.config.hidden_width else None
-    made = Machine(config, device, threads, free, progress, experts, layer, vision is not None)
+    made = Machine(config, device, threads, free, progress, experts, layer, vision is not None, adapters)
     with on_device(device):
         shared = part is not checkpoint
         runner = made.ranks(path, part, ctx_size, pools) if shared else made.runner(part, ctx_size, pools)
         drafts, of_drafts = made.drafts_beside(runner, draft, pools)
     notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts)]
-    notes += [*short, *of_drafts, *sees]
+    notes += [*short, *of_drafts, *sees, *adapters.notes]
     load_s = time.perf_counter() - began
     in_vain = experts.note() if config.places_experts and not experts.layers else None
     for note in notes:
@@ -167,7 +173,7 @@ def load_model(
     return LoadedModel(
         *(path, checkpoint, tokenizer.result(), runner, device, threads, load_s, notes, experts),
         *(drafts, draft, runner.ranks, vision, None if vision is None else projector_path(config, path)),
-        *(kept_images, config),
+        *(kept_images, config, adapters.scales),
     )
 
 

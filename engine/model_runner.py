@@ -18,6 +18,7 @@ from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.parallel.wire import CopyBlocks, Message, PlannedStep, Together, alone
 from quengine.platform.ranges import ProfilerRange
+from quengine.request.adapter_scales import Scales
 from quengine.request.pooling import RANK
 from quengine.request.prompt_images import PromptImages
 from quengine.request.prompt_scores import split_rows
@@ -92,7 +93,8 @@ class StepGraphs(Protocol):
 class ModelRunner:
     """Runs a decoder over its cache.
 
-    `ranks`: the group of which this runner is rank 0; None on the other ranks, and without ranks.
+    `ranks`: the group of which this runner is rank 0; None on the other ranks, and without ranks. `adapters`: the
+    scales of LoRA adapters for rows of no sequence (`logits`).
 
     Args:
         decoder, cache: decoder and KV cache of one model.
@@ -118,6 +120,7 @@ class ModelRunner:
         self.choose = choose
         self.packs_prompts = packs_prompts
         self.ranks: RankGroup | None = None
+        self.adapters: Scales | None = None
         self._has_states = any(pool.is_state for pool in cache.pools)
 
     def lead(self, ranks: "RankGroup") -> None:
@@ -274,9 +277,12 @@ class ModelRunner:
         tables = self.cache.whole_tables
         if phase == "prefill":
             angles = None if images is None else images.angles(start, start + len(ids))
-            chunk, given = SequenceRows(ids, start, tables, angles), given_rows(images, ids, start)
+            chunk = SequenceRows(ids, start, tables, angles, self.adapters)
+            given = given_rows(images, ids, start)
             return self.forward("prefill", [chunk], all_logits=True, given=given).cpu()
-        steps = [[SequenceRows([token], start + n, tables)] for n, token in enumerate(ids)]
+        steps = [
+            [SequenceRows([token], start + n, tables, adapters=self.adapters)] for n, token in enumerate(ids)
+        ]
         return torch.cat([self.forward("decode", rows).float().cpu().clone() for rows in steps])
 
     def _keep_states(self, plan: StepPlan) -> None:

@@ -421,7 +421,8 @@ class Scheduler:
         tables: BlockTables = sequence.block_tables
         if self.blocks.has_states:
             end, tables = self.states.begin(sequence, end)
-        return SequenceRows(sequence.token_ids[start:end], start, tables, angles_of(sequence, start, end))
+        angles = angles_of(sequence, start, end)
+        return SequenceRows(sequence.token_ids[start:end], start, tables, angles, sequence.adapters)
 
     def _chunk_size(self, beside: bool) -> int:
         """Maximum number of prompt tokens per step. beside: other sequences wait for their next token meanwhile."""

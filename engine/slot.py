@@ -24,6 +24,7 @@ class Slot:
         written: entries of each block table that the device has; empty before the first step.
         kind: the kind of sampling that the device has the settings for; None after the sequence's release.
         wanted: the smallest kind that takes its settings; None: the host samples.
+        adapted: whether its rows have LoRA adapters.
     """
 
     index: int = -1
@@ -36,6 +37,7 @@ class Slot:
     written: list[int] = field(default_factory=list)
     kind: "SamplingKind | None" = None
     wanted: "SamplingKind | None" = None
+    adapted: bool = False
 
     def __post_init__(self) -> None:
         self.row = (self.index, self.index, -1, 0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quengine.kernels.embedded_rows import EmbeddedRows, joined
 from quengine.kernels.forward_batch import BlockTables, ForwardBatch, Phase, decode_batch, prefill_batch
+from quengine.request.adapter_scales import Scales
 from quengine.request.prompt_images import PromptImages
 from quengine.request.sequence import Sequence
 from quengine.sampler import NO_CHOICE, Result, Sample, Verified
@@ -22,12 +23,14 @@ class SequenceRows(NamedTuple):
     """Rows of one sequence: `ids` at positions `start`, ..., with the sequence's block tables.
 
     angles: the positions that the rows are rotated by (`PromptImages.angles`); None: their positions.
+    adapters: scales of the model's LoRA adapters; None: the rows have none.
     """
 
     ids: Seq[int]
     start: int
     block_tables: BlockTables
     angles: Seq[int] | None = None
+    adapters: Scales | None = None
 
     @property
     def end(self) -> int:
@@ -122,7 +125,7 @@ class StepPlan:
         for sequence, start in zip(self.sequences, self.starts, strict=True):
             ids = [*known_ids(sequence), *sequence.draft]
             angles = angles_of(sequence, start, start + len(ids))
-            found.append(SequenceRows(ids, start, sequence.block_tables, angles))
+            found.append(SequenceRows(ids, start, sequence.block_tables, angles, sequence.adapters))
         return found
 
     @property
@@ -282,10 +285,13 @@ def forward_batch(
     """The batch of these rows. In prefill, logits are computed for each sequence's last row, or for all rows, and
     some rows may be given as embeddings; in decode, logits are computed for all. angles: `angle_rows` of them.
     """
-    ids, starts, tables, _ = zip(*rows, strict=True)
+    ids, starts, tables, _, _ = zip(*rows, strict=True)
+    scales = adapter_scales(rows)
+    adapters = None if scales is None else torch.tensor(scales, dtype=torch.float32, device=device)
     if phase == "prefill":
-        return prefill_batch(ids, starts, tables, device, all_logits, embeds, angles)
-    return decode_batch(
+        batch = prefill_batch(ids, starts, tables, device, all_logits, embeds, angles)
+        return batch if adapters is None else replace(batch, adapters=adapters)
+    batch = decode_batch(
         [token for part in ids for token in part],
         [start + n for part, start in zip(ids, starts, strict=True) for n in range(len(part))],
         [table for part, table in zip(ids, tables, strict=True) for _ in part],
@@ -293,3 +299,14 @@ def forward_batch(
         shares_sequences=any(len(part) > 1 for part in ids),
         angle_rows=angles,
     )
+    return batch if adapters is None else replace(batch, adapters=adapters)
+
+
+def adapter_scales(rows: Seq[SequenceRows]) -> list[list[float]] | None:
+    """The scales of each adapter for all rows of a step: [M][T]. None: no row has an adapter."""
+    count = max((len(part.adapters) for part in rows if part.adapters is not None), default=0)
+    if not count:
+        return None
+    none = (0.0,) * count
+    of_rows = [part.adapters or none for part in rows for _ in part.ids]
+    return [list(scales) for scales in zip(*of_rows, strict=True)]

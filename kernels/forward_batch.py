@@ -98,6 +98,8 @@ class ForwardBatch:
             layer's is, or the backend's own steps tell the chunks from the positions.
         pending: in a decode step that verifies drafts on the device, each layer with a state appends it here, and
             leaves it as it was; None: layers write their states.
+        adapters: fp32 [M, T], on the device, contiguous: the scale of each LoRA adapter for each row
+            (kernels/lora/low_rank.py); None: no row has any.
     """
 
     phase: Phase
@@ -113,6 +115,7 @@ class ForwardBatch:
     angle_rows: Tensor | None = None
     chunked: "ForwardBatch | None" = None
     pending: list[PendingStates] | None = None
+    adapters: Tensor | None = None
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -120,6 +123,12 @@ class ForwardBatch:
     @property
     def device(self) -> torch.device:
         return self.token_ids.device
+
+    def selected(self, rows: Tensor) -> "ForwardBatch":
+        """The step as operations see it whose rows are `rows`, int64 [n], of these: with their adapters."""
+        if self.adapters is None:
+            return self
+        return replace(self, adapters=self.adapters[:, rows].contiguous())
 
     def of_last_rows(self, rows: Tensor) -> "ForwardBatch":
         """An eager prompt step of each chunk's last row alone, `rows` int64 [S], for layers that write no keys."""
@@ -133,6 +142,7 @@ class ForwardBatch:
             query_lens=(1,) * len(starts),
             logits_rows=None,
             chunked=None,
+            adapters=self.selected(rows).adapters,
         )
 
     def with_chunks(self, length: int) -> "ForwardBatch":

@@ -94,6 +94,9 @@ class ReferenceBackend(PlainRows):
         self.communicator: Communicator = ONE_RANK
 
     def weight(self, parts: Sequence[QuantTensor]) -> ReferenceWeight:
+        return self._loaded(parts)
+
+    def _loaded(self, parts: Sequence[QuantTensor]) -> ReferenceWeight:
         dense = torch.cat([self._dense(part) for part in parts]) if self.keep else None
         return ReferenceWeight(tuple(parts), dense)
 
@@ -104,7 +107,7 @@ class ReferenceBackend(PlainRows):
         )
 
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> ReferenceWeight:
-        return self.weight([gate, up])
+        return self._loaded([gate, up])
 
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return torch.cat([self._dense(part).flatten() for part in parts])
@@ -188,7 +191,17 @@ class ReferenceBackend(PlainRows):
     ) -> Tensor:
         y = self._matmul(x, weight)
         y = self.communicator.all_reduce(y) if partial else y
-        y = y if bias is None else y + bias
+        return self._added(y if bias is None else y + bias, residual, post_norm, row_scale, branch)
+
+    def _added(
+        self,
+        y: Tensor,
+        residual: Tensor,
+        post_norm: RMSNorm | None,
+        row_scale: Tensor | None,
+        branch: Branch | None,
+    ) -> Tensor:
+        """What `linear_add` computes of its product y, bias included."""
         y = y if row_scale is None else y * row_scale.view(-1, 1)
         if branch is not None:
             y = _normed(y, branch.first_norm) + _normed(branch.rows, branch.norm)
@@ -198,11 +211,11 @@ class ReferenceBackend(PlainRows):
         self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
     ) -> ReferenceExperts:
         if gate is None:
-            return ReferenceExperts(tuple(self.weight([expert]) for expert in up), bias)
-        return ReferenceExperts(tuple(self.weight(pair) for pair in zip(gate, up, strict=True)), bias)
+            return ReferenceExperts(tuple(self._loaded([expert]) for expert in up), bias)
+        return ReferenceExperts(tuple(self._loaded(pair) for pair in zip(gate, up, strict=True)), bias)
 
     def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> ReferenceExperts:
-        return ReferenceExperts(tuple(self.weight([expert]) for expert in down), bias)
+        return ReferenceExperts(tuple(self._loaded([expert]) for expert in down), bias)
 
     def route(
         self,

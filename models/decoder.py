@@ -130,7 +130,8 @@ class Decoder:
             x = x if rows is None else self.backend.gather_rows(x, rows)
         else:
             x = self._layers(batch, cache, rows)
-        return self._logits(batch, x, len(batch) if rows is None else len(rows))
+        count, of_rows = (len(batch), batch) if rows is None else (len(rows), batch.selected(rows))
+        return self._logits(of_rows, x, count)
 
     def forward_parts(
         self, batch: ForwardBatch, cache: Sequence[LayerState], parts: Iterable[Tensor]
@@ -141,7 +142,7 @@ class Decoder:
         """
         x = self._all_rows(batch, cache)
         for rows in parts:
-            yield self._logits(batch, self.backend.gather_rows(x, rows), len(rows))
+            yield self._logits(batch.selected(rows), self.backend.gather_rows(x, rows), len(rows))
 
     def hidden(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Tensor:
         """The hidden rows that the output matrix would read, of all tokens: [T, embedding length]."""
@@ -219,7 +220,9 @@ class Decoder:
             x = block(batch, x, layer, None if adds else next_norm, kept, inputs)
             if adds and embeds is not None:
                 x = self.backend.add_to_rows(x, embeds.rows, later[i])
-            if kept is not None and i < self._last_mixer:
+            if kept is not None and i >= self._last_mixer:
+                batch = batch.selected(kept)
+            elif kept is not None:
                 batch = batch.of_last_rows(kept)
                 batch = batch.with_chunks(self.chunk) if self.chunk else batch
                 inputs = None if inputs is None else self.backend.gather_rows(inputs, kept)

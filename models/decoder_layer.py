@@ -106,7 +106,7 @@ class DecoderLayer:
             return self._parts(batch, x, cache, next_norm, rows)
         x = self._parts(batch, x, cache, None, rows)
         if rows is not None:
-            inputs = self.backend.gather_rows(inputs, rows)
+            inputs, batch = self.backend.gather_rows(inputs, rows), batch.selected(rows)
         return self.input(batch, x, inputs, next_norm)
 
     def _parts(
@@ -116,10 +116,12 @@ class DecoderLayer:
         if self._beside is not None:  # computed first: the mixer may overwrite x
             mixer, beside = self._beside
             own = x if rows is None else self.backend.gather_rows(x, rows)
-            inner = self.backend.kept(beside.inner(batch, own))
-            return beside.down(batch, inner, mixer(batch, x, cache, None, rows), next_norm)
+            left = batch if rows is None else batch.selected(rows)
+            inner = self.backend.kept(beside.inner(left, own))
+            return beside.down(left, inner, mixer(batch, x, cache, None, rows), next_norm)
         if self.mixer is not None:
             x = self.mixer(batch, x, cache, next_norm if self.ffn is None else self.ffn.norm, rows)
         elif rows is not None:
             x = self.backend.gather_rows(x, rows)
-        return x if self.ffn is None else self.ffn(batch, x, next_norm)
+        left = batch if rows is None else batch.selected(rows)
+        return x if self.ffn is None else self.ffn(left, x, next_norm)

@@ -120,7 +120,11 @@ class MixerLayer:
         """`next_norm`: the norm that reads the result. `rows`: the rows to keep once they are mixed; None: all."""
         y = self.mix(batch, self.backend.norm_linear(batch, x, self.norm, self.entry, self.entry_bias), state)
         if rows is not None:
-            y, x = self.backend.gather_rows(y, rows), self.backend.gather_rows(x, rows)
+            y, x, batch = (
+                self.backend.gather_rows(y, rows),
+                self.backend.gather_rows(x, rows),
+                batch.selected(rows),
+            )
         return self.backend.linear_add(
             *(batch, y, self.output, x, next_norm, self.post_norm, self.output_bias), partial=self.partial
         )

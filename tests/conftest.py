@@ -46,6 +46,11 @@ if not _only_hands_out():
 
     import tests.quick_python  # noqa: F401  (keeps the variables of now)
 
+    # pytest puts a handler at each logger that does not propagate, six times a test, and torch has forty of those.
+    for _logger in logging.root.manager.loggerDict.values():
+        if isinstance(_logger, logging.Logger) and _logger.name.startswith("torch"):
+            _logger.propagate = True
+
 # A shell starts `make test &` with interrupts ignored, and nohup with hang-ups. Processes of tests would inherit that,
 # where Ctrl-C is to end them.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
@@ -138,6 +143,16 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What a module of tests leaves (imports, caches) stays to the end: a model that is closed collects garbage, which
+    would walk through the leavings of all modules before."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

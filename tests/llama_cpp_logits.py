@@ -49,6 +49,10 @@ def _library() -> ctypes.CDLL:
     lib.llama_decode.argtypes = [ctypes.c_void_p, _Batch]
     lib.llama_get_logits_ith.argtypes = [ctypes.c_void_p, ctypes.c_int32]
     lib.llama_get_logits_ith.restype = ctypes.POINTER(ctypes.c_float)
+    lib.llama_adapter_lora_init.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    lib.llama_adapter_lora_init.restype = ctypes.c_void_p
+    adapters, scales = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_float)
+    lib.llama_set_adapters_lora.argtypes = [ctypes.c_void_p, adapters, ctypes.c_size_t, scales]
     return lib
 
 
@@ -86,6 +90,16 @@ class LlamaCpp:
         """Begin another text."""
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
         self._position = 0
+
+    def adapt(self, adapters: Sequence[tuple[Path, float]]) -> None:
+        """Apply these adapters with their scales. Raises ValueError where one is not loaded."""
+        held = [self._lib.llama_adapter_lora_init(self._model, str(path).encode()) for path, _ in adapters]
+        if not all(held):
+            raise ValueError(f"llama.cpp does not load one of {adapters}")
+        count = len(held)
+        scales = (ctypes.c_float * count)(*(scale for _, scale in adapters))
+        if self._lib.llama_set_adapters_lora(self._context, (ctypes.c_void_p * count)(*held), count, scales):
+            raise ValueError("llama.cpp does not apply them")
 
     def step(self, ids: Sequence[int]) -> "np.ndarray[Any, np.dtype[np.float32]]":
         """The logits [len(ids), vocab], or rows [len(ids), width], of these tokens, the next ones of the text, computed

@@ -3,6 +3,7 @@
 import ast
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def imports(source: str, name: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
+@cache
 def imports_of(path: Path) -> list[str]:
     return list(imports(path.read_text(), module_name(path)))
 
@@ -145,24 +147,26 @@ def test_every_room_says_what_it_is_for() -> None:
 
 def changed_packages(source: str) -> Iterator[str]:
     """The attributes of torch, Triton or numba that a module assigns to, as the source has them."""
-    tree = ast.parse(source)
+    nodes = list(ast.walk(ast.parse(source)))
     taken = {
         alias.asname or alias.name.partition(".")[0]
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
         if (getattr(node, "module", None) or alias.name).partition(".")[0]
         in ("torch", "triton", "numba", "llvmlite")
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
         targets = [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else targets
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        if isinstance(node, ast.Call) and called in ("setattr", "delattr"):
             targets = [ast.Attribute(node.args[0], ast.unparse(node.args[1]))]
         for target in targets:
-            name = ast.unparse(target)
-            if isinstance(target, ast.Attribute) and name.partition(".")[0] in taken:
-                yield name
+            if isinstance(target, ast.Attribute):
+                name = ast.unparse(target)
+                if name.partition(".")[0] in taken:
+                    yield name
 
 
 def test_other_packages_are_changed_in_one_file() -> None:

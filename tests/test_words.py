@@ -38,7 +38,7 @@ WORDS = {
     r"EXPANDED_TYPES|expands? (?:its |the |their )?weights|weights? (?:is|are) expanded|expanded at load": "dequantize",
 }
 PATTERN = re.compile(
-    "|".join(rf"(?P<w{i}>(?<![A-Za-z])(?:{word})(?![A-Za-z]))" for i, word in enumerate(WORDS))
+    rf"(?<![A-Za-z])(?:{'|'.join(f'(?P<w{i}>{word})' for i, word in enumerate(WORDS))})(?![A-Za-z])"
 )
 
 

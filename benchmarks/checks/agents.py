@@ -1,13 +1,14 @@
 """Coding agents, headless, against a server whose model says given texts: what each finds in the prefix cache.
 
-    npm install --prefix /tmp/agents @anthropic-ai/claude-code @openai/codex opencode-ai @qwen-code/qwen-code
+    npm install --prefix /tmp/agents @anthropic-ai/claude-code @openai/codex opencode-ai @qwen-code/qwen-code cline
+    python3 -m venv /tmp/agents && /tmp/agents/bin/pip install aider-chat
     python -m benchmarks.checks.agents --clients /tmp/agents [--only claude] [--template Qwen3.5-4B]
 
-Run from the repository root. Each client is given two tasks, the second in the same conversation; for each the model
-calls a tool that reads a file, then answers. The engine is a real one, with random weights and a grammar that allows
-the given text alone, so that prompts, cache and counts are those of any model. Prints a line for each request and the
-clients' versions. Exits with 1 where a request computes again what an earlier one of its conversation had in its
-prompt, or where a client does not come to its answers.
+Run from the repository root. Each client is given two tasks, the second in the same conversation where it can do that
+headless; for each the model calls a tool that reads a file, then answers. The engine is a real one, with random
+weights and a grammar that allows the given text alone, so that prompts, cache and counts are those of any model.
+Prints a line for each request and the clients' versions. Exits with 1 where a request computes again what an earlier
+one of its conversation had in its prompt, or where a client does not come to its answers.
 """
 
 import argparse
@@ -58,12 +59,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Client:
-    """A program and its arguments for a task; `tool` and `arguments` of the call by which it reads a file."""
+    """A program and its arguments for a task; `tool` and `arguments` of the call by which it reads a file, where it has
+    tools. kept: as KEPT, across tasks."""
 
     name: str
     tool: Sequence[str]
     arguments: Callable[[Path], Mapping[str, Any]]
     command: Callable[[str, bool, Path], Sequence[str]]
+    kept: float = KEPT
 
 
 CLIENTS = (
@@ -93,6 +96,24 @@ CLIENTS = (
         ("read_file",),
         lambda folder: {"file_path": str(folder / "notes.txt")},
         lambda task, again, _: ["--yolo", *(["--continue"] if again else []), "-p", task],
+    ),
+    Client(
+        "cline",
+        ("read_files",),
+        lambda folder: {"files": [{"path": str(folder / "notes.txt")}]},
+        lambda task, _, folder: ["-c", str(folder), task],  # headless it goes on with no conversation
+        kept=0.95,
+    ),
+    Client(
+        "aider",
+        (),
+        lambda _: {},
+        lambda task, again, folder: [
+            *("--yes-always", "--no-git", "--no-pretty", "--no-detect-urls"),
+            *(["--restore-chat-history"] if again else []),
+            *(str(folder / "notes.txt"), "--message", task),
+        ],
+        kept=0.5,  # the conversation goes between its instructions and the files
     ),
 )
 
@@ -127,13 +148,13 @@ class ScriptedEngine(LLMEngine):
     def _text(self, prompt: str) -> str:
         newest = max(range(len(TASKS)), key=lambda n: prompt.rfind(TASKS[n]))
         tool = next((name for name in self._client.tool if f'"{name}"' in prompt), None)
-        if tool is None or prompt.rfind(TASKS[newest]) < 0:
+        if (self._client.tool and tool is None) or prompt.rfind(TASKS[newest]) < 0:
             return BESIDE
         ends_thought = "</think>\n\n" if prompt.endswith("<think>\n") else ""
-        if CONTENT in prompt[prompt.rfind(TASKS[newest]) :]:
+        if tool is None or CONTENT in prompt[prompt.rfind(TASKS[newest]) :]:
             return ends_thought + ANSWERS[newest]
         arguments = "".join(
-            f"<parameter={name}>\n{value}\n</parameter>\n"
+            f"<parameter={name}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
             for name, value in self._client.arguments(self._folder).items()
         )
         return f"{ends_thought}<tool_call>\n<function={tool}>\n{arguments}</function>\n</tool_call>"
@@ -146,10 +167,9 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
     )
 
 
-def run(client: Client, programs: Path, model: Path) -> bool:
+def run(client: Client, model: Path) -> bool:
     """Both tasks; whether all went well."""
-    program = programs / "node_modules" / ".bin" / client.name
-    version = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60).stdout
+    version = subprocess.run([client.name, "--version"], capture_output=True, text=True, timeout=60).stdout
     print(f"{client.name} {(re.search(r'[0-9]+[.][0-9.]+', version) or ['?'])[0]}")
     engines: list[ScriptedEngine] = []
     with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as folder:
@@ -161,21 +181,19 @@ def run(client: Client, programs: Path, model: Path) -> bool:
             return engines[0]
 
         with serving(engine, settings={"model_names": ("tiny",), "defaults": SamplingParams()}) as served:
-            outputs = [
-                ask(client, program, served, task, n > 0, home, folder) for n, task in enumerate(TASKS)
-            ]
+            outputs = [ask(client, served, task, n > 0, home, folder) for n, task in enumerate(TASKS)]
     good = all(answer in output for answer, output in zip(ANSWERS, outputs, strict=True))
     for answer, output in zip(ANSWERS, outputs, strict=True):
         if answer not in output:
             print(f"  no {answer} in: {' '.join(output.split())[-400:]}")
-    return report(engines[0].turns) and good
+    return report(client, engines[0].turns) and good
 
 
-def ask(client: Client, program: Path, served: Served, task: str, again: bool, home: str, folder: str) -> str:
+def ask(client: Client, served: Served, task: str, again: bool, home: str, folder: str) -> str:
     """What it prints, set up as `engine launch` does."""
     start = AGENTS[client.name].start(Endpoint(served.url, "none", "tiny", CONTEXT), Path(home))
     done = subprocess.run(
-        [program, *start.arguments, *client.command(task, again, Path(folder))],
+        [client.name, *start.arguments, *client.command(task, again, Path(folder))],
         cwd=folder,
         env={"HOME": home, "PATH": os.environ["PATH"], **start.environment},
         capture_output=True,
@@ -186,13 +204,15 @@ def ask(client: Client, program: Path, served: Served, task: str, again: bool, h
     return done.stdout + done.stderr
 
 
-def report(turns: Sequence[Turn]) -> bool:
+def report(client: Client, turns: Sequence[Turn]) -> bool:
     """A line for each request; whether each begins with nearly all of the one before, and found that in the cache."""
-    good = len(turns) >= 2 * len(TASKS)
-    for before, turn in zip((None, *turns), turns, strict=False):
+    requests = 2 if client.tool else 1  # of a task
+    good = len(turns) >= requests * len(TASKS)
+    for n, (before, turn) in enumerate(zip((None, *turns), turns, strict=False)):
         shared = 0 if before is None else common(turn.prompt, before.prompt)
         line = f"  prompt {len(turn.prompt):6} tokens, {turn.cached:6} cached, {shared:6} shared with the one before"
-        whole = before is None or shared >= KEPT * len(before.prompt)
+        kept = KEPT if n % requests else client.kept
+        whole = before is None or shared >= kept * len(before.prompt)
         reused = turn.cached >= shared // BLOCK_SIZE * BLOCK_SIZE
         print(line + ("" if whole and reused else ": computed again"))
         good = good and whole and reused
@@ -203,10 +223,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--clients", type=Path, required=True, help="where npm installed the clients")
+    parser.add_argument("--clients", type=Path, required=True, help="where npm and pip installed the clients")
     parser.add_argument("--only", choices=[client.name for client in CLIENTS], action="append")
     parser.add_argument("--template", default="Qwen3.5-4B", help="of llama.cpp's models/templates")
     args = parser.parse_args()
+    programs = args.clients.resolve()
+    os.environ["PATH"] = f"{programs}/node_modules/.bin:{programs}/bin:{os.environ['PATH']}"
     template = (llama_cpp_source() / "models" / "templates" / f"{args.template}.jinja").read_text("utf-8")
     words = bpe_vocabulary(special=(*MARKS, "<think>", "</think>", "<tool_call>", "</tool_call>"))
     tokens = words["tokenizer.ggml.tokens"]
@@ -215,7 +237,7 @@ def main() -> int:
         sizes = ModelSizes(embedding=64, feed_forward=64, context=CONTEXT, blocks=1)
         model = write_tiny(Path(folder) / "tiny.gguf", kind="Q8_0", sizes=sizes, vocabulary=words | changes)
         chosen = [client for client in CLIENTS if args.only is None or client.name in args.only]
-        results = [run(client, args.clients, model) for client in chosen]
+        results = [run(client, model) for client in chosen]
     return 0 if all(results) else 1
 
 

@@ -13,19 +13,27 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, empty
+from quengine.kernels.cuda.backend import has_dependent_launch
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
+from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
 from quengine.kernels.cuda.vision_rows import expanded_blocks
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
+from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes
 from quengine.kv_cache import pools_of_one
 from quengine.models.checkpoint import open_checkpoint
+from quengine.models.config import ModelConfig
 from quengine.models.draft_layer import layer_config
 from quengine.models.eagle_checkpoint import open_eagle
 from quengine.models.encoder import Encoder
 from quengine.models.synthetic.presets import PRESETS, SyntheticModel
 from quengine.models.synthetic.projector_presets import PROJECTORS_OF
 from quengine.models.synthetic.synthetic import tensor_type, write_synthetic
+from quengine.models.synthetic.synthetic_assistant import assistant_of
 from quengine.models.synthetic.synthetic_eagle import write_synthetic_eagle
 from quengine.models.synthetic.synthetic_projector import TakenWeights
 from quengine.models.tensor_split import ModelSplit, Rank, SplitTensors
@@ -180,8 +188,12 @@ def _rank_and_draft_cases() -> Iterator[Case]:
     yield Case(
         "mistral-7b, rows that are given", (80, 90), partial(given_steps, narrow(PRESETS["mistral-7b"]))
     )
+    yield Case("LoRA adapters", ARCHS, adapter_steps)
     yield Case("qwen3.5-mtp-tiny, drafts", (80, 90), partial(draft_steps, PRESETS["qwen3.5-mtp-tiny"]))
     yield Case("tiny, drafts of EAGLE-3", (80, 90), partial(eagle_steps, PRESETS["tiny"]))
+    yield Case(
+        "gemma-4-tiny, drafts of an assistant", (90,), partial(assistant_steps, PRESETS["gemma-4-tiny"])
+    )
 
 
 def narrow(spec: SyntheticModel) -> SyntheticModel:
@@ -249,13 +261,41 @@ def given_steps(spec: SyntheticModel) -> Iterator[Step]:
     yield True, partial(graphs.run_padding, decode_key(16, DEFAULT, shares=True))
 
 
+def adapter_steps() -> Iterator[Step]:
+    """What adapters add to projections of one row and of several, in each form that a matmul reads rows in."""
+    parts, width, count = (1024, 256, 256), 1024, 2
+    a, b = empty(len(parts), count, RANKS_AT_ONCE, width), empty(sum(parts), count, RANKS_AT_ONCE)
+    of_types = [
+        CudaChanges.of(Changes(parts, a.to(dtype), b.to(dtype)), META)
+        for dtype in (torch.float32, torch.float16)
+    ]
+    pdl = has_dependent_launch(META)
+
+    def step(x: Tensor | QuantizedActivations | Fp16Operand, rows: int, changes: CudaChanges) -> None:
+        scales = empty(count, rows)
+        from_rank(empty(rows, sum(parts)), to_rank(x, changes, scales, pdl=pdl), changes, scales, pdl)
+
+    for changes in of_types:
+        row = QuantizedActivations.empty(1, width, META)
+        for x in (row, replace(row, rms=RmsPartials(empty(1, 16), 1e-5))):
+            yield True, partial(step, x, 1, changes)
+        for rows in (1, 16, 130):
+            yield rows == 1, partial(step, empty(rows, width), rows, changes)
+            for layout in OperandLayout if rows > 1 else ():
+                yield False, partial(step, Fp16Operand.empty(rows, width, META, layout), rows, changes)
+
+
 def draft_steps(spec: SyntheticModel) -> Iterator[Step]:
     """Steps in which a model's own layer drafts."""
     whole = plan_of(spec)
-    layer = layer_config(whole.config)
-    shapes = required_tensors(layer).items()
-    tensors = {name: (tensor_type(spec, name, shape), shape) for name, shape in shapes}
-    yield from _drafting(replace(whole, layer=LayerPlan(layer, tensors, 8, 3, 16)))
+    yield from _drafting(replace(whole, layer=_layer(spec, layer_config(whole.config))))
+
+
+def assistant_steps(spec: SyntheticModel) -> Iterator[Step]:
+    """Steps in which an assistant drafts."""
+    whole = plan_of(spec)
+    assistant = assistant_of(whole.config, 128, 256)
+    yield from _drafting(replace(whole, layer=_layer(assistant, assistant.config())))
 
 
 def eagle_steps(spec: SyntheticModel) -> Iterator[Step]:
@@ -271,9 +311,14 @@ def eagle_steps(spec: SyntheticModel) -> Iterator[Step]:
         yield from _drafting(replace(plan_of(spec), layer=layer))
 
 
+def _layer(spec: SyntheticModel, config: ModelConfig) -> LayerPlan:
+    shapes = required_tensors(config).items()
+    tensors = {name: (tensor_type(spec, name, shape), shape) for name, shape in shapes}
+    return LayerPlan(config, tensors, 8, 3, 16)
+
+
 def _drafting(plan: KernelPlan) -> Iterator[Step]:
-    target, layer = plan.graphs()
-    drafts = plan.drafts([target, layer])
+    drafts = plan.drafts(plan.graphs())
     assert drafts is not None
     yield True, partial(drafts.run, DraftKey(4, 2, GREEDY))
 

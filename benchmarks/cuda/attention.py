@@ -1,8 +1,9 @@
 """Decode and prefill attention at Mistral-7B's shapes: 32 query heads over 8 of 128, against bytes and SDPA.
 
-    python -m benchmarks.cuda.attention [decode|prefill|batch] [--json FILE] [--sweep]
+    python -m benchmarks.cuda.attention [decode|prefill|batch|deep] [--json FILE] [--sweep]
 
-Times are per launch inside a CUDA graph of 16 layers, each with its own cache.
+`deep` is decode of one sequence in a long context with the large heads of other models. Times are per launch inside a
+CUDA graph of up to 16 layers, each with its own cache.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from benchmarks.cuda.cuda_timing import COPY_BYTES_PER_SECOND, launch_time
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cuda.attention.attention_decode import attention_decode
+from quengine.kernels.cuda.attention.output_gate import qkv_width
 from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
@@ -29,6 +31,14 @@ from quengine.kernels.rope import RopeSpec, rope_table
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAYERS = 16
+DEEP = {
+    "qwen3.6-27b": (24, 4, 256, True),
+    "qwen3.6-35b-a3b": (16, 2, 256, True),
+    "gemma-4-26b-a4b": (16, 2, 512, False),
+    "gemma-4-31b": (32, 4, 512, False),
+}
+"""Query heads, key-value heads, head size and whether heads are gated, of layers that see all of a long context."""
+DEPTHS = (2048, 16384, 65536)
 CONTEXT = 16384 + 64
 CHUNK = 2048
 BATCHES = ((8, 192), (32, 192), (64, 130), (64, 192), (128, 192), (8, 2048), (32, 2048), (64, 1024))
@@ -51,14 +61,16 @@ def mistral_spec() -> AttentionSpec:
     )
 
 
-def decode_floor(depth: int, q8_0: bool) -> float:
-    per_key = 2 * KV_HEADS * HEAD_DIM * (1.0625 if q8_0 else 2)
+def decode_floor(depth: int, q8_0: bool, spec: AttentionSpec | None = None) -> float:
+    width = spec.kv_heads * spec.head_dim if spec else KV_HEADS * HEAD_DIM
+    per_key = 2 * width * (1.0625 if q8_0 else 2)
     return depth * per_key / COPY_BYTES_PER_SECOND * 1e6
 
 
-def ones_layer(rows: int, q8_0: bool) -> KVLayer:
+def ones_layer(rows: int, q8_0: bool, spec: AttentionSpec | None = None) -> KVLayer:
     """A layer's cache of so many rows, of any content that is a number."""
-    layer = allocate_layer(rows, KV_HEADS, HEAD_DIM, DEVICE, "q8_0" if q8_0 else "f16")
+    shape = (spec.kv_heads, spec.head_dim) if spec else (KV_HEADS, HEAD_DIM)
+    layer = allocate_layer(rows, *shape, DEVICE, "q8_0" if q8_0 else "f16")
     for tensor in layer.tensors:
         tensor.fill_(1)
     return layer
@@ -175,6 +187,78 @@ def time_sdpa(rows: int, keys: int) -> float:
     return launch_time([lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True)] * 4)
 
 
+def deep_spec(heads: int, kv_heads: int, head_dim: int, gated: bool) -> AttentionSpec:
+    """Heads of which a quarter rotates, in halves."""
+    cos, sin = rope_table(RopeSpec(dim=head_dim // 4, base=1e7), DEPTHS[-1] + 64, DEVICE)
+    norm = torch.ones(head_dim, device=DEVICE)
+    return AttentionSpec(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        window=None,
+        rope_layout="halves",
+        cos=cos,
+        sin=sin,
+        mask_band=causal_mask_band(16, DEPTHS[-1] + 64, None, DEVICE),
+        q_norm=norm,
+        k_norm=norm,
+        eps=1e-6,
+        gated=gated,
+    )
+
+
+def time_deep(spec: AttentionSpec, depth: int, q8_0: bool) -> float:
+    """Microseconds of one launch for one sequence, over blocks in no order."""
+    blocks = depth // BLOCK_SIZE + 1
+    layers = [ones_layer(blocks * BLOCK_SIZE, q8_0, spec) for _ in range(4)]
+    tables = torch.randperm(blocks, device=DEVICE).to(torch.int32).view(1, blocks)
+    qkv = torch.randn(1, qkv_width(spec), device=DEVICE)
+    positions = torch.full((1,), depth, dtype=torch.int32, device=DEVICE)
+    workspace = arguments.DecodeWorkspace.allocate(1, spec.heads, spec.kv_heads, spec.head_dim, DEVICE)
+    out = QuantizedActivations.empty(1, spec.heads * spec.head_dim, DEVICE)
+
+    def launch(layer: KVLayer) -> None:
+        attention_decode(qkv, spec, layer, positions, tables, workspace, out, False, True)
+
+    return launch_time([lambda layer=layer: launch(layer) for layer in layers])
+
+
+def deep_table() -> list[dict[str, object]]:
+    results: list[dict[str, object]] = []
+    for (name, shape), q8_0 in itertools.product(DEEP.items(), (False, True)):
+        spec = deep_spec(*shape)
+        us = [time_deep(spec, depth, q8_0) for depth in DEPTHS]
+        floor = [decode_floor(depth, q8_0, spec) for depth in DEPTHS]
+        results.append({"model": name, "q8_0": q8_0, "depths": DEPTHS, "us": us, "floor": floor})
+        shares = (f"{t:.1f} us ({100 * least / t:.0f}%)" for t, least in zip(us, floor, strict=True))
+        print(f"deep {name} q8_0={q8_0}:", *shares, flush=True)
+    return results
+
+
+def deep_sweep() -> list[dict[str, object]]:
+    """Programs a sequence, tile, warps and stages at three depths."""
+    results: list[dict[str, object]] = []
+    target, launch = arguments._TARGET_PROGRAMS, tiles.tile_shape
+    shapes = ((16, 4, 3), (16, 8, 2), (32, 4, 2), (32, 4, 3), (32, 8, 2), (32, 8, 3), (64, 4, 2), (64, 8, 2))
+    for (name, heads), q8_0 in itertools.product(DEEP.items(), (False, True)):
+        spec = deep_spec(*heads)
+        for programs, shape in itertools.product((128, 256), shapes):
+            if shape[0] * spec.head_dim * (2 if q8_0 else 4) * shape[2] > 200 << 10:
+                continue
+            arguments._TARGET_PROGRAMS = programs
+            tiles.tile_shape = lambda *_, shape=shape: tiles.TileShape(*shape)  # type: ignore[assignment]
+            try:
+                us = [time_deep(spec, depth, q8_0) for depth in DEPTHS]
+            except Exception as error:  # a shape that does not fit this GPU is a result of the sweep
+                print("sweep", name, q8_0, programs, shape, "failed:", str(error)[:60], flush=True)
+                continue
+            results.append({"model": name, "q8_0": q8_0, "programs": programs, "tile": shape, "us": us})
+            print(f"sweep {name} q8_0={q8_0} {programs} {shape}:", *(f"{t:.1f}" for t in us), flush=True)
+    arguments._TARGET_PROGRAMS, tiles.tile_shape = target, launch
+    return results
+
+
 def prefill_table(spec: AttentionSpec) -> list[dict[str, float]]:
     results = []
     for rows, start in ((32, 0), (128, 0), (512, 0), (2048, 0), (512, 8192), (2048, 14336)):
@@ -213,7 +297,7 @@ def prefill_sweep(spec: AttentionSpec) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="?", choices=["decode", "prefill", "batch"])
+    parser.add_argument("what", nargs="?", choices=["decode", "prefill", "batch", "deep"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
@@ -231,6 +315,8 @@ def main() -> None:
         )
     if args.what in (None, "prefill"):
         report["prefill"] = prefill_sweep(spec) if args.sweep else prefill_table(spec)
+    if args.what == "deep":
+        report["deep"] = deep_sweep() if args.sweep else deep_table()
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({"benchmark": "attention", "parts": sorted(report)}))

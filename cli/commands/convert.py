@@ -40,6 +40,14 @@ def convert(
             show_default="the one that adapter_config.json names",
         ),
     ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            *("--target", "--target-model-dir"),
+            metavar="FOLDER",
+            help="Of an EAGLE-3 draft model the folder of the model that it drafts for.",
+        ),
+    ] = None,
     mmproj: Annotated[
         bool, typer.Option("--mmproj", help="Of a model with vision its projector, not the text model.")
     ] = False,
@@ -72,6 +80,7 @@ def convert(
         output,
         type,
         base=base,
+        target_folder=target,
         mmproj=mmproj,
         split_max_size=most,
         threads=threads,

@@ -62,7 +62,7 @@ def modelfile_table(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
         elif name == "LICENSE":
             table["license"] = f"{table['license']}\n\n{value}" if "license" in table else value
         elif name == "ADAPTER":
-            raise EngineError(f"{at}: ADAPTER is not supported yet: merge the adapter into the model's file")
+            raise EngineError(f"{at}: ADAPTER is no part of a preset: give --lora FILE where it is run")
         elif name in ("RENDERER", "PARSER", "REQUIRES", "DRAFT"):
             notes.append(f"{name} {value}: not used")
         else:

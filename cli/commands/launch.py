@@ -109,7 +109,8 @@ def _endpoint(server: RemoteServer, model: str, agent: Agent) -> Endpoint:
             f"{model} is served with a context of {context} tokens, and {agent.program} needs {agent.context}: "
             f"serve it with -c {agent.context}, or take a model with a longer context"
         )
-    return Endpoint(server.address, server.given_key or "none", model, context)
+    images = "vision" in shown["capabilities"]
+    return Endpoint(server.address, server.given_key or "none", model, context, images)
 
 
 def _run(agent: Agent, endpoint: Endpoint, arguments: Sequence[str], folder: Path) -> int:

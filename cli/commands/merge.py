@@ -37,7 +37,7 @@ def merge(
         typer.Option("--imatrix", metavar="FILE", help="Importances of columns, for what is quantized."),
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; the bytes are the same on each.")
+        str, typer.Option("--device", help="auto, cpu, cuda or cuda:N; sums may differ in their last bits.")
     ] = "auto",
     threads: Annotated[
         int | None,

@@ -26,6 +26,7 @@ RUN_OPTIONS = Only(
     *("n_cpu_moe", "tensor_parallel", "expert_parallel", "devices", "split", "tensor_split"),
 )
 """Options of a model that computes prompts alone."""
+_WITH_ADAPTERS = Only(*RUN_OPTIONS.names, "lora")
 
 _TASK_PROMPTS = 16
 """Choices that are computed at the same time."""
@@ -99,7 +100,7 @@ _KINDS: "dict[str, TaskKind]" = {
 
 
 @takes_options
-def perplexity(flags: PerplexityFlags, config: Annotated[EngineConfig, RUN_OPTIONS], model: Model) -> None:
+def perplexity(flags: PerplexityFlags, config: Annotated[EngineConfig, _WITH_ADAPTERS], model: Model) -> None:
     """Perplexity of a text, or the accuracy in multiple-choice tasks; both with their error."""
     if flags.task_file is not None:
         _answer(flags, config, model, *flags.task_file)

@@ -251,11 +251,13 @@ def compare_tensors(
 
     Args:
         a: the model that b was made of.
-        text: cut into chunks of `ctx` tokens as `perplexity` does.
-        chunks: how many are computed, at most; None: all. Each takes as many computations as b has tensors.
-        alone: a tensor's cost is the divergence of a with this tensor as in b, for `suggest_types`; else what goes away
-            of that of b with this tensor as in a.
-        step: called before each computation with how many are done, and their number in all.
+        b: the quantized model.
+        text: cut into chunks as `perplexity` does.
+        ctx: tokens of a chunk.
+        chunks: most chunks to compute; None: all. Each takes as many computations as b has tensors.
+        alone: a tensor's cost is the divergence of a with this tensor as in b, which `suggest_types` needs; otherwise
+            it is the part of b's divergence that goes away with this tensor as in a.
+        step: called before each computation with the number that are done and the number of all.
         config: fields of `EngineConfig`, for both models.
 
     Raises:

@@ -178,10 +178,11 @@ def imatrix(
 
     Args:
         model: an LLM whose context holds a chunk, or what `LLM` takes as a model.
+        text: what the model reads, cut into chunks.
         path: the file, in llama-imatrix's GGUF format; it appears when it is complete.
         ctx: tokens of a chunk.
-        dataset: the text's name, which the file has.
-        chunks: how many are computed, at most; None: all.
+        dataset: the name of the text that is written into the file.
+        chunks: most chunks to compute; None: all.
         progress: called after each chunk.
         config: fields of `EngineConfig`, for a model that is loaded here.
 

@@ -223,7 +223,18 @@ def suggest_types(
     bits_per_weight: float,
     imatrix: str | Path | None = None,
 ) -> SuggestedMix:
-    """`suggest` for the files that `compare_tensors` has compared. Raises EngineError as it does."""
+    """The type of every tensor with which a file of a given size is expected to be closest to model a.
+
+    Args:
+        costs: what `compare_tensors(a, b, ..., alone=True)` has measured.
+        a: the model that the file is to be made of.
+        b: the quantized file that it was compared with.
+        bits_per_weight: the size of the whole file, in bits for each weight.
+        imatrix: importances of columns, a file of llama-imatrix in either format.
+
+    Raises:
+        EngineError: as `compare_tensors`.
+    """
     from quengine.models.checkpoint import open_checkpoint
     from quengine.models.hub.hub import resolve_model
     from quengine.models.quantize.imatrix import read_imatrix

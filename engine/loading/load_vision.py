@@ -14,7 +14,7 @@ from quengine.request.image_prompts import Vision, blank_image
 
 logger = logging.getLogger(__name__)
 
-_BOTH_WAYS = ("gemma3", "gemma4v")
+_BOTH_WAYS = ("gemma3", "gemma4v", "gemma4uv")
 """Projectors whose rows attend to one another both ways in layers of the text model that say so
 (AttentionForm.images_both_ways)."""
 

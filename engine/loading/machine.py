@@ -12,10 +12,13 @@ import torch
 
 from quengine.block_pool import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
-from quengine.kernels.backend import Backend
+from quengine.kernels.backend import Backend, LayerState
+from quengine.kernels.lora.adapted import Adapted
+from quengine.kernels.lora.low_rank import Adapters
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
+from quengine.loading.open_adapters import NONE_OPEN, OpenAdapters
 from quengine.loading.placement import of_rank
 from quengine.memory import gib
 from quengine.model_runner import ModelRunner
@@ -53,7 +56,7 @@ REFERENCE_BYTES_A_WEIGHT = 8
 class Machine:
     """The device that models are loaded onto, and how. experts: where those of the model lie. layer: what drafts
     from the model's hidden rows, a layer of its own or an assistant; None: nothing does. takes_images: rows of prompts
-    may be those of images."""
+    may be those of images. adapters: those of the model."""
 
     config: EngineConfig
     device: torch.device
@@ -63,6 +66,7 @@ class Machine:
     experts: ExpertPlacement
     layer: Checkpoint | None = None
     takes_images: bool = False
+    adapters: OpenAdapters = NONE_OPEN
 
     def runner(
         self,
@@ -74,7 +78,8 @@ class Machine:
     ) -> ModelRunner:
         """The weights on the device, with a cache; `drafts`: of the model that drafts for the other."""
         config, device = self.config, self.device
-        backend = make_backend(config, checkpoint, device, self.threads, self.free)
+        adapters = NONE_OPEN if drafts else self.adapters
+        backend = make_backend(config, checkpoint, device, self.threads, self.free, adapters.weights)
         backend.communicator = communicator
         eagle = self.layer if isinstance(self.layer, EagleCheckpoint) else None
         keeps = self.layer is not None and eagle is None
@@ -92,6 +97,8 @@ class Machine:
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
             host = experts.operations(backend, self.threads)
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
+        if isinstance(backend, Adapted):
+            adapters.check_taken(backend.end_loading())
         if eagle is None:
             decoder.kept = cache.hidden
         else:
@@ -186,24 +193,31 @@ class Machine:
         note += f"weights {gib(layer.nbytes)}, "
         note += f"cache {gib(held)} with the hidden rows that it reads"
         most = config.draft_mtp or 0
-        on_device = self._drafts_on_device(runner, target, most)
+        on_device = self._drafts_on_device(decoder, cache.layers, target, most)
         return MtpDrafts(runner, self.draft_steps(runner, target), most, on_device), [note]
 
-    def _drafts_on_device(self, layer: ModelRunner, target: ModelRunner, most: int) -> "DraftGraphs | None":
-        """Steps in which the layer drafts on the device; None where a model has a state that cannot wait for them,
-        image rows with three positions, or steps whose bits are to be those of any other (`deterministic`)."""
-        if layer.graphs is None or target.device_decoder is None:
+    def _drafts_on_device(
+        self, decoder: Decoder, cache: Sequence[LayerState], target: ModelRunner, most: int
+    ) -> "DraftGraphs | None":
+        """Steps in which a layer or an assistant drafts on the device; None where a model has a state that cannot wait
+        for them, image rows with three positions, or steps that have the bits of any other (`deterministic`)."""
+        if target.device_decoder is None:
             return None
         shape = target.decoder.config
         # Text after images is rotated by less than its position.
         turned = self.takes_images and bool(shape.rope_axes)
         if turned or not may_draft_on_device(self.config) or not states_can_wait(shape):
             return None
+        from quengine.runners.assistant_graphs import AssistantGraphs
         from quengine.runners.cuda_graphs import CudaGraphs
         from quengine.runners.draft_graphs import DraftGraphs
 
-        assert isinstance(layer.graphs, CudaGraphs) and isinstance(target.graphs, CudaGraphs)
-        made = DraftGraphs(target.graphs, layer.graphs, most, draft_rows(self.config, "cuda"))
+        assert isinstance(target.graphs, CudaGraphs)
+        graphs, rows = target.graphs, draft_rows(self.config, "cuda")
+        if isinstance(decoder, AssistantDecoder):
+            made: DraftGraphs = AssistantGraphs(graphs, decoder, cache, most, rows)
+        else:
+            made = DraftGraphs(graphs, decoder, cache, most, rows)
         target.device_decoder.drafting = made
         return made
 
@@ -217,7 +231,11 @@ class Machine:
         note = (
             f"drafts by {checkpoint.path.name} from the model's own cache: weights {gib(checkpoint.nbytes)}, "
         )
-        return AssistantDrafts(decoder, target), [f"{note}hidden rows {gib(target.cache.hidden.nbytes)}"]
+        most = draft_tokens(self.config, self.device.type)
+        on_device = self._drafts_on_device(decoder, target.cache.layers, target, most)
+        return AssistantDrafts(decoder, target, on_device), [
+            f"{note}hidden rows {gib(target.cache.hidden.nbytes)}"
+        ]
 
     def _drafts_of_eagle(
         self, target: ModelRunner, eagle: EagleCheckpoint, pools: Sequence[CachePool]
@@ -233,7 +251,7 @@ class Machine:
         note = f"{_draft_note(eagle, cache, target.cache.ctx_size)}; EAGLE-3, of the inputs of layers {layers}, whose "
         note += f"rows take {gib(target.cache.hidden.nbytes)}; {eagle.config.eagle.drafted} tokens"
         most = draft_tokens(config, self.device.type)
-        on_device = self._drafts_on_device(runner, target, most)
+        on_device = self._drafts_on_device(decoder, cache.layers, target, most)
         return EagleDrafts(runner, self.draft_steps(runner, target), most, on_device), [note]
 
     def _draft_runner(self, decoder: Decoder, cache: KVCache) -> ModelRunner:
@@ -269,7 +287,8 @@ class Machine:
     def _layer_plan(self, target: ModelConfig) -> "LayerPlan | None":
         from quengine.runners.compile_kernels import LayerPlan, stored_tensors
 
-        if self.layer is None or not self.layer.config.is_draft_layer:
+        config = None if self.layer is None else self.layer.config
+        if self.layer is None or config is None or not (config.is_draft_layer or config.target_width):
             return None
         tensors, slots = stored_tensors(self.layer.tensors), _graph_rows(self.config, True)
         waits = states_can_wait(target) and may_draft_on_device(self.config)
@@ -279,7 +298,8 @@ class Machine:
             fusion = stored_tensors(self.layer.fusion.tensors)
             reduced = self.layer.drafted is not None
             return LayerPlan(self.layer.config, tensors, slots, most, rows, fusion, reduced)
-        most = self.config.draft_mtp or 0 if waits else 0
+        wanted = draft_tokens(self.config, "cuda") if config.target_width else self.config.draft_mtp or 0
+        most = wanted if waits else 0
         return LayerPlan(self.layer.config, tensors, slots, most, rows)
 
     def draft_steps(self, runner: ModelRunner, target: ModelRunner) -> DraftSteps:
@@ -299,8 +319,8 @@ class Machine:
 
 def may_draft_on_device(config: EngineConfig) -> bool:
     """Whether steps may draft on the device: states advance over accepted rows in a kernel of its own, whose last bits
-    may be others than a plain step's, and `deterministic` allows none."""
-    return not config.deterministic
+    may be others than a plain step's, and `deterministic` allows none. Such steps have no LoRA adapters."""
+    return not config.deterministic and not config.lora
 
 
 def states_can_wait(config: ModelConfig) -> bool:
@@ -354,19 +374,39 @@ def _copied(
 
 
 def make_backend(
-    config: EngineConfig, checkpoint: Checkpoint, device: torch.device, threads: int, free: int
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    threads: int,
+    free: int,
+    adapters: Adapters | None = None,
 ) -> Backend[Any]:
+    """The backend of a device. adapters: of the weights that it is to load."""
     if config.backend == "reference":
+        keep = REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2
+        if adapters is not None:
+            from quengine.kernels.lora.reference import AdaptedReference
+
+            return AdaptedReference(adapters, keep)
         from quengine.kernels.reference import ReferenceBackend
 
-        return ReferenceBackend(keep=REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2)
+        return ReferenceBackend(keep)
     if device.type == "cuda":
-        from quengine.kernels.cuda.backend import CudaBackend
         from quengine.platform.device import announce_compilation
 
         cuda_start.wait()
         announce_compilation(torch.cuda.get_device_name(device))
+        if adapters is not None:
+            from quengine.kernels.cuda.lora.backend import AdaptedCuda
+
+            return AdaptedCuda(adapters, device, batch_invariant=config.deterministic)
+        from quengine.kernels.cuda.backend import CudaBackend
+
         return CudaBackend(device, batch_invariant=config.deterministic)
+    if adapters is not None:
+        from quengine.kernels.cpu.lora import AdaptedCpu
+
+        return AdaptedCpu(adapters, threads)
     from quengine.kernels.cpu.backend import CpuBackend
 
     return CpuBackend(threads)

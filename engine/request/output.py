@@ -20,7 +20,14 @@ class LikelyToken:
 
 @dataclass(frozen=True)
 class TokenScore(LikelyToken):
-    """A token of a prompt or a text; `top` are the likeliest tokens there, best first, itself among them or not."""
+    """A token of a prompt or a text, with the likeliest tokens in its place.
+
+    Attributes:
+        token: its id.
+        text: its text; control tokens by name, bytes that are no UTF-8 as U+FFFD.
+        logprob: the natural logarithm of its probability.
+        top: the likeliest tokens there as `LikelyToken`, best first; the token itself may be among them.
+    """
 
     top: tuple[LikelyToken, ...] = ()
 
@@ -38,7 +45,14 @@ def with_texts(entries: Iterable[TokenLogprobs], text: Callable[[int], str]) -> 
 
 @dataclass(frozen=True)
 class BatchProgress:
-    """How far a batch is: completions that have ended, and all; tokens of all so far; seconds since its start."""
+    """How far a batch is.
+
+    Attributes:
+        done: completions that have ended.
+        total: completions of the batch.
+        tokens: tokens that were generated so far.
+        seconds: time since its start.
+    """
 
     done: int
     total: int
@@ -51,7 +65,7 @@ class BatchProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """By the completions that have ended; None before the first."""
+        """An estimate from the completions that have ended; None before the first."""
         return self.seconds * (self.total - self.done) / self.done if self.done else None
 
 

@@ -60,7 +60,9 @@ PLAIN_KEYS = ("model", "messages", "license")
 def check_no_adapter(table: Mapping[str, Any], where: str) -> None:
     """Raises EngineError where a table names an adapter."""
     if {"adapter", "adapters", "lora"} & table.keys():
-        raise EngineError(f"{where}: adapters are not supported yet: merge them into the model's file")
+        raise EngineError(
+            f"{where}: adapters are no part of a preset: give --lora FILE where it is run, or merge them (engine merge)"
+        )
 
 
 def _messages(value: Any, where: str) -> tuple[dict[str, str], ...]:

@@ -88,7 +88,11 @@ class LogitsProcessor(Protocol):
     def __call__(self, token_ids: list[int], logits: "NDArray[np.float32]", /) -> "NDArray[np.float32]":
         """The logits to go on with, the given array or another; -inf bans a token.
 
-        token_ids: of the prompt and the text so far. logits: the model's own, [vocab]. Both are copies.
+        Both arguments are copies.
+
+        Args:
+            token_ids: those of the prompt and of the text so far.
+            logits: the model's own, fp32 [vocab].
         """
         ...
 
@@ -96,13 +100,13 @@ class LogitsProcessor(Protocol):
 @hinted_options
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one sequence is sampled; immutable, checked once when made.
+    """How one sequence is sampled. Immutable; values are checked when it is made.
 
     Attributes:
-        max_tokens: most tokens to generate; 0: the prompt alone is computed; None: until the context is full, or with
-            `context_shift` for ever.
-        min_tokens: no end token and none of `stop_token_ids` before this many tokens; stop strings and
-            `max_tokens` end the text anyhow.
+        max_tokens: most tokens to generate; 0: only the prompt is computed; None: until the context is full, or with
+            `context_shift` without end.
+        min_tokens: fewest tokens before an end token or one of `stop_token_ids`; stop strings and `max_tokens` end
+            the text earlier.
         temperature: logits are divided by it; 0 takes the most likely token (greedy).
         top_k: keep the k most likely tokens; 0 or -1: all of them.
         top_p: keep the most likely tokens that together reach this probability; 1: all of them.
@@ -117,26 +121,36 @@ class SamplingParams:
         stop: strings that end the text; they are not part of it.
         stop_token_ids: tokens that end the text, beside the model's own end tokens.
         ignore_eos: go on after the model's end tokens (benchmarks).
-        logprobs: report the log-probability of each token and of this many likely ones; None: of none.
-        prompt_logprobs: the same for each token of the prompt but the first; None: of none.
-        logits_processors: functions that change the logits before each token, in order, before all else
-            (`LogitsProcessor`); the constraint and `logit_bias` hold after them. The host samples such a sequence: on a
-            GPU each of its steps waits for the one before, those of others do not.
+        logprobs: report the log-probability of each token, and of this many likely ones; None: no report.
+        prompt_logprobs: the same for each token of the prompt but the first; None: no report.
+        logits_processors: functions that change the logits before each token, in order (`LogitsProcessor`); the
+            constraint and `logit_bias` are applied after them. The host samples such a sequence, so on a GPU each of
+            its steps waits for the one before.
         constraint: what the text has to be (a JSON schema, a regex, a grammar); None: anything.
-        dry_multiplier, dry_base, dry_allowed_length, dry_penalty_last_n, dry_sequence_breakers: the penalty on going on
-            with a repetition (`sampling_chain.dry`); multiplier 0: none. dry_penalty_last_n -1: all tokens.
-        xtc_probability, xtc_threshold: how often the likeliest tokens are dropped, and how likely they are.
-        mirostat: keep the surprise at mirostat_tau (bits), with a learning rate of mirostat_eta, by version 1 or 2
-            with no other sampler but the temperature; 0: off.
-        dynatemp_range, dynatemp_exponent: the temperature is up to this much lower or higher, by entropy; 0: fixed.
+        dry_multiplier: DRY, a penalty on going on with a repetition (`sampling_chain.dry`): its size; 0: off.
+        dry_base: by which factor it grows with each token of the repetition.
+        dry_allowed_length: repetitions of fewer tokens are free.
+        dry_penalty_last_n: how many of the last tokens are searched for them; -1: all.
+        dry_sequence_breakers: texts that end a repetition.
+        xtc_probability: XTC: how often all tokens above `xtc_threshold` but the least likely of them are dropped.
+        xtc_threshold: that probability of a token; above 0.5: off.
+        mirostat: version 1 or 2, which keeps the surprise of tokens near a target, with no other sampler but the
+            temperature; 0: off.
+        mirostat_tau: that target, in bits.
+        mirostat_eta: its learning rate.
+        dynatemp_range: the temperature is up to this much lower or higher, by the entropy; 0: fixed.
+        dynatemp_exponent: the exponent of the entropy in that.
         top_n_sigma: keep tokens within this many standard deviations of the largest logit; 0 or -1: all.
-        samplers: which of them are applied, in this order: names, or a string of letters (`sampling_chain.names`).
-        post_sampling_probs: `logprobs` are those after the samplers, of what the token was drawn from.
-        context_shift: where the context is full, discard tokens after the first `n_keep` (-1: the prompt) and go on:
-            `n_discard` of them, 0: half (context/context_shift.py).
-        n_indent: a line, but the first, that begins with fewer spaces and tabs ends the text before what else it has.
-        t_max_predict_ms: so long after the first token the next line end ends the text; 0 or -1: never.
-        n: how many completions of the prompt; they share the seed and differ in its stream of random numbers.
+        samplers: which samplers are applied, in this order: names, or a string of letters (`sampling_chain.names`).
+        post_sampling_probs: `logprobs` are the probabilities after the samplers, from which the token was drawn.
+        context_shift: where the context is full, discard tokens and go on, in place of ending.
+        n_keep: first tokens that a context shift keeps; -1: the prompt.
+        n_discard: tokens after these that it discards; 0: half.
+        n_indent: ends the text before a line, other than its first, with fewer spaces and tabs at its beginning.
+        t_max_predict_ms: ends the text at the first line end after this time since its first token; 0 or -1: never.
+        lora: the scales of the model's LoRA adapters by number, from 0 in the order of loading; those that are left out
+            are 0. None: the scales that they were loaded with.
+        n: completions of the prompt; they share the seed and have streams of random numbers of their own.
 
     Raises:
         EngineError: a value is outside its range; one line with the field, the value and the range.
@@ -275,6 +289,7 @@ class SamplingParams:
     n_discard: Annotated[int, Range(0, MAX_COUNT)] = 0
     n_indent: Annotated[int, Range(0, MAX_COUNT)] = 0
     t_max_predict_ms: Annotated[int, Range(-1, MAX_COUNT)] = 0
+    lora: Mapping[int, float] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -292,6 +307,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", _texts("stop", self.stop, "stop string"))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "lora", _scales(self.lora))
         object.__setattr__(self, "dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
         object.__setattr__(self, "samplers", _order(self.samplers))
         object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
@@ -434,6 +450,17 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
     for token in ids:
         _check_number(name, token, _TOKEN, whole=True)
     return ids
+
+
+def _scales(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _invalid("lora", value, "must map numbers of adapters to scales")
+    for number, scale in value.items():
+        _check_number("lora adapter", number, _TOKEN, whole=True)
+        _check_number(f"lora[{number}]", scale, _BIAS, whole=False)
+    return {number: float(scale) for number, scale in value.items()}
 
 
 def _biases(value: Any) -> dict[int, float]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from quengine.context.context_shift import ContextShift
 from quengine.kernels import compile_clock
 from quengine.platform.ranges import ProfilerRange
+from quengine.request.adapter_scales import Scales, salted
 from quengine.request.output import Completion, Timings, with_texts
 from quengine.request.pooling import Pool
 from quengine.request.prompt_images import PromptImages
@@ -62,6 +63,8 @@ class Sequence:
         shifts, discarded_tokens: how often it has done so, and what.
         compiled: `compile_clock` at its start, its first token and its last.
         images: of the prompt, whose rows are given as embeddings; None: there are none.
+        adapters: the scales of the model's LoRA adapters for its rows; None: it has none.
+        adapter_salt: `AdapterScales.salt` of them.
         num_prefill_tokens: tokens that were not generated token by token: the prompt, or what the last shift has left.
     """
 
@@ -103,14 +106,17 @@ class Sequence:
     shifts: int = 0
     discarded_tokens: int = 0
     images: PromptImages | None = None
+    adapters: Scales | None = None
+    adapter_salt: int = 0
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
 
     @property
     def key_ids(self) -> list[int]:
-        """What identifies the contents of its blocks: its tokens, but for the rows of images."""
-        return self.token_ids if self.images is None else self.images.keyed(self.token_ids)
+        """What identifies the contents of its blocks: its tokens, but for the rows of images, and its adapters."""
+        ids = self.token_ids if self.images is None else self.images.keyed(self.token_ids)
+        return salted(ids, self.adapter_salt)
 
     @property
     def max_positions(self) -> int:

@@ -10,6 +10,7 @@ from quengine.errors import EngineError
 from quengine.kernels.sampling import Choose
 from quengine.models.config import ModelConfig
 from quengine.models.tokenizer import Tokenizer
+from quengine.request.adapter_scales import NO_ADAPTERS, AdapterScales
 from quengine.request.prompt_images import PromptImages
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sampling_params import SamplingParams
@@ -24,13 +25,14 @@ from quengine.structured.token_mask import MinTokens, TokenMask
 
 @dataclass(frozen=True)
 class SequenceFactory:
-    """Makes sequences for one model. `choose` chooses tokens on the host."""
+    """Makes sequences for one model. `choose` chooses tokens on the host. adapters: the model's."""
 
     tokenizer: Tokenizer
     config: ModelConfig
     ctx_size: int
     constraints: ConstraintCompiler
     choose: Choose
+    adapters: AdapterScales = NO_ADAPTERS
 
     def make(
         self,
@@ -46,7 +48,8 @@ class SequenceFactory:
 
         Raises:
             EngineError: the prompt does not fit, or a parameter names a token outside the vocabulary or has a
-                constraint that cannot be compiled; or log-probabilities of a prompt with images are wanted.
+                constraint that cannot be compiled, or an adapter that there is not; or log-probabilities of a prompt
+                with images are wanted.
         """
         ids, params = self.checked(ids, answers), self.resolved(params)
         spec = params.constraint
@@ -63,12 +66,15 @@ class SequenceFactory:
         top = params.prompt_logprobs
         if top is not None and images is not None:
             raise EngineError("prompt_logprobs: a prompt with images has no log-probabilities")
+        scales = self.adapters.of(params.lora)
         return Sequence(
             *(ids, params, sampler, stream, end_ids, self.ctx_size),
             shift=shift,
             images=images,
             scores=None if top is None else PromptScores(ids, top),
             opening=self._opening(ids) if self._keeps_states else 0,
+            adapters=scales,
+            adapter_salt=self.adapters.salt(scales),
         )
 
     @cached_property
@@ -92,13 +98,13 @@ class SequenceFactory:
         return BreakerFinder(self.tokenizer, self.config.vocab_size)
 
     def resolved(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with a seed, and `ignore_eos` as a bias."""
-        params = params.with_seed()
-        if not params.ignore_eos:
+        """The parameters with a seed, and `ignore_eos` and the tokens that the model never generates as biases."""
+        params, known = params.with_seed(), self.tokenizer
+        tokens = known.suppressed_ids | known.eos_ids if params.ignore_eos else known.suppressed_ids
+        if not tokens:
             return params
         # Some tokenizers have more tokens than the model's embedding has rows.
-        ends = [token for token in self.tokenizer.eos_ids if token < self.config.vocab_size]
-        banned = dict.fromkeys(ends, -math.inf)
+        banned = dict.fromkeys((token for token in tokens if token < self.config.vocab_size), -math.inf)
         return replace(params, logit_bias={**params.logit_bias, **banned})
 
     def checked(self, ids: list[int], answers: bool = True) -> list[int]:

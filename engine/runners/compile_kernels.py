@@ -20,6 +20,7 @@ from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
+from quengine.models.assistant_decoder import AssistantDecoder
 from quengine.models.config import EagleSizes, ModelConfig
 from quengine.models.decoder import Decoder
 from quengine.models.draft_decoder import DraftDecoder
@@ -27,6 +28,7 @@ from quengine.models.eagle_decoder import EagleDecoder
 from quengine.models.fused_rows import FusedRows
 from quengine.platform.machine import cpu_quota, usable_cpus
 from quengine.platform.torch_import import PRELUDE
+from quengine.runners.assistant_graphs import AssistantGraphs
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.draft_graphs import DraftGraphs
 from quengine.runners.graph_keys import PREFILL_ROWS, GraphKey, SamplingKind, biased_keys, decode_key
@@ -51,9 +53,9 @@ _FIRST = (decode_key(1, _DEFAULT), GraphKey("prefill", PREFILL_ROWS[0], 1))
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The same of a layer that drafts: the model's own, or an EAGLE-3 draft model. slots: see `CudaGraphs`. most, rows:
-    see `DraftGraphs`; most 0: there are none. fusion: the tensors of an EAGLE-3 draft model that the model's steps
-    read. is_reduced: it drafts from some of the tokens."""
+    """The same of a layer that drafts: the model's own, an EAGLE-3 draft model, or an assistant. slots: see
+    `CudaGraphs`. most, rows: see `DraftGraphs`; most 0: there are none. fusion: the tensors of an EAGLE-3 draft model
+    that the model's steps read. is_reduced: it drafts from some of the tokens."""
 
     config: ModelConfig
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -67,11 +69,14 @@ class LayerPlan:
     def sizes(self) -> EagleSizes | None:
         return self.config.eagle
 
+    def assistant(self, target: Decoder, ctx_size: int) -> AssistantDecoder:
+        """The assistant on the backend of the model."""
+        return AssistantDecoder(self.config, meta_tensors(self.tensors), target, ctx_size)
+
     def decoder(self, target: Decoder, cache: KVCache, ctx_size: int) -> Decoder:
         """The layer on the backend of the model, over rows that this cache keeps."""
         tensors = meta_tensors(self.tensors)
         if self.sizes is None:
-            target.kept = cache.hidden
             return DraftDecoder(self.config, tensors, target, ctx_size)
         cache.keep_hidden(self.config.embedding_length, torch.float32, META)
         assert cache.hidden is not None
@@ -112,9 +117,10 @@ class KernelPlan:
         decoder = Decoder(self.config, meta_tensors(self.tensors), backend, self.ctx_size, self.chunk_size)
         cache = KVCache.allocate(self.config, self.ctx_size, META, self.cache_type, self.pools, drafts)
         rest = self.prefill_tokens, self.shares_sequences
-        layer = None if self.layer is None else self.layer.decoder(decoder, cache, self.ctx_size)
+        decoder.kept = cache.hidden
         graphs = [CudaGraphs(decoder, cache, self.slots, *rest)]
-        if self.layer is not None and layer is not None:
+        if self.layer is not None and not self.layer.config.target_width:
+            layer = self.layer.decoder(decoder, cache, self.ctx_size)
             size = min(self.ctx_size, self.layer.config.context_length) if self.layer.sizes else self.ctx_size
             own = KVCache.allocate(self.layer.config, size, META, self.cache_type, self.pools[:1])
             graphs.append(CudaGraphs(layer, own, self.layer.slots, *rest))
@@ -124,7 +130,11 @@ class KernelPlan:
         """Given `graphs`, the steps in which the layer drafts on the device; None: there are none."""
         if self.layer is None or not self.layer.most:
             return None
-        return DraftGraphs(graphs[0], graphs[1], self.layer.most, self.layer.rows)
+        target, (most, rows) = graphs[0], (self.layer.most, self.layer.rows)
+        if self.layer.config.target_width:
+            assistant = self.layer.assistant(target.decoder, self.ctx_size)
+            return AssistantGraphs(target, assistant, target.cache.layers, most, rows)
+        return DraftGraphs(target, graphs[1].decoder, graphs[1].cache.layers, most, rows)
 
     def marks(self) -> tuple[object, ...]:
         """The key of these kernels, together with the GPU."""

@@ -15,13 +15,14 @@ from quengine.kernels.cpu.step_recorder import Buffers
 from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import BlockTables, Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
+from quengine.kernels.lora.adapted import Adapted
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.parallel.wire import Together, alone
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cpu_kernels import finish_compiling
 from quengine.runners.graph_keys import EXACT_CPU_ROWS, GraphKey, decode_key
-from quengine.step_plan import SequenceRows
+from quengine.step_plan import SequenceRows, adapter_scales
 
 
 class CpuSteps:
@@ -44,7 +45,8 @@ class CpuSteps:
         if phase == "prefill":
             return None
         count = sum(len(part.ids) for part in rows)
-        return decode_key(count if count <= EXACT_CPU_ROWS else -(-count // 4) * 4)
+        key = decode_key(count if count <= EXACT_CPU_ROWS else -(-count // 4) * 4)
+        return key._replace(adapted=any(part.adapters is not None for part in rows))
 
     def replay(
         self,
@@ -55,7 +57,7 @@ class CpuSteps:
     ) -> Tensor:
         """Logits fp32 [rows, vocab], valid until the next step."""
         tokens, positions, tables = list[int](), list[int](), list[BlockTables]()
-        for ids, start, of_sequence, _ in rows:
+        for ids, start, of_sequence, _, _ in rows:
             tokens += ids
             positions += range(start, start + len(ids))
             tables += [of_sequence] * len(ids)
@@ -64,7 +66,8 @@ class CpuSteps:
         tables += [[[PADDING_BLOCK]] * len(self._cache.pools)] * padding
         step = self._steps.get(key) or self.capture(key)
         turned = None if angles is None else [*angles] + [0] * padding
-        return step.run(tokens + [0] * padding, positions + [0] * padding, tables, turned)[:count]
+        scales = adapter_scales(rows) if key.adapted else None
+        return step.run(tokens + [0] * padding, positions + [0] * padding, tables, turned, scales)[:count]
 
     @torch.no_grad()
     def capture(self, key: GraphKey) -> CompiledStep:
@@ -72,8 +75,15 @@ class CpuSteps:
         if key not in self._steps:
             decoder, layers = self._decoder, self._cache.layers
             blocks, groups = blocks_for(self._cache.ctx_size), len(self._cache.pools)
+            backend = decoder.backend
+            adapters = backend.adapter_count if key.adapted and isinstance(backend, Adapted) else 0
             self._steps[key] = CompiledStep(
-                lambda batch: decoder.forward(batch, layers), key.rows, blocks, self._buffers, groups
+                lambda batch: decoder.forward(batch, layers),
+                key.rows,
+                blocks,
+                self._buffers,
+                groups,
+                adapters,
             )
         return self._steps[key]
 

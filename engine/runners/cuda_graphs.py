@@ -25,6 +25,7 @@ from quengine.kernels.cuda.sampling.sampling import (
 from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
+from quengine.kernels.lora.adapted import Adapted
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.parallel.wire import Capture, Configure, LaunchDecode, PlannedStep, Prompts, Together, alone
@@ -99,8 +100,10 @@ class CudaGraphs:
         self.shares_sequences = shares_sequences
         slots = self.rows if slots is None else slots
         turns = takes_embeds and bool(decoder.config.rope_axes)
+        backend = decoder.backend
+        self.adapters = backend.adapter_count if isinstance(backend, Adapted) else 0
         self.inputs = DecodeInputs(
-            self.rows, slots, blocks_for(cache.ctx_size), len(cache.pools), device, turns
+            self.rows, slots, blocks_for(cache.ctx_size), len(cache.pools), device, turns, self.adapters
         )
         self.prompts = PrefillInputs(
             cache.ctx_size,
@@ -110,6 +113,7 @@ class CudaGraphs:
             device,
             decoder.config.embedding_length if takes_embeds else 0,
             turns,
+            self.adapters,
         )
         self._takes_embeds = takes_embeds
         held = len(self.inputs.of_slots.tokens)
@@ -149,7 +153,11 @@ class CudaGraphs:
         keys = expected_keys(self._plain_rows, self.decoder.chunk_size, *mixed)
         if self.shares_sequences:
             keys += sharing_keys(expected_keys(self.rows, 0))
-        return [key for key in keys if self._captures(key)]
+        return [key for key in self._with_adapters(keys) if self._captures(key)]
+
+    def _with_adapters(self, keys: list[GraphKey]) -> list[GraphKey]:
+        """These keys, and those of the same steps with adapters, where the model has some."""
+        return keys + [key._replace(adapted=True) for key in keys] if self.adapters else keys
 
     @property
     def _plain_rows(self) -> int:
@@ -169,6 +177,8 @@ class CudaGraphs:
         Decode steps that return logits are eager too; those that sample tokens are run by `launch`.
         """
         key = prefill_key([len(part.ids) for part in rows]) if phase == "prefill" else None
+        if key is not None and any(part.adapters is not None for part in rows):
+            key = key._replace(adapted=True)
         takes = embeds is None or (self._takes_embeds and embeds.later is None and not embeds.spans)
         if key is None or not takes or not self._captures(key):
             return None
@@ -239,6 +249,8 @@ class CudaGraphs:
         """
         rows = self.inputs.set_rows(slots, given)
         key = decode_key(padded_rows(rows), kind, rows > len(slots))
+        if self.adapters and any(slot.adapted for slot in slots):
+            key = key._replace(adapted=True)
         with self.together(LaunchDecode(key, self.inputs.changes)):
             step = self.decode_step(key)
             self.inputs.send()
@@ -317,6 +329,7 @@ class CudaGraphs:
             keys = decode_keys(1, params)
             if self.shares_sequences:
                 keys += sharing_keys(decode_keys(min(_ONE_SEQUENCE, self.rows), params))
+            keys = self._with_adapters(keys)
         else:
             keys = self.keys
             finish_compiling()  # the processors are then free for what is timed next
@@ -362,7 +375,8 @@ class CudaGraphs:
             return self._run(key)
         device = self._history.device
         turns = self.inputs.turns
-        inputs = DecodeInputs(key.rows, 1, self.inputs.blocks, self.inputs.groups, device, turns)
+        blocks, groups = self.inputs.blocks, self.inputs.groups
+        inputs = DecodeInputs(key.rows, 1, blocks, groups, device, turns, self.adapters)
         held = len(inputs.of_slots.tokens)
         history = torch.zeros(held, self._history.shape[1], dtype=torch.int32, device=device)
         chosen = ChosenTokens.allocate(self._chosen.tokens.shape[0], inputs.rows, device)
@@ -408,7 +422,7 @@ class CudaGraphs:
     ) -> Tensor:
         """Logits fp32 [rows, vocab] of the first rows; the tokens are stored in `chosen`."""
         rows, step, slots = key.rows, inputs.step, inputs.of_slots
-        batch = inputs.batch(rows, key.shares)
+        batch = inputs.batch(rows, key.shares, key.adapted)
         pdl = has_dependent_launch(batch.device)
         if self.drafted is not None and key.shares:
             take_drafts(step, self.drafted, rows, pdl)

@@ -66,7 +66,7 @@ class DeviceDecoder:
             if slot.kind != kind:
                 self._rows.configure(slot, sequence.params, sequence.sampler, sequence.token_ids)
             self.drafting.configure(slot, kind, sequence.params, sequence.sampler)
-            if 0 < slot.undrafted <= window:
+            if self.drafting.goes_on(slot):
                 parts.append(DraftedSequence(slot.index, *room))
             else:
                 ids = sequence.token_ids
@@ -116,6 +116,8 @@ class DeviceDecoder:
         if not slot.written:
             slot.wanted = SamplingKind.of(sequence.params)
             self._graphs.inputs.set_lag(slot.index, 0 if sequence.images is None else sequence.images.lag)
+            self._graphs.inputs.set_adapters(slot.index, sequence.adapters)
+            slot.adapted = sequence.adapters is not None
         self._rows.send_tables(slot, sequence.block_tables)
 
     def _set_sampling(self, plan: StepPlan, unset: list[int], given: dict[int, SamplingKind | None]) -> None:

@@ -15,12 +15,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from quengine.kernels.backend import LayerState
 from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens
 from quengine.kernels.cuda.sampling.draft_rows import accept, enter, place
 from quengine.kernels.cuda.sampling.sampling import DecodeState, SamplingBuffers, sample_step
 from quengine.kernels.draft_rows import Drafting, Newest, PlacedRows
 from quengine.kernels.forward_batch import ForwardBatch, PendingStates
+from quengine.models.decoder import Decoder
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import PENDING, CudaGraphs, settings_of
 from quengine.runners.graph_capture import CapturedStep, capture_step
@@ -64,8 +66,7 @@ class DraftGraphs:
 
     Args:
         target: the graphs of the model, whose tables by slot are read and written.
-        layer: those of its layer, over the target's block tables of the first cache group; of these only the decoder
-            and its cache are used.
+        decoder, cache: the layer, and its keys and values, over the target's block tables of the first cache group.
         most: most drafted tokens of a sequence.
         rows: most rows of the model in a step.
         capture: `graph_capture.capture_step`.
@@ -74,12 +75,13 @@ class DraftGraphs:
     def __init__(
         self,
         target: CudaGraphs,
-        layer: CudaGraphs,
+        decoder: Decoder,
+        cache: Seq[LayerState],
         most: int,
         rows: int,
         capture: Callable[[Callable[[], Tensor], Callable[[], Tensor], Any], CapturedStep] = capture_step,
     ) -> None:
-        self._target, self._layer, self.most = target, layer, most
+        self._target, self._decoder, self._cache, self.most = target, decoder, cache, most
         self._rows = min(rows, target.rows, UNMOVED_ROWS)
         self._unused = target.inputs.slots
         held, of_slots = slice(self._unused + 1), target.inputs.of_slots
@@ -114,6 +116,11 @@ class DraftGraphs:
         one more, and those of a pause."""
         return self.most + 1 + MOST_PAUSE
 
+    def goes_on(self, slot: Slot) -> bool:
+        """Whether a step drafts after a slot's newest token without the host: the device has it, and the rows that the
+        layer lacks are within the window."""
+        return 0 < slot.undrafted <= self.window
+
     def most_drafted(self, sequences: int) -> int:
         """Most drafted tokens of each of `sequences` sequences in a step; 0: they take too many rows."""
         sizes = range(self.most, 0, -1) if sequences <= DECODE_ROWS[-1] else ()
@@ -126,7 +133,7 @@ class DraftGraphs:
         """Sets the sampling of a slot's drafts in steps of `kind`, if it is not set: as its tokens are sampled."""
         if self._kinds.get(slot) == kind:
             return
-        vocab = self._layer.decoder.config.vocab_size
+        vocab = self._decoder.config.vocab_size
         plain = replace(params, repeat_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
         bias = {token: value for token, value in params.logit_bias.items() if token < vocab}
         history = self._drafted.history[slot.index, :0]
@@ -229,7 +236,7 @@ class DraftGraphs:
             placed = self._place(drafting, known, self._tables[:1], first, rows, pdl)
             last = None if made else self._last_rows(key.sequences)
             batch = ForwardBatch("decode", *placed[:3], logits_rows=last, shares_sequences=not made)
-            logits = self._layer.decoder.forward(batch, self._layer.cache.layers)
+            logits = self._decoder.forward(batch, self._cache)
             taking = drafting.slots, drafting.slots, placed.last
             sample_step(logits, DecodeState(*self._drafted, *taking, self._unread), buffers, pdl)
 
@@ -281,7 +288,7 @@ class DraftGraphs:
 
     def _draft_buffers(self, kind: SamplingKind) -> SamplingBuffers:
         if kind not in self._buffers:
-            vocab, rows = self._layer.decoder.config.vocab_size, max(self._unused + 1, self._sequences)
+            vocab, rows = self._decoder.config.vocab_size, max(self._unused + 1, self._sequences)
             made = SamplingBuffers.allocate(rows, vocab, kind.top_k, self._device, kind.bias, kind.penalties)
             self._buffers[kind] = made
         return self._buffers[kind]

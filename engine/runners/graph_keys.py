@@ -75,7 +75,8 @@ class GraphKey(NamedTuple):
     logits).
 
     In decode every row counts as a sequence. shares: a sequence may have several rows of a decode step, as with drafts
-    (`ForwardBatch.shares_sequences`): its kernels are slower than those of a step without.
+    (`ForwardBatch.shares_sequences`): its kernels are slower than those of a step without. adapted: rows may have LoRA
+    adapters (`ForwardBatch.adapters`), whichever.
     """
 
     phase: Phase
@@ -83,10 +84,11 @@ class GraphKey(NamedTuple):
     sequences: int
     sampling: SamplingKind | None = None
     shares: bool = False
+    adapted: bool = False
 
     def holds(self, other: "GraphKey") -> bool:
         """Whether a step of this key can run a step of the other."""
-        ours, theirs = ((key.phase, key.sampling, key.shares) for key in (self, other))
+        ours, theirs = ((key.phase, key.sampling, key.shares, key.adapted) for key in (self, other))
         same = ours == theirs
         return same and self.rows >= other.rows and self.sequences >= other.sequences
 

@@ -20,9 +20,10 @@ from quengine.kernels.cuda.sampling.batch_rows import ChosenTokens, RowInputs, S
 from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import STATE_ENTRIES, ForwardBatch, PrefillTiles, pad_block_tables
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
+from quengine.request.adapter_scales import Scales
 from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
 from quengine.slot import Slot
-from quengine.step_plan import SequenceRows
+from quengine.step_plan import SequenceRows, adapter_scales
 
 _ALIGNED_ROWS = 8
 """Rows are padded to a multiple of this, so that each vector starts where a kernel may load 16 bytes at a time."""
@@ -60,11 +61,19 @@ class DecodeInputs:
     Slot S is that of padding rows. Tokens and positions of slots are the device's own. A step begins by reading its
     rows from the slots' tables (`place`).
 
-    Changes are collected on the host in `changes`, values by index, and sent together by `send`.
+    Changes are collected on the host in `changes`, values by index, and sent together by `send`. With `adapters` the
+    slots have scales of as many LoRA adapters beside them.
     """
 
     def __init__(
-        self, rows: int, slots: int, blocks: int, groups: int, device: torch.device, turns: bool = False
+        self,
+        rows: int,
+        slots: int,
+        blocks: int,
+        groups: int,
+        device: torch.device,
+        turns: bool = False,
+        adapters: int = 0,
     ) -> None:
         self.rows, self.slots, self.blocks, self.groups = aligned(rows), slots, blocks, groups
         self.turns = turns
@@ -87,6 +96,8 @@ class DecodeInputs:
             torch.zeros(self.rows, dtype=torch.int32, device=device),
             torch.full((groups, self.rows, blocks), PADDING_BLOCK, dtype=torch.int32, device=device),
         )
+        self.adapters = torch.zeros(adapters, held, dtype=torch.float32, device=device)
+        self._adapted = set[int]()  # slots whose scales are not all 0
         self.changes: dict[int, int] = {}
         self._sent: list[_Row] = []
         self._going_on: list[Slot] = []  # the slots of the last step, if the host gave no row of it
@@ -101,6 +112,19 @@ class DecodeInputs:
         """Sets by how much less than its position a slot's rows are rotated, where `turns`."""
         if self._angles is not None:
             self.changes[self._first_lag + slot] = lag
+
+    def set_adapters(self, slot: int, scales: Scales | None) -> None:
+        """Sets the scales of a slot's LoRA adapters, in stream order."""
+        if scales is None and slot not in self._adapted:
+            return
+        if scales is None:
+            self._adapted.discard(slot)
+            self.adapters[:, slot].zero_()
+            return
+        self._adapted.add(slot)
+        made = torch.tensor(scales, dtype=torch.float32)
+        made = made.pin_memory() if self.adapters.is_cuda else made
+        self.adapters[:, slot].copy_(made, non_blocking=True)
 
     def turn(self, rows: int) -> None:
         """Computes by what the first `rows` rows are rotated, once they are placed."""
@@ -135,9 +159,10 @@ class DecodeInputs:
         self.all.index_copy_(0, pairs[0], pairs[1].to(torch.int32))
         self.changes.clear()
 
-    def batch(self, rows: int, shares_sequences: bool) -> ForwardBatch:
-        """The batch of the first `rows` rows, once they are placed."""
+    def batch(self, rows: int, shares_sequences: bool, adapted: bool = False) -> ForwardBatch:
+        """The batch of the first `rows` rows, once they are placed. adapted: with their adapters, as they are now."""
         tokens, positions, tables = self.placed
+        scales = self.adapters.index_select(1, self.step.slots[:rows]) if adapted else None
         return ForwardBatch(
             "decode",
             tokens[:rows],
@@ -145,6 +170,7 @@ class DecodeInputs:
             tables[:, :rows],
             shares_sequences=shares_sequences,
             angle_rows=None if self._angles is None else self._angles[:rows],
+            adapters=scales,
         )
 
 
@@ -186,6 +212,7 @@ class PrefillInputs:
         batch_invariant: the attention's, which determines its tiles.
         embedding_length: of rows given as embeddings; 0: none are.
         turns: rows may be rotated by others than their positions.
+        adapters: LoRA adapters that rows may have.
     """
 
     def __init__(
@@ -197,8 +224,10 @@ class PrefillInputs:
         device: torch.device,
         embedding_length: int = 0,
         turns: bool = False,
+        adapters: int = 0,
     ) -> None:
-        self._turns = turns
+        self._turns, self._adapter_count = turns, adapters
+        self._adapters = torch.zeros(adapters * PREFILL_ROWS[-1], dtype=torch.float32, device=device)
         self._ctx_size, self._chunk_size = ctx_size, chunk_size
         self._device = device
         self._tile_rows = cache(lambda longest: tile_rows(longest, device, batch_invariant))
@@ -235,7 +264,12 @@ class PrefillInputs:
             if self._embeds is None
             else EmbeddedRows(self._embeds.rows[: key.rows], self._embeds.values[: key.rows]),
             angle_rows=angles if self._turns else None,
+            adapters=self._scales(key.rows) if key.adapted else None,
         )
+
+    def _scales(self, rows: int) -> Tensor:
+        """The scales of adapters of steps of `rows` rows: [M, rows]."""
+        return self._adapters[: self._adapter_count * rows].view(self._adapter_count, rows)
 
     def send(
         self,
@@ -253,6 +287,12 @@ class PrefillInputs:
         for (first, _), part in zip(layout.parts, self._entries(key, layout, rows, angles), strict=True):
             entries[first : first + len(part)] = part
         self._all[: len(entries)].copy_(self._pinned(entries), non_blocking=True)
+        if key.adapted:
+            made = torch.zeros(self._adapter_count, key.rows)
+            if (scales := adapter_scales(rows)) is not None:
+                made[:, : len(scales[0])] = torch.tensor(scales)
+            made = made.pin_memory() if self._device.type == "cuda" else made
+            self._scales(key.rows).copy_(made, non_blocking=True)
         if self._embeds is not None:
             count = 0 if embeds is None else len(embeds.rows)
             if embeds is not None:

@@ -22,8 +22,8 @@ class ChoiceScore:
     Attributes:
         text: the choice.
         tokens: its token ids.
-        logprobs: of each of them, the natural logarithm of its probability after all tokens before it.
-        greedy: whether each of them is the likeliest there, so that a temperature of 0 would generate this text.
+        logprobs: the natural logarithm of each token's probability after all tokens before it.
+        greedy: whether each token is the likeliest in its place, so that temperature 0 would generate this text.
     """
 
     text: str
@@ -33,12 +33,12 @@ class ChoiceScore:
 
     @property
     def logprob(self) -> float:
-        """Of the whole text: the sum."""
+        """The log-probability of the whole text: the sum."""
         return math.fsum(self.logprobs)
 
     @property
     def mean_logprob(self) -> float:
-        """Of a token on average; compares choices of different lengths."""
+        """The mean over the tokens, which compares choices of different lengths."""
         return self.logprob / len(self.logprobs)
 
 

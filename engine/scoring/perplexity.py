@@ -62,8 +62,12 @@ class Perplexity:
         perplexity: e to the mean negative log-probability of the scored tokens, and its standard error.
         nll: that mean, natural logarithm.
         running: the perplexity after each chunk.
-        scored_tokens: tokens that were scored. computed_tokens: tokens that the model computed.
-        chunks: chunks computed. total_chunks: chunks of the text.
+        scored_tokens: tokens that were scored.
+        computed_tokens: tokens that the model computed.
+        chunks: chunks that were computed.
+        total_chunks: chunks of the text.
+        ctx: tokens of a chunk.
+        stride: distance of overlapping windows in tokens; 0: chunks that do not overlap.
         seconds: time of the computation, without loading.
     """
 

@@ -13,12 +13,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from quengine.serve import access_log
-from quengine.serve.connections import WriteDeadline
 from quengine.serve.guard import APP_ORIGIN, CORS, LOOPBACK_ORIGIN, Guard, admits_apps, cors_origins
-from quengine.serve.http import Catch, WithoutTrailingSlash, error_response
+from quengine.serve.http import Catch, error_response
 from quengine.serve.models.registry import Models
 from quengine.serve.resumable import Resumable
-from quengine.serve.routes.model_route import ModelRoute
+from quengine.serve.routes.dispatch import ModelRoute, of_server
 from quengine.serve.routes.route import OfModel, OfServer
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.table import ROUTES
@@ -37,7 +36,7 @@ def _by_path(routes: Sequence[OfModel | OfServer], kind: type[R]) -> dict[str, d
 
 
 async def _dispatch(models: Models, routes: Mapping[str, OfServer], request: Request) -> Response:
-    return await routes["GET" if request.method == "HEAD" else request.method].endpoint(models, request)
+    return await of_server(routes["GET" if request.method == "HEAD" else request.method], models, request)
 
 
 def _of_model(models: Models, routes: Mapping[str, OfModel]) -> ASGIApp:
@@ -58,10 +57,9 @@ def make_app(models: Models, more: Sequence[OfServer] = ()) -> Starlette:
     keyless = frozenset(path for route in table if route.keyless for path in route.paths)
 
     def answered(path: str, status: int) -> None:
-        models.metrics.answered(path if path in known else "other", status)
         record = access_log.current()
-        models.metrics.ignored(len(record.ignored))
-        models.metrics.shortened(record.shortened)
+        named = path if path in known else "other"
+        models.metrics.answered(named, status, len(record.ignored), record.shortened)
 
     routes = [
         *(
@@ -74,7 +72,7 @@ def make_app(models: Models, more: Sequence[OfServer] = ()) -> Starlette:
         ),
     ]
     routes.sort(key=lambda route: "{" in route.path)  # OPTIONS of a path is answered by the first that fits
-    middleware = [Middleware(WriteDeadline, settings.limits.write_s)]
+    middleware = [Middleware(Catch, answered, settings.limits.write_s)]
     origins, apps = cors_origins(settings), admits_apps(settings)
     if origins or apps:
         loopback = LOOPBACK_ORIGIN.pattern if "localhost" in origins else None
@@ -92,7 +90,7 @@ def make_app(models: Models, more: Sequence[OfServer] = ()) -> Starlette:
     middleware.append(Middleware(Guard, settings, keyless, for_apps(table)))
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(WithoutTrailingSlash), Middleware(Catch, answered), *middleware],
+        middleware=middleware,
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},
     )
     if settings.otlp_endpoint is not None:

@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import Any, Literal
 
 import h11
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+import msgspec
+from starlette.types import Message, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quengine.platform.log_lines import Seldom
@@ -271,7 +272,7 @@ class Connection(H11Protocol):
 
 def _answer(error: ApiError, phrase: bytes) -> bytes:
     """An error as a whole HTTP answer, for a connection without a request."""
-    body = json.dumps(error.body).encode()
+    body = json.dumps(msgspec.to_builtins(error.body)).encode()
     retry = b"" if error.retry_after is None else b"Retry-After: %d\r\n" % error.retry_after
     return (
         b"HTTP/1.1 %d %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n"
@@ -286,38 +287,24 @@ class SlowReaderError(Exception):
     """A write was not taken in time; its connection has been cut."""
 
 
-class WriteDeadline:
-    """ASGI middleware: cuts a connection that takes longer than `seconds` for one write."""
-
-    def __init__(self, app: ASGIApp, seconds: float) -> None:
-        self.app = app
-        self.seconds = seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-
-        client = scope.get("client")
-        connection = _open.get(tuple(client)) if client else None
-        transport = None if connection is None else connection.transport
-        scope[DIRECT] = connection
-
-        async def timed_send(message: Message) -> None:
-            if transport is not None and not transport.get_write_buffer_size():
-                await send(message)  # the reader has taken all that was written: this does not wait for it
-                return
-            try:
-                async with asyncio.timeout(self.seconds):
-                    await send(message)
-            except TimeoutError:
-                await _cut(transport)
-                raise SlowReaderError(f"a write was not taken within {self.seconds:g} s") from None
-
-        await self.app(scope, receive, timed_send)
+def connection_of(scope: Scope) -> Connection | None:
+    """The connection of a request, which its scope has from then on (DIRECT)."""
+    client = scope.get("client")
+    scope[DIRECT] = connection = _open.get(tuple(client)) if client else None
+    return connection
 
 
-async def _cut(transport: asyncio.Transport | None) -> None:
-    if transport is not None:
-        transport.abort()
+async def send_within(seconds: float, connection: Connection | None, send: Send, message: Message) -> None:
+    """Send; a connection that takes longer for it is cut. Raises SlowReaderError."""
+    transport = None if connection is None else connection.transport
+    if transport is not None and not transport.get_write_buffer_size():
+        await send(message)  # the reader has taken all that was written: this does not wait for it
+        return
+    try:
+        async with asyncio.timeout(seconds):
+            await send(message)
+    except TimeoutError:
+        if transport is not None:
+            transport.abort()
+        raise SlowReaderError(f"a write was not taken within {seconds:g} s") from None
         await asyncio.sleep(0)  # uvicorn learns of it before the application returns

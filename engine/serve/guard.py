@@ -104,6 +104,7 @@ class Guard:
         self._for_apps = for_apps
         self._refused = Seldom(logger)
         self._origins = cors_origins(settings)
+        self._loopback, self._hosts = settings.loopback, settings.hosts
         self._keys = [_digest(key) for key in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,10 +139,10 @@ class Guard:
         if "*" in allowed or "host" not in headers:  # HTTP/1.0, as of health checks: no browser leaves it out
             return
         name = host_name(headers.get("host", ""))
-        if self.settings.loopback:
+        if self._loopback:
             own = name in _OWN_NAMES or is_loopback(name)
         else:
-            own = name in _OWN_NAMES or name in self.settings.hosts or as_ip(name) is not None
+            own = name in _OWN_NAMES or name in self._hosts or as_ip(name) is not None
         if not own and name not in allowed:
             raise ApiError(403, f"the Host header {name[:80]!r} is not allowed here (--allowed-host)")
 

@@ -16,11 +16,10 @@ from quengine.errors import EngineError
 from quengine.platform import collector
 from quengine.platform.log_lines import one_line
 from quengine.serve import access_log
-from quengine.serve.connections import DIRECT, Connection, SlowReaderError
-from quengine.serve.schemas.error_forms import in_dialect
-from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.connections import DIRECT, Connection, SlowReaderError, connection_of, send_within
+from quengine.serve.schemas.errors import ApiError, bad_request, in_dialect
 from quengine.serve.schemas.fields import Body
-from quengine.serve.schemas.reading import parse_array, read_body
+from quengine.serve.schemas.reading import parsed, read_body
 from quengine.serve.settings import Limits
 
 logger = logging.getLogger("quengine.serve")
@@ -57,13 +56,13 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 def error_response(error: ApiError, path: str) -> Response:
     """The answer to a request of `path`, in the form of its dialect."""
-    error = in_dialect(error, path)
+    status, body = in_dialect(error, path)
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 505:
         headers["Connection"] = "close"  # what follows is no HTTP/1.1 either
-    return json_response(error.body, error.status, headers)
+    return json_response(body, status, headers)
 
 
 async def read_request(request: Request, kind: type[B], limits: Limits) -> B:
@@ -80,7 +79,7 @@ async def read_request(request: Request, kind: type[B], limits: Limits) -> B:
 
 async def read_array(request: Request, limits: Limits) -> list[Any]:
     """The body of a request that is an array. Raises ApiError as `read_request`."""
-    return parse_array(await read_raw(request, limits))
+    return parsed(await read_raw(request, limits), list)
 
 
 async def read_raw(request: Request, limits: Limits) -> bytes:
@@ -202,33 +201,26 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-class WithoutTrailingSlash:
-    """Middleware under which a path with slashes at its end is the path without."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
-        await self.app(scope, receive, send)
-
-
 class Catch:
     """The outermost middleware: every failure becomes an answer and a line in the log, and ends with its request.
 
-    `done` is called with path and status of every answer.
+    A path with slashes at its end is the path without.
+
+    `done` is called with path and status of every answer. A connection that takes longer than `write_s` for a write is
+    cut.
     """
 
-    def __init__(self, app: ASGIApp, done: Callable[[str, int], None]) -> None:
+    def __init__(self, app: ASGIApp, done: Callable[[str, int], None], write_s: float) -> None:
         self.app = app
         self.done = done
+        self.write_s = write_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status, record = 0, access_log.begin(scope)
+        scope["path"] = scope["path"].rstrip("/") or "/"
+        status, record, connection = 0, access_log.begin(scope), connection_of(scope)
 
         async def noting_send(message: Message) -> None:
             nonlocal status
@@ -237,7 +229,7 @@ class Catch:
                 # Names are compared in any case, but scripts look for them as llama-server writes them.
                 named = [(name.title(), value) for name, value in message["headers"]]
                 message = {**message, "headers": named}
-            await send(message)
+            await send_within(self.write_s, connection, send, message)
 
         try:
             await self.app(scope, receive, noting_send)

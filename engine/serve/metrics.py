@@ -37,14 +37,11 @@ class ServerMetrics:
             "quengine_shortened_prompts", "Prompts that were cut to fit the context.", registry=self.registry
         )
 
-    def answered(self, path: str, status: int) -> None:
+    def answered(self, path: str, status: int, ignored: int, shortened: int) -> None:
+        """An answer, with the fields of its body that were ignored, and the prompts that were shortened."""
         self._http.labels(path, str(status)).inc()
-
-    def ignored(self, fields: int) -> None:
-        self._ignored.inc(fields)
-
-    def shortened(self, prompts: int) -> None:
-        self._shortened.inc(prompts)
+        self._ignored.inc(ignored)
+        self._shortened.inc(shortened)
 
     def text(self, models: "Mapping[str, Metrics]") -> bytes:
         """Prometheus' text, with those of the models under the label `model`."""

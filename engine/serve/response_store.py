@@ -47,16 +47,19 @@ class ResponseStore:
         """Whether a response is stored whose request has `store` = `wanted`."""
         return wanted and self._most > 0
 
-    def put(self, response: Item, conversation: Sequence[Item]) -> None:
-        """Store a response that is whole. One that alone takes more than all may is not stored."""
-        ids = tuple(item["id"] for item in response["output"])
+    def put(
+        self, response_id: str, item_ids: Sequence[str], response: Any, conversation: Sequence[Any]
+    ) -> None:
+        """Store a response that is whole, with the ids of its output's items. One that alone takes more than all may is
+        not stored."""
+        ids = tuple(item_ids)
         entry = _Entry(to_json(response), to_json(conversation), ids)
         if entry.size > self._most:
             return
         while self._size + entry.size > self._most:
             self.delete(next(iter(self._entries)))
-        self._entries[response["id"]] = entry
-        self._response_of.update(dict.fromkeys(ids, response["id"]))
+        self._entries[response_id] = entry
+        self._response_of.update(dict.fromkeys(ids, response_id))
         self._size += entry.size
 
     def response(self, response_id: str) -> bytes:

@@ -19,20 +19,24 @@ from quengine.platform.ranges import ProfilerRange
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.sampler import Sampler
-from quengine.speculative.draft_model import DraftModel, HostDraftSteps
+from quengine.scheduler import PENDING
+from quengine.speculative.draft_model import DraftModel, HostDraftSteps, StepsOnDevice
 
 
 class AssistantDrafts(DraftModel):
     """A `DraftModel` without a cache of its own. runner: the target's, which keeps hidden rows."""
 
-    def __init__(self, decoder: AssistantDecoder, runner: ModelRunner) -> None:
-        super().__init__(runner, HostDraftSteps(runner))
+    def __init__(
+        self, decoder: AssistantDecoder, runner: ModelRunner, on_device: StepsOnDevice | None = None
+    ) -> None:
+        super().__init__(runner, HostDraftSteps(runner), on_device)
         self._decoder = decoder
         self._context = min(runner.cache.ctx_size, decoder.config.context_length)
         self._samplers: WeakKeyDictionary[Sequence, Sampler] = WeakKeyDictionary()
 
     def warm_up(self, params: SamplingParams | None) -> None:
-        """Does nothing: steps are computed eagerly."""
+        """Captures steps that draft on the device; what the host has drafted is computed eagerly."""
+        self._warm_up_on_device(params)
 
     @property
     def bytes_per_token(self) -> int:
@@ -47,6 +51,20 @@ class AssistantDrafts(DraftModel):
 
     def follow_all(self, ends: Mapping[Sequence, int]) -> None:
         """Does nothing: what the target has computed is there."""
+
+    def fits_device(self, sequence: Sequence) -> bool:
+        """Where a position precedes the newest token's, and the assistant's context does not end within steps that are
+        launched ahead."""
+        if self._on_device is None:
+            return False
+        ahead = PENDING * (1 + self._on_device.most_drafted(1))
+        return 1 < len(sequence.token_ids) < self._context - ahead
+
+    def begin_on_device(self, ends: Mapping[Sequence, int]) -> None:
+        """Does nothing, as `follow_all`."""
+
+    def computed(self, sequence: Sequence, count: int) -> None:
+        """Does nothing, as `follow_all`."""
 
     @torch.no_grad()
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:

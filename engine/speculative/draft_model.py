@@ -22,6 +22,7 @@ from quengine.platform.ranges import ProfilerRange
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.sampler import Sampler
+from quengine.slot import Slot
 from quengine.step_plan import SequenceRows
 
 MOST_ROWS = 4
@@ -46,6 +47,21 @@ class DraftSteps(Protocol):
     def draft(self, jobs: Seq[DraftJob]) -> Seq[Seq[int]]:
         """Returns the drafted tokens of each job; fewer than wanted, or token 0, where none can be sampled."""
         ...
+
+
+class StepsOnDevice(Protocol):
+    """`draft_graphs.DraftGraphs`, as far as the host plans with it."""
+
+    @property
+    def window(self) -> int: ...
+
+    def goes_on(self, slot: Slot) -> bool: ...
+
+    def most_drafted(self, sequences: int) -> int: ...
+
+    def warm_up(self, *settings: SamplingParams) -> None: ...
+
+    def capture_next(self) -> bool: ...
 
 
 class HostDraftSteps:
@@ -106,11 +122,15 @@ class DraftModel:
     Args:
         runner: the draft model's, over a paged cache with as many blocks as the target's first cache group.
         steps: runs its decode steps.
+        on_device: steps that draft on the device; None: there are none.
     """
 
-    def __init__(self, runner: ModelRunner, steps: DraftSteps) -> None:
+    def __init__(
+        self, runner: ModelRunner, steps: DraftSteps, on_device: StepsOnDevice | None = None
+    ) -> None:
         self._runner = runner
         self._steps = steps
+        self._on_device = on_device
         self._progresses: WeakKeyDictionary[Sequence, Progress] = WeakKeyDictionary()
         # the key of each full block that this model has computed, by block number
         self._contents: dict[int, int] = {}
@@ -118,10 +138,16 @@ class DraftModel:
     def warm_up(self, params: SamplingParams | None) -> None:
         """See `ModelRunner.warm_up`."""
         self._runner.warm_up(params)
+        self._warm_up_on_device(params)
+
+    def _warm_up_on_device(self, params: SamplingParams | None) -> None:
+        if self._on_device is not None:
+            given = (SamplingParams(temperature=0), SamplingParams()) if params is None else (params,)
+            self._on_device.warm_up(*given)
 
     def capture_next(self) -> bool:
         """Captures one more step that drafts on the device; False if none is left."""
-        return False
+        return self._on_device is not None and self._on_device.capture_next()
 
     @property
     def bytes_per_token(self) -> int:
@@ -165,18 +191,18 @@ class DraftModel:
             self._wrote(progress, chunk.start, len(chunk.ids))
             self._confirm(progress, sequence, len(chunk.ids))
 
-    def most_on_device(self, _sequences: int) -> int:
+    def most_on_device(self, sequences: int) -> int:
         """Most tokens of each of `sequences` sequences that the device drafts and verifies in a step that the host does
         not wait for; 0: it does not."""
-        return 0
+        return 0 if self._on_device is None else self._on_device.most_drafted(sequences)
 
     def fits_device(self, _sequence: Sequence) -> bool:
         """Whether the device can draft after a sequence of this length."""
         return True
 
-    def goes_on(self, _sequence: Sequence) -> bool:
+    def goes_on(self, sequence: Sequence) -> bool:
         """Whether the device drafts in the next step of a sequence without anything of the host."""
-        return False
+        return self._on_device is not None and self._on_device.goes_on(sequence.slot)
 
     def begin_on_device(self, ends: Mapping[Sequence, int]) -> None:
         """Prepares for a step in which the device drafts after these sequences, up to position `ends[sequence]`."""

@@ -11,52 +11,20 @@ steps without one.
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 from quengine.model_runner import ModelRunner
-from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
-from quengine.speculative.draft_model import DraftModel, DraftSteps
-
-
-class StepsOnDevice(Protocol):
-    """`draft_graphs.DraftGraphs`, as far as the host plans with it."""
-
-    @property
-    def window(self) -> int: ...
-
-    def most_drafted(self, sequences: int) -> int: ...
-
-    def warm_up(self, *settings: SamplingParams) -> None: ...
-
-    def capture_next(self) -> bool: ...
+from quengine.speculative.draft_model import DraftModel, DraftSteps, StepsOnDevice
 
 
 class MtpDrafts(DraftModel):
-    """A `DraftModel` whose runner has a `DraftDecoder`. most: maximum number of tokens of a draft. on_device: steps
-    that draft on the device; None: there are none."""
+    """A `DraftModel` whose runner has a `DraftDecoder`. most: maximum number of tokens of a draft."""
 
     def __init__(
         self, runner: ModelRunner, steps: DraftSteps, most: int, on_device: StepsOnDevice | None = None
     ) -> None:
-        super().__init__(runner, steps)
+        super().__init__(runner, steps, on_device)
         self._most = most
-        self._on_device = on_device
-
-    def warm_up(self, params: SamplingParams | None) -> None:
-        super().warm_up(params)
-        if self._on_device is not None:
-            given = (SamplingParams(temperature=0), SamplingParams()) if params is None else (params,)
-            self._on_device.warm_up(*given)
-
-    def capture_next(self) -> bool:
-        return self._on_device is not None and self._on_device.capture_next()
-
-    def most_on_device(self, sequences: int) -> int:
-        return 0 if self._on_device is None else self._on_device.most_drafted(sequences)
-
-    def goes_on(self, sequence: Sequence) -> bool:
-        return self._on_device is not None and 0 < sequence.slot.undrafted <= self._on_device.window
 
     def begin_on_device(self, ends: Mapping[Sequence, int]) -> None:
         """As DraftModel; what the layer lacks of sequences whose last step had no draft is computed ahead of it."""

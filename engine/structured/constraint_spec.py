@@ -64,12 +64,15 @@ class ReasoningBudget:
 
 @dataclass(frozen=True)
 class ConstraintSpec:
-    """`lark` is the whole specification as a Lark grammar of llguidance's kind; `kind` names its origin in errors.
-    `budget` bounds the reasoning; it may stand alone, without a grammar. `from_schemas`: the schemas in it are
-    of `JsonExpression`, so that simpler ones may stand for them. `schema` is the JSON schema that a finished
-    text is checked by ("" for none), `dropped` its keywords that the grammar does not enforce, or not wholly.
+    """The form that a text must have, for `SamplingParams.constraint`; made by the class methods.
 
-    Made by the class methods below.
+    Attributes:
+        kind: its origin, for errors.
+        lark: the whole specification as a Lark grammar of llguidance.
+        budget: the bound on the reasoning; it may stand without a grammar.
+        from_schemas: whether the schemas in the grammar are of `JsonExpression`, so that simpler ones may replace them.
+        schema: the JSON schema that a finished text is checked with; "" for none.
+        dropped: its keywords that the grammar does not enforce, or not wholly.
 
     Raises:
         EngineError: it is empty or longer than MAX_CHARACTERS, or a schema in a grammar has a number of at most -2^63.

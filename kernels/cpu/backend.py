@@ -173,13 +173,13 @@ class CpuBackend(PlainRows):
                 return step.linear_add(x, weight, residual, post_norm, bias, row_scale, branch)
         if not partial and row_scale is None:
             with cpu.joined():
-                return _added(_prompt_linear(x, weight, bias), residual, post_norm, branch)
+                return added_rows(_prompt_linear(x, weight, bias), residual, post_norm, branch)
         y = self.norm_linear(batch, x, None, weight, None if partial else bias)
         if partial:
             y = self.communicator.all_reduce(y)
             y = y if bias is None else y.add_(bias)
         y = y if row_scale is None else y.mul_(row_scale.view(-1, 1))
-        return _added(y, residual, post_norm, branch)
+        return added_rows(y, residual, post_norm, branch)
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
@@ -330,7 +330,7 @@ def _prompt_linear(x: Tensor, weight: CpuWeight, bias: Tensor | None = None) -> 
     return cpu.prompt_linear(x, weight.parts, None if bias is None else bias.unsqueeze(0))
 
 
-def _added(y: Tensor, residual: Tensor, post_norm: RMSNorm | None, branch: Branch | None) -> Tensor:
+def added_rows(y: Tensor, residual: Tensor, post_norm: RMSNorm | None, branch: Branch | None) -> Tensor:
     """The norms and sums after a product y. The residual is added last: beside its large values, partial sums of the
     product would lose bits."""
     if branch is not None:

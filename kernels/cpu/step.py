@@ -18,6 +18,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 
 class CompiledStep:
     """A decode step of `rows` tokens, of sequences with at most `blocks` blocks in each of `groups` cache groups.
+    adapters: how many LoRA adapters rows may have; 0: they have none.
 
     forward(batch) calls the backend's operations, `logits` last, and returns its result; nothing is computed during
     the call. Steps that never run at once may share `buffers`.
@@ -30,11 +31,15 @@ class CompiledStep:
         blocks: int,
         buffers: Buffers,
         groups: int = 1,
+        adapters: int = 0,
     ) -> None:
         inputs = RunInputs(rows, blocks, groups)
+        self._adapters = torch.zeros(adapters, rows) if adapters else None
         recorder = StepRecorder(rows, inputs, buffers)
         positions = torch.zeros(rows, dtype=torch.int64)
-        batch = StepBatch("decode", inputs.ids, positions, inputs.tables, recorder=recorder)
+        batch = StepBatch(
+            "decode", inputs.ids, positions, inputs.tables, adapters=self._adapters, recorder=recorder
+        )
         self._logits = forward(batch)
         self.rows, self._inputs = rows, inputs
         self._ids, self._positions = inputs.ids.numpy(), inputs.positions.numpy()
@@ -63,12 +68,14 @@ class CompiledStep:
         positions: Sequence[int],
         tables: Sequence[BlockTables],
         angle_rows: Sequence[int] | None = None,
+        adapters: Sequence[Sequence[float]] | None = None,
     ) -> Tensor:
         """Logits fp32 [rows, V] after each token; keys and values are written to the blocks of the tokens' tables.
 
         They are valid until the next run. Each table must have at least the blocks up to its token's position, within
-        the cache. angle_rows: as of ForwardBatch, each no larger than its position. Raises ValueError for a token
-        outside the embedding or a position outside the context.
+        the cache. angle_rows: as of ForwardBatch, each no larger than its position. adapters: the scales of each
+        LoRA adapter for the first rows; the others have none. Raises ValueError for a token outside the embedding or a
+        position outside the context.
         """
         assert len(tokens) == len(positions) == len(tables) == self.rows
         vocabulary, context = self._inputs.vocabulary, self._inputs.context
@@ -77,6 +84,10 @@ class CompiledStep:
         if not 0 <= min(positions) <= max(positions) < context:
             raise ValueError(f"positions {list(positions)} are not in a cache of {context}")
         self._of_rows[:] = positions
+        if self._adapters is not None:
+            self._adapters.zero_()
+            for scales, given in zip(self._adapters, adapters or (), strict=False):
+                scales[: len(given)] = torch.tensor(given)
         if self._one_earlier:
             positions = [max(0, position - 1) for position in positions]
         self._ids[:], self._positions[:] = tokens, positions

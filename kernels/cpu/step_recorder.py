@@ -59,7 +59,7 @@ from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
 from quengine.kernels.cpu.step_inputs import BatchInputs, StepInputs
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
-from quengine.kernels.glu import Activation, Gating
+from quengine.kernels.glu import Activation, Gating, glu_width
 from quengine.kernels.hidden_rows import NOT_DRAFTED
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
@@ -223,11 +223,17 @@ class StepRecorder:
             return y
         product = self._fp32("product", weight.rows)
         self._matvecs(x, weight, product, bias, row_scale)
+        self._add_normed(product, residual, post_norm, branch, y)
+        return y
+
+    def _add_normed(
+        self, product: Tensor, residual: Tensor, post_norm: RMSNorm, branch: Branch | None, y: Tensor
+    ) -> None:
+        """y = post_norm(product) + residual, of a product that is written over."""
         if branch is not None:
             self._add_branch(product, branch)
         self._then(rms_norm_launch(product, post_norm.weight, post_norm.eps, y))
         self._then(add_rows_launch(y, residual, post_norm.residual_scale))
-        return y
 
     def _add_branch(self, product: Tensor, branch: Branch) -> None:
         """product = branch.first_norm(product) + branch.norm(branch.rows)."""
@@ -423,6 +429,61 @@ class StepRecorder:
     def _altup_rows(self, which: int, count: int, width: int) -> Tensor:
         """A buffer [count, rows, width]."""
         return self._fp32(f"altup {which}", count * width).view(-1).view(count, self.rows, width)
+
+    def normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        return self._normed(x, norm)
+
+    def shrunk(self, x: Tensor, a: QuantTensor, scales: Tensor, parts: int) -> Tensor:
+        """Scaled products of x with the first matrices of adapters (kernels/lora/low_rank.py): a F32 [parts * M * R,
+        K], scales fp32 [M, T]."""
+        width, each = a.rows // parts, a.rows // parts // len(scales)
+        y = self._fp32("shrunk", a.rows)
+        self._stage([matvec_launch(x, a, y, 0, step=each)])
+        for column in range(0, a.rows, each):
+            self._then(scale_launch(y, scales[column % width // each], column, each, each))
+        return y
+
+    def add_changes(self, y: Tensor, shrunk: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
+        """y plus the products of `shrunk` with the second matrices, F32 [rows, M * R] for each part of y's columns."""
+        added, column, width = self._fp32("changes", y.shape[1]), 0, shrunk.shape[1] // len(parts)
+        stage = list[list[Launch]]()
+        for number, b in enumerate(parts):
+            step = min(task_rows(b), _fair_rows(y.shape[1]))
+            product = matvec_launch(shrunk[:, number * width :][:, :width], b, added, column, step=step)
+            stage.append([product, add_launch(y, added, column, b.rows, step)])
+            column += b.rows
+        self._stage(*stage)
+        return y
+
+    def glu(self, y: Tensor, activation: Activation) -> Tensor:
+        """The activation of a product [T, 2F], or [T, F] without a gate."""
+        width = glu_width(y.shape[1], activation)
+        out, records = self._fp32("gated", width), self._records("gated", width)
+        self._stage([glu_launch(y, out, records, max(32, _fair_rows(width) // 32 * 32), activation)])
+        return self._noted(out, records)
+
+    def added(
+        self,
+        product: Tensor,
+        residual: Tensor,
+        post_norm: RMSNorm | None,
+        row_scale: Tensor | None,
+        branch: Branch | None,
+    ) -> Tensor:
+        """What `linear_add` makes of a product with its bias, which is written over."""
+        width = product.shape[1]
+        if row_scale is not None:
+            self._then(scale_launch(product, row_scale, 0, width, width))
+        if post_norm is not None:
+            y = self._hidden(width, residual)
+            self._add_normed(product, residual, post_norm, branch, y)
+            return y
+        self._then(add_rows_launch(residual, product))
+        return residual.view_as(residual)
+
+    def capped(self, y: Tensor, cap: float) -> Tensor:
+        self._stage([softcap_launch(y, cap, 0, y.shape[1], _fair_rows(y.shape[1]))])
+        return y
 
     def short_conv(
         self, bcx: Tensor, spec: ShortConvSpec, layer: SlotLayer, out: Tensor | None = None

@@ -249,12 +249,12 @@ class CudaBackend:
         *,
         partial: bool = False,
     ) -> Residual:
-        rows, next_norm = self._rounded(x), _begun(next_norm)
+        rows, next_norm = self._rounded(x), begun_norm(next_norm)
         if partial:
             return self._add_partial(
                 batch, rows, weight, residual, next_norm, post_norm, bias, row_scale, branch
             )
-        stream = _stream(residual)
+        stream = stream_of(residual)
         begins = next_norm is not None and isinstance(rows, QuantizedActivations) and can_begin_norm(weight)
         if post_norm is not None or row_scale is not None or (bias is not None and not begins):
             product = self._product(batch, rows, weight)
@@ -280,7 +280,7 @@ class CudaBackend:
     def route(
         self, _batch: ForwardBatch, x: Residual, norm: RMSNorm, router: Router, experts: Tensor | None = None
     ) -> Routing:
-        return self._experts.route(_stream(x), norm, router, experts)
+        return self._experts.route(stream_of(x), norm, router, experts)
 
     def weighed(self, _batch: ForwardBatch, x: Residual, norm: RMSNorm, weights: Tensor) -> Tensor:
         return self.normed(x, norm).mul_(weights)
@@ -309,15 +309,15 @@ class CudaBackend:
         *,
         partial: bool = False,
     ) -> Residual:
-        next_norm = _begun(next_norm)
+        next_norm = begun_norm(next_norm)
         if residual is None:
             residual = torch.zeros(len(routing.experts), down.expert_rows, device=self.device)
         if partial:
-            stream = _stream(residual)
+            stream = stream_of(residual)
             added = self._experts.add(gated, routing, down, torch.zeros_like(stream), None, _exact(batch))
             peers = self.communicator.peers(*stream.shape)
-            return self._add_sum(_stream(added), stream, peers, None, next_norm, None, None, None)
-        return self._experts.add(gated, routing, down, _stream(residual), next_norm, _exact(batch))
+            return self._add_sum(stream_of(added), stream, peers, None, next_norm, None, None, None)
+        return self._experts.add(gated, routing, down, stream_of(residual), next_norm, _exact(batch))
 
     @property
     def altup(self) -> AltUpOperations:
@@ -437,27 +437,29 @@ class CudaBackend:
         if isinstance(x, Fp16Operand):
             return x.gather(rows)
         assert not isinstance(x, QuantizedActivations), "nothing is gathered of a single token"
-        return _stream(x)[rows]
+        return stream_of(x)[rows]
 
     def add_to_rows(self, x: Residual, rows: Tensor, values: Tensor) -> Tensor:
-        return _stream(x).index_add_(0, rows, values)
+        return stream_of(x).index_add_(0, rows, values)
 
     def flat_hidden(self, x: Residual) -> Tensor:
         return flattened(x)
 
     def hidden_of(self, flat: Tensor, rows: int, norm: Norm | None) -> Residual:
-        return unflattened(flat, rows, _begun(norm))
+        return unflattened(flat, rows, begun_norm(norm))
 
     def normed(self, x: Residual, norm: Norm) -> Tensor:
         if isinstance(norm, LayerNorm):
-            return layer_norm(_stream(x), norm, self.pdl)
-        return rms_norm(_stream(x), norm.weight, norm.eps, pdl=self.pdl, batch_invariant=self.batch_invariant)
+            return layer_norm(stream_of(x), norm, self.pdl)
+        return rms_norm(
+            stream_of(x), norm.weight, norm.eps, pdl=self.pdl, batch_invariant=self.batch_invariant
+        )
 
     def keep_hidden(
         self, batch: ForwardBatch, x: Residual, norm: Norm | None, kept: Tensor, newest: bool = False
     ) -> None:
         assert norm is None or isinstance(norm, RMSNorm), "no model with LayerNorm has a layer that drafts"
-        keep_hidden(batch, _stream(x), norm, kept, self._sequences_of(batch), newest, self.pdl)
+        keep_hidden(batch, stream_of(x), norm, kept, self._sequences_of(batch), newest, self.pdl)
 
     def join_hidden(
         self,
@@ -469,7 +471,7 @@ class CudaBackend:
         weight: PackedWeight,
     ) -> Tensor:
         assert isinstance(norm, RMSNorm) and isinstance(kept_norm, RMSNorm)
-        rows = joined(batch, _stream(x), norm, kept, kept_norm, self._sequences_of(batch), self.pdl)
+        rows = joined(batch, stream_of(x), norm, kept, kept_norm, self._sequences_of(batch), self.pdl)
         return self._matmul(batch, rows, weight, None)
 
     def hidden_before(self, batch: ForwardBatch, kept: Tensor, norm: Norm | None) -> Tensor:
@@ -477,7 +479,7 @@ class CudaBackend:
         return hidden_before(batch, kept, norm, self._sequences_of(batch), self.pdl)
 
     def fused(self, batch: ForwardBatch, x: Residual, weight: PackedWeight, before: Tensor | None) -> Tensor:
-        stream = _stream(x)
+        stream = stream_of(x)
         if self._takes_q_dot(len(stream)):
             return self._matmul(batch, stream, weight, before)
         # The workspace's operand holds the next layer's normalized rows.
@@ -517,9 +519,9 @@ class CudaBackend:
         branch: Branch | None,
     ) -> Residual:
         """`linear_add` of this rank's part of the columns, summed over the ranks."""
-        shape, own = _stream(residual).shape, post_norm is None and row_scale is None
+        shape, own = stream_of(residual).shape, post_norm is None and row_scale is None
         peers = self.communicator.peers(*shape)
-        stream, begins = _stream(residual), own and next_norm is not None and can_begin_norm(weight)
+        stream, begins = stream_of(residual), own and next_norm is not None and can_begin_norm(weight)
         if begins and peers is not None and isinstance(rows, QuantizedActivations):
             assert next_norm is not None
             return self._matvec_norm(rows, weight, stream, next_norm, bias, peers)
@@ -677,10 +679,10 @@ class CudaBackend:
 
     def _normed(self, x: Residual, norm: Norm | None) -> Rows:
         if norm is None:
-            stream = _stream(x)
+            stream = stream_of(x)
             return quantize_activations(stream, pdl=self.pdl) if self._takes_q_dot(len(stream)) else stream
         if isinstance(norm, LayerNorm):
-            stream = _stream(x)
+            stream = stream_of(x)
             if self._takes_q_dot(len(stream)):
                 return layer_norm_quantize(stream, norm, self.pdl)
             return layer_norm_fp16(stream, norm, self._room().fp16_operand(*stream.shape), self.pdl)
@@ -748,11 +750,11 @@ class CudaBackend:
         return held[-1]
 
 
-def _stream(x: Residual) -> Tensor:
+def stream_of(x: Residual) -> Tensor:
     return x.hidden if isinstance(x, RmsNormed) else x
 
 
-def _begun(norm: Norm | None) -> RMSNorm | None:
+def begun_norm(norm: Norm | None) -> RMSNorm | None:
     """An RMSNorm, which the launch before it begins or computes; None for a LayerNorm, which is a launch of its own."""
     return norm if isinstance(norm, RMSNorm) else None
 

@@ -11,18 +11,22 @@ import torch
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import FORMATS
 from quengine.models.convert.convert_adapter import AdapterFile, alpha_of, halves
+from quengine.models.convert.convert_eagle import EagleFile
 from quengine.models.convert.convert_projector import ProjectorFile
 from quengine.models.convert.fields import (
     adapter_fields,
     check_converted,
+    eagle_fields,
     file_fields,
     projector_fields,
     task_fields,
 )
 from quengine.models.convert.tensors import TYPES, FileTensor, file_tensors, has_drafts
+from quengine.models.eagle import is_eagle_config
 from quengine.models.gguf.whole_file import whole_file
 from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_bytes, padded, write_padding
 from quengine.models.hf.hf_checkpoint import HFCheckpoint
+from quengine.models.hf.hf_headers import read_config
 from quengine.models.lora.peft import CONFIG, is_peft
 from quengine.models.quantize.mixes import file_order
 from quengine.models.quantize.quantizer import Quantizer
@@ -49,24 +53,28 @@ def convert(
     type: str | None = None,
     *,
     base: str | Path | None = None,
+    target_folder: str | Path | None = None,
     mmproj: bool = False,
     split_max_size: int | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Converts the Hugging Face folder to the GGUF file `target`, tensors and metadata as llama.cpp's converter.
+    """Converts a Hugging Face folder to a GGUF file with the tensors and metadata of llama.cpp's converter.
 
     Adapters of an encoder's tasks (Jina Embeddings v3) are files beside it, lora-TASK-NAME.gguf. A folder of PEFT with
-    a LoRA adapter becomes an adapter's file, as its convert_lora_to_gguf.py writes it.
+    a LoRA adapter becomes an adapter's file, as llama.cpp's convert_lora_to_gguf.py writes it.
 
     Args:
-        target: where the file goes, complete or not at all; of a split NAME.gguf is NAME-00001-of-00003.gguf.
-        type: of matrices: "f32", "f16", "bf16" or "q8_0"; None: "f16", of an adapter "f32". Vectors, norms and routers
-            are F32.
+        folder: config.json, the tokenizer and the weights in safetensors.
+        target: where the file goes, complete or not at all; with a split, NAME.gguf becomes NAME-00001-of-00003.gguf.
+        type: the type of matrices, "f32", "f16", "bf16" or "q8_0"; None: "f16", for an adapter "f32". Vectors, norms
+            and routers are F32.
         base: of an adapter the folder of its model, of which config.json alone is read; None: that which it names.
+        target_folder: of an EAGLE-3 draft model the folder of the model that it drafts for.
         mmproj: of a model with vision its projector, not the text model.
-        split_max_size: bytes of tensors of a file, at most, but of one tensor at least; None: one file.
-        threads: of the CPU; None: one for each processor.
+        split_max_size: most bytes of tensors in a file, which has at least one tensor; None: one file.
+        threads: CPU threads; None: one for each processor.
+        progress: called for each tensor with it, its index and the number of all.
 
     Raises:
         EngineError: a folder, architecture, tokenizer or type that cannot be converted; weights that are not finite.
@@ -80,6 +88,8 @@ def convert(
         )
     if mmproj:
         return _convert_projector(path, Path(target), kind, threads, progress)
+    if target_folder is not None:
+        return _convert_eagle(path, Path(target_folder), Path(target), kind, threads, progress)
     if is_peft(path):
         adapter = AdapterFile(path, None if base is None else Path(base), kind)
         fields = adapter_fields(path, adapter.config, adapter.tensors, adapter.alpha)
@@ -87,6 +97,8 @@ def convert(
         return _converted(path, adapter.config.architecture, files, threads, progress)
     if base is not None:
         raise EngineError(f"--base {base}: {path} is a model's folder: there is no {CONFIG}")
+    if is_eagle_config(read_config(path)):
+        raise EngineError(f"{path}: an EAGLE-3 draft model needs its target's folder: --target FOLDER")
     checkpoint = HFCheckpoint(path)
     try:
         check_converted(checkpoint.config)
@@ -120,6 +132,17 @@ def _convert_projector(
         return _converted(folder, "clip", [_File(target, fields, projector.tensors)], threads, progress)
     finally:
         projector.close()
+
+
+def _convert_eagle(
+    folder: Path, whole: Path, target: Path, kind: str, threads: int | None, progress: Progress | None
+) -> Conversion:
+    draft = EagleFile(folder, whole, kind)
+    try:
+        files = [_File(target, eagle_fields(folder, draft, kind), draft.tensors)]
+        return _converted(folder, draft.config.architecture, files, threads, progress)
+    finally:
+        draft.close()
 
 
 def _converted(
@@ -199,6 +222,10 @@ def _write(folder: Path, files: Sequence[_File], quantizer: Quantizer, progress:
 
 
 def _write_tensor(file: BinaryIO, folder: Path, tensor: FileTensor, quantizer: Quantizer) -> None:
+    if tensor.computed is not None and tensor.info.type_name == "I64":
+        file.write(tensor.computed.numpy().data)
+        write_padding(file, tensor.info.nbytes, _ALIGNMENT)
+        return
     fmt = FORMATS[tensor.info.type_name]
     for piece in tensor.pieces():
         if piece.format.name == fmt.name:

@@ -24,7 +24,9 @@ from quengine.models.vision.files import FolderSource
 from quengine.models.vision.load import open_folder
 from quengine.models.vision.settings import VisionSettings
 
-_IMAGE_SIZES = {"qwen2.5vl_merger": 560, "lfm2": 256}
+_OF_VISION = ("gemma4v",)
+"""Projectors whose files may have another one for audio, and name both."""
+_IMAGE_SIZES = {"qwen2.5vl_merger": 560, "lfm2": 256, "gemma4v": 224}
 """Of projectors that take any size, what files have all the same."""
 
 _SPLIT = ("qwen2.5vl_merger",)
@@ -83,7 +85,10 @@ class ProjectorFile:
         writer.add_vision_head_count(settings.heads)
         writer.add_vision_image_mean(list(settings.mean))
         writer.add_vision_image_std(list(settings.std))
-        writer.add_clip_projector_type(self._projector.name)
+        if self._projector.name in _OF_VISION:
+            writer.add_clip_vision_projector_type(self._projector.name)
+        else:
+            writer.add_clip_projector_type(self._projector.name)
         PARTS[self._projector.name](ProjectorSource(writer, settings, read_config(self.folder)))
 
     def _forced(self, name: str) -> str | None:
@@ -112,6 +117,7 @@ class _Held(Mapping[str, QuantTensor]):
 
 
 def _stored(name: str, tensor: Tensor) -> QuantTensor:
+    tensor = tensor if tensor.ndim else tensor[None]
     data = tensor.contiguous().reshape(-1, tensor.shape[-1]).view(torch.uint8)
     return QuantTensor(name, FORMATS[_NAMES[tensor.dtype]], tuple(tensor.shape), data)
 
@@ -221,6 +227,10 @@ def _lfm2(source: ProjectorSource) -> None:
     source.writer.add_vision_use_gelu(True)
 
 
+def _gemma4(source: ProjectorSource) -> None:
+    source.writer.add_vision_attention_layernorm_eps(source.keys["vision_config"].get("layer_norm_eps", 1e-6))
+
+
 def _glm4(source: ProjectorSource) -> None:
     _eps(source)
     _activation(source)
@@ -242,5 +252,6 @@ PARTS: Mapping[str, Callable[[ProjectorSource], None]] = {
     "internvl": _internvl,
     "lfm2": _lfm2,
     "glm4v": _glm4,
+    "gemma4v": _gemma4,
 }
 """Projector -> what writes its own keys."""

@@ -5,6 +5,7 @@ are read by the `gguf` package, which that converter uses for them.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import numpy as np
 
 from quengine.errors import EngineError
 from quengine.models.config import ModelConfig, Task
+from quengine.models.convert.convert_eagle import EagleFile
 from quengine.models.convert.convert_projector import ProjectorFile
 from quengine.models.convert.encoder_keys import ENCODER_PARTS
 from quengine.models.convert.encoder_vocabulary import add_encoder_vocabulary
-from quengine.models.convert.keys import PARTS, Keys, Part, Source, Writer
+from quengine.models.convert.keys import LLAMA_PARTS, PARTS, Keys, Part, Source, Writer, eagle
 from quengine.models.convert.tensors import FileTensor
 from quengine.models.convert.vocabulary import add_vocabulary
 from quengine.models.gguf.cursor import SCALAR_TYPES
@@ -57,6 +59,22 @@ def file_fields(folder: Path, config: ModelConfig, tensors: list[FileTensor], ki
         add_vocabulary(writer, folder, config)
     else:
         add_encoder_vocabulary(writer, folder, config)
+    return {key: _field(value) for key, value in writer.kv_data[0].items()}
+
+
+def eagle_fields(folder: Path, draft: EagleFile, kind: str) -> dict[str, Field]:
+    """Every metadata entry of the file of an EAGLE-3 draft model, whose tokenizer is that of its target."""
+    import gguf
+
+    writer = gguf.GGUFWriter(None, draft.config.architecture)
+    writer.add_type("model")
+    _add_general(writer, folder, draft.tensors)
+    _add_sizes(writer, draft.config, draft.keys)
+    writer.add_file_type(FILE_TYPES[kind])
+    for part in (*LLAMA_PARTS, eagle):
+        part(Source(writer, draft.config, draft.keys))
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    add_vocabulary(writer, draft.target, replace(draft.config, architecture="llama"))
     return {key: _field(value) for key, value in writer.kv_data[0].items()}
 
 

@@ -304,6 +304,16 @@ def _assistant(source: Source) -> None:
     source.writer.add_shared_kv_layers(source.keys["text_config"].get("num_kv_shared_layers", 0))
 
 
+def eagle(source: Source) -> None:
+    """Of an EAGLE-3 draft model."""
+    sizes, prefix = source.config.eagle, source.config.architecture
+    assert sizes is not None
+    source.writer.add_array(f"{prefix}.target_layers", list(sizes.layers))
+    source.writer.add_uint32(f"{prefix}.target_hidden_size", sizes.width)
+    source.writer.add_bool(f"{prefix}.norm_before_residual", sizes.normed_residual)
+    source.writer.add_bool(f"{prefix}.norm_before_fc", False)
+
+
 def _kv_heads(source: Source) -> None:
     """The number of key and value heads of each layer, where they differ."""
     heads = [source.config.sizes(layer).head_count_kv for layer in range(source.config.block_count)]

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ def file_tensors(checkpoint: HFCheckpoint, kind: str) -> list[FileTensor]:
     scaling = config.rope_scaling
     computed: dict[str, Tensor] = {}
     if scaling.kind == "llama3":
-        computed["rope_freqs"] = _frequency_factors(checkpoint)
+        computed["rope_freqs"] = frequency_factors(config, text_keys(read_config(checkpoint.path)))
     if scaling.kind == "longrope":
         computed = {
             "rope_factors_long": _factors(scaling.long_freq_factors),
@@ -149,7 +150,7 @@ def _latent_tensors(config: ModelConfig, held: HFTensors, name: str, kind: str) 
     }
     found = []
     for own, shape in shapes.items():
-        info = TensorInfo(name.replace("attn_kv_b", own), shape, _type(f"{own}.weight", shape, kind))
+        info = TensorInfo(name.replace("attn_kv_b", own), shape, type_of(f"{own}.weight", shape, kind))
         found.append(FileTensor(info, held, (name,), change=changes[own]))
     return found
 
@@ -158,10 +159,11 @@ def _factors(values: tuple[float, ...] | None) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
-def _frequency_factors(checkpoint: HFCheckpoint) -> Tensor:
-    """The divisors of Llama 3.1's rotary frequencies, fp32 [head_dim / 2], computed in fp32 as other files' are."""
-    config = checkpoint.config
-    keys = text_keys(read_config(checkpoint.path))
+def frequency_factors(config: ModelConfig, keys: Mapping[str, Any]) -> Tensor:
+    """The divisors of Llama 3.1's rotary frequencies, fp32 [head_dim / 2], computed in fp32 as other files' are.
+
+    keys: config.json of the text model.
+    """
     rope = {**(keys.get("rope_scaling") or {}), **(keys.get("rope_parameters") or {})}
     if "low_freq_factor" not in rope:
         return _factors(config.rope_scaling.freq_factors)
@@ -187,7 +189,7 @@ def _tensor(config: ModelConfig, held: HFTensors, name: str, parts: list[str], k
         name.split(".", 2)[-1] == _ROWS_OF_ONE.get(config.architecture)
     ):
         shape = (1, *shape)
-    stored = _PACKED if held.stored[parts[0]].dtype == _PACKED else _type(name, shape, kind)
+    stored = _PACKED if held.stored[parts[0]].dtype == _PACKED else type_of(name, shape, kind)
     return FileTensor(
         TensorInfo(name, shape, stored), held, tuple(parts), change=_in_file_order(config, name)
     )
@@ -207,7 +209,8 @@ def _in_file_order(config: ModelConfig, name: str) -> Callable[[Tensor], Tensor]
     return lambda values: values.index_select(-1 if along == "columns" else 0, index)
 
 
-def _type(name: str, shape: tuple[int, ...], kind: str) -> str:
+def type_of(name: str, shape: tuple[int, ...], kind: str) -> str:
+    """The type of a tensor, where matrices are of type `kind`."""
     if len(shape) == 1 or name.endswith(_FLOAT) or not name.endswith(".weight"):
         return "F32"
     return "F16" if shape[-1] % TYPE_BY_NAME[kind].block else kind

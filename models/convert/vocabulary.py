@@ -67,6 +67,7 @@ def add_vocabulary(writer: Writer, folder: Path, config: ModelConfig) -> None:
     else:
         add_bpe(writer, folder, config.vocab_size)
     _add_glm_roles(writer, folder)
+    _add_suppressed(writer, folder)
     if config.architecture == "hunyuan-dense" and isinstance(
         end := read_config(folder).get("eod_token_id"), int
     ):
@@ -78,6 +79,15 @@ def add_vocabulary(writer: Writer, folder: Path, config: ModelConfig) -> None:
         writer.add_add_bos_token(False)
     if llama and config.vocab_size == _CODE_LLAMA_ROWS:
         raise EngineError(f"{folder}: Code Llama's tokenizer is not converted yet")
+
+
+def _add_suppressed(writer: Writer, folder: Path) -> None:
+    """The tokens that Gemma 4 12B never generates."""
+    path = folder / "generation_config.json"
+    if read_config(folder).get("model_type") != "gemma4_unified" or not path.is_file():
+        return
+    if tokens := read_json(path).get("suppress_tokens"):
+        writer.add_array("tokenizer.ggml.suppress_tokens", tokens)
 
 
 def _add_glm_roles(writer: Writer, folder: Path) -> None:

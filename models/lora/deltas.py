@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,36 @@ from quengine.models.lora.adapter import Adapter, LowRank
 from quengine.models.tensor_table import holder_of, tensor_specs
 
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
-_PIECE = 1 << 24
-"""Weights of a piece."""
+
+
+class Segment(NamedTuple):
+    """Rows of a file's tensor that one matrix of a layer's declaration has: their number, and all changes of it."""
+
+    rows: int
+    changes: list[LowRank]
+
+
+class Delta:
+    """What is added to a tensor, whose rows are those of the segments one after the other. device: where it is made."""
+
+    def __init__(self, segments: Sequence[Segment], columns: int, device: torch.device) -> None:
+        self._columns, self._device = columns, device
+        self._segments = [
+            Segment(rows, [LowRank(a.to(device), b.to(device), scale) for a, b, scale in changes])
+            for rows, changes in segments
+        ]
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """That of `count` rows from `first` on: fp32 [count, columns]."""
+        total = torch.zeros(count, self._columns, device=self._device)
+        start = 0
+        for size, changes in self._segments:
+            low, high = max(first, start), min(first + count, start + size)
+            for change in changes if low < high else ():
+                part = change._replace(b=change.b[low - start : high - start])
+                total[low - first : high - first] += part.delta()
+            start += size
+        return total
 
 
 class Deltas:
@@ -29,23 +58,27 @@ class Deltas:
         """Whether the tensor `name` of a file is changed."""
         return any(part in adapter.changes for part in self._declared(name) for adapter, _ in self._adapters)
 
-    def pieces(self, name: str) -> Iterator[Tensor]:
-        """What is added to the tensor `name` of a file: fp32 [rows, columns] of some rows at a time, in order."""
+    def of(self, name: str, device: torch.device) -> Delta:
+        """What is added to the tensor `name` of a file, which is changed."""
+        columns = self._specs[self._declared(name)[-1]].shape[-1]
+        return Delta(list(self._segments(name)), columns, device)
+
+    def _segments(self, name: str) -> Iterator[Segment]:
         parts = self._declared(name)
-        if parts != [name] and name.endswith("attn_kv_b.weight"):  # attn_k_b is the other way round
-            keys, values = (list(self._matrices(part)) for part in parts)
-            for key, value in zip(keys, values, strict=True):
-                yield torch.cat([self._sum(key, slice(None)).T, self._sum(value, slice(None))])
-            return
         matrices = [list(self._matrices(part)) for part in parts]
-        if (expert := _EXPERT.fullmatch(name)) is not None and name not in self._specs:
-            matrices = [[matrices[0][int(expert[2])]]]
-        for together in zip(*matrices, strict=True) if name.endswith("_exps.weight") else matrices:
-            for matrix in together:
-                rows, columns = matrix[0]
-                step = max(1, _PIECE // columns)
-                for start in range(0, rows, step):
-                    yield self._sum(matrix, slice(start, min(rows, start + step)))
+        if parts != [name] and name.endswith("attn_kv_b.weight"):  # attn_k_b is the other way round
+            plain = self._specs[parts[0]].shape[-1]
+            for key, value in zip(*matrices, strict=True):
+                yield Segment(plain, [LowRank(b.T, a.T, scale) for a, b, scale in key.changes])
+                yield value
+        elif (expert := _EXPERT.fullmatch(name)) is not None and name not in self._specs:
+            yield matrices[0][int(expert[2])]
+        elif name.endswith("_exps.weight"):
+            for together in zip(*matrices, strict=True):
+                yield from together
+        else:
+            for part in matrices:
+                yield from part
 
     def _declared(self, name: str) -> list[str]:
         """The tensors of the layers' declaration that the tensor `name` of a file holds, in order."""
@@ -53,26 +86,15 @@ class Deltas:
             return [f"{expert[1]}_exps.weight"]
         return self._parts.get(name, [name])
 
-    def _matrices(self, name: str) -> Iterator["_Matrix"]:
-        """Of a declared tensor each of its matrices: its shape, and the changes of all adapters."""
-        *outer, rows, columns = self._specs[name].shape
+    def _matrices(self, name: str) -> Iterator[Segment]:
+        """Each of the matrices of a declared tensor."""
+        *outer, rows, _ = self._specs[name].shape
         found = [
             change._replace(scale=factor * change.scale)
             for adapter, factor in self._adapters
             if (change := adapter.changes.get(name)) is not None
         ]
         for number in range(outer[0]) if outer else ():
-            yield (rows, columns), [each._replace(a=each.a[number], b=each.b[number]) for each in found]
+            yield Segment(rows, [each._replace(a=each.a[number], b=each.b[number]) for each in found])
         if not outer:
-            yield (rows, columns), found
-
-    @staticmethod
-    def _sum(matrix: "_Matrix", rows: slice) -> Tensor:
-        (every, columns), changes = matrix
-        total = torch.zeros(len(range(every)[rows]), columns)
-        for change in changes:
-            total += change._replace(b=change.b[rows]).delta()
-        return total
-
-
-_Matrix = tuple[tuple[int, int], list[LowRank]]
+            yield Segment(rows, found)

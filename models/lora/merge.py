@@ -50,7 +50,7 @@ def merge(
         type: a mix of types for all matrices, such as "Q4_K_M" or "F16", as `quengine.quantize` has it; None: as they
             are stored.
         imatrix: importances of columns, for the matrices that are quantized.
-        device: "cpu", "cuda" or "cuda:N", which quantizes.
+        device: "cpu", "cuda" or "cuda:N", which adds and quantizes; sums may differ in their last bits between them.
         threads: of the CPU; None: one for each processor.
 
     Raises:

@@ -37,6 +37,8 @@ _PREFIX = "base_model.model."
 _HALVES = {
     ".lora_A.weight": "A",
     ".lora_B.weight": "B",
+    ".lora_A.default.weight": "A",
+    ".lora_B.default.weight": "B",
     ".lora_embedding_A": "embedding A",
     ".lora_embedding_B": "embedding B",
 }
@@ -70,6 +72,8 @@ class PeftAdapter:
     def __init__(self, folder: Path) -> None:
         self.folder, self.keys = folder, read_json(folder / CONFIG)
         self._check_keys()
+        if not (folder / TENSORS).is_file() and (folder / "adapter_model.bin").is_file():
+            raise self.error("has adapter_model.bin alone: save it as safetensors (save_pretrained of PEFT)")
         try:
             with safe_open(folder / TENSORS, framework="pt") as file:
                 held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from quengine.errors import EngineError
-from quengine.kernels.block_formats import FORMATS, BlockFormat, dequantize
+from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quantize.quantize import PLAIN, SEARCHED_WITH_IMPORTANCE
 from quengine.models.gguf import GGUFFile, GGUFTensor, open_gguf
 from quengine.models.gguf.gguf_tensors import quant_tensor
 from quengine.models.gguf.whole_file import whole_file
 from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_bytes, write_padding
-from quengine.models.lora.deltas import Deltas
+from quengine.models.lora.deltas import Delta, Deltas
 from quengine.models.quantize.imatrix import Imatrix, read_imatrix
 from quengine.models.quantize.mixes import (
     Mix,
@@ -30,7 +31,7 @@ from quengine.models.quantize.mixes import (
     needs_importance,
     type_named,
 )
-from quengine.models.quantize.quantizer import Quantizer
+from quengine.models.quantize.quantizer import Added, Quantizer
 
 QUANTIZATION_VERSION = 2
 """Of the block formats (ggml.h, GGML_QNT_VERSION)."""
@@ -118,21 +119,24 @@ def quantize(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Quantization:
-    """Quantizes the GGUF file `source` (of a split, any of its files) to the file `target`.
+    """Quantizes a GGUF file.
 
     The result does not depend on the device or the number of threads. Metadata stay, with the keys of quantization set.
-    Memory: some MB for each thread, on a GPU some GB; the tensors stay in the file.
+    It takes some MB of memory for each thread, on a GPU some GB; the tensors stay in the file.
 
     Args:
+        source: the file in F32, F16 or BF16; any file of a split one.
         target: where the file goes, complete or not at all; None: only the plan, with its sizes.
         type: a mix (`mixes.MIXES`), such as "Q4_K_M".
         imatrix: importances of columns, a file of llama-imatrix in either format.
         tensor_types: "PATTERN=TYPE": tensors in whose name the regular expression is found; the first one decides.
-        output_type, token_embd_type: tensor types of output.weight and of the token embedding.
+        output_type: tensor type of output.weight.
+        token_embd_type: tensor type of the token embedding.
         pure: the mix's type for every matrix.
         allow_requantize: take tensors that are quantized already, whose errors add up.
         device: "cpu", "cuda" or "cuda:N".
-        threads: of the CPU; None: one for each processor.
+        threads: CPU threads; None: one for each processor.
+        progress: called for each tensor with it, its index and the number of all.
 
     Raises:
         EngineError: a file, type or pattern that cannot be used; weights that are not finite.
@@ -310,9 +314,10 @@ def _write_tensor(
     importance = _importance(plan, tensor, info.type_name, merged)
     experts = 1 if importance is None else len(importance)
     rows, place = len(tensor.data) // experts, 0
-    for fmt, part in _rows(plan, tensor, merged, rows):
+    for part, added in _rows(plan, tensor, merged, rows, quantizer.device):
         values = None if importance is None else torch.from_numpy(importance[place // rows].copy())
-        for blocks in quantizer.blocks(fmt, part, FORMATS[info.type_name], values):
+        stored, fmt = FORMATS[tensor.type_name], FORMATS[info.type_name]
+        for blocks in quantizer.blocks(stored, part, fmt, values, added):
             if blocks is None:
                 problem = "has weights that are not finite: nothing to quantize"
                 raise plan.source.tensor_error(tensor.name, problem)
@@ -332,16 +337,14 @@ def _importance(plan: Plan, tensor: GGUFTensor, kind: str, merged: bool) -> NDAr
 
 
 def _rows(
-    plan: Plan, tensor: GGUFTensor, merged: bool, most: int
-) -> Iterator[tuple[BlockFormat, torch.Tensor]]:
-    """The tensor's rows with their format, `most` at a time, or if `merged` the sums of them and the deltas, some of
-    those of a matrix at a time."""
-    stored, start = quant_tensor(tensor), 0
-    if not merged:
-        yield from ((stored.format, part) for part in torch.split(stored.data, most))
-        return
-    assert plan.deltas is not None
-    for delta in plan.deltas.pieces(tensor.name):
-        data = stored.data[start : start + len(delta)]
-        yield FORMATS["F32"], (dequantize(stored.format, data) + delta).view(torch.uint8)
-        start += len(delta)
+    plan: Plan, tensor: GGUFTensor, merged: bool, most: int, device: torch.device
+) -> Iterator[tuple[torch.Tensor, Added | None]]:
+    """The tensor's rows, `most` at a time, and if `merged` what is added to them."""
+    delta = plan.deltas.of(tensor.name, device) if merged and plan.deltas is not None else None
+    for number, part in enumerate(torch.split(quant_tensor(tensor).data, most)):
+        yield part, None if delta is None else partial(_added, delta, number * most)
+
+
+def _added(delta: Delta, begin: int, first: int, count: int) -> torch.Tensor:
+    """What is added to `count` rows of a part that begins at row `begin`, from its row `first` on."""
+    return delta.rows(begin + first, count)

@@ -1,9 +1,10 @@
 """Quantizes rows piece by piece: on the CPU by threads, each with a piece that its cache holds; on a GPU large ones."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,12 +17,15 @@ _PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
 _PIECES_AHEAD = 4
 """Pieces of each thread that are quantized before the first of them is written."""
 
+Added: TypeAlias = Callable[[int, int], Tensor]
+"""What is added to rows: given the first one and their number, fp32 [rows, K] on the quantizer's device."""
+
 
 class Quantizer:
     """Within `with`, torch computes an operation in one thread: the threads here have pieces of their own."""
 
     def __init__(self, device: torch.device, threads: int | None) -> None:
-        self._device = device
+        self.device = device
         self._threads = 1 if device.type == "cuda" else threads or len(os.sched_getaffinity(0))
         self._pool = ThreadPoolExecutor(self._threads)
 
@@ -37,24 +41,39 @@ class Quantizer:
         torch.set_num_threads(self._torch_threads)
 
     def blocks(
-        self, stored: BlockFormat, data: Tensor, fmt: BlockFormat, importance: Tensor | None
+        self,
+        stored: BlockFormat,
+        data: Tensor,
+        fmt: BlockFormat,
+        importance: Tensor | None,
+        added: Added | None = None,
     ) -> Iterator[Tensor | None]:
         """The rows `data`, uint8 [R, row_bytes] of format `stored`, as blocks of `fmt` on the CPU, in order.
 
-        importance: of their columns, fp32 [K], or None. None is yielded for rows with weights that are not finite.
+        importance: of their columns, fp32 [K], or None. added: to the rows. None is yielded for rows with weights that are not finite.
         """
-        values = None if importance is None else importance.to(self._device)
-        step = max(1, _PIECE.get(self._device.type, 1 << 26) // stored.cols(data.shape[1]))
-        pieces = [data[start : start + step] for start in range(0, len(data), step)]
+        values = None if importance is None else importance.to(self.device)
+        step = max(1, _PIECE.get(self.device.type, 1 << 26) // stored.cols(data.shape[1]))
+        pieces = [(start, data[start : start + step]) for start in range(0, len(data), step)]
         group = self._threads * _PIECES_AHEAD
         for first in range(0, len(pieces), group):
             part = pieces[first : first + group]
-            yield from self._pool.map(lambda rows: self._piece(stored, rows, fmt, values), part)
+            yield from self._pool.map(
+                lambda piece: self._piece(stored, piece[0], piece[1], fmt, values, added), part
+            )
 
     def _piece(
-        self, stored: BlockFormat, data: Tensor, fmt: BlockFormat, values: Tensor | None
+        self,
+        stored: BlockFormat,
+        first: int,
+        data: Tensor,
+        fmt: BlockFormat,
+        values: Tensor | None,
+        added: Added | None,
     ) -> Tensor | None:
-        rows = dequantize(stored, data.to(self._device))
+        rows = dequantize(stored, data.to(self.device))
+        if added is not None:
+            rows = rows + added(first, len(rows))
         if not bool(rows.isfinite().all()):
             return None
         return quantize(fmt, rows, values).cpu()

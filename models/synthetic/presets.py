@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from quengine.models.architectures import ARCHITECTURES
+from quengine.models.architectures import ARCHITECTURES, DECLARED
 from quengine.models.architectures.architecture import Architecture
 from quengine.models.blocks.experts import ExpertConfig
 from quengine.models.blocks.gated_delta import GatedDeltaSizes
@@ -49,6 +49,7 @@ class SyntheticModel:
     shared_kv_layers, layer_input_length: as ModelConfig and LayerInputSizes have them.
     altup_streams, laurel_rank: of alternating updates, where an architecture has them, as AltUpSizes says.
         sparse_layers: layers in front in which one gate in twenty is above its cutoff.
+    target_width: of a model that drafts from another one's hidden rows, their values; 0: it does not.
     yarn_factor, yarn_context: of YaRN, and the positions of the context that it extends; a factor of 1: no YaRN.
     """
 
@@ -95,6 +96,7 @@ class SyntheticModel:
     altup_streams: int = 4
     laurel_rank: int = 64
     sparse_layers: int = 0
+    target_width: int = 0
 
     def of_layers(self, count: int, preset: str) -> "SyntheticModel":
         """The model of `preset`, this one's first `count` layers."""
@@ -112,7 +114,7 @@ class SyntheticModel:
 
     def config(self) -> ModelConfig:
         """The configuration that a reader of the file finds."""
-        declared = ARCHITECTURES[self.architecture]
+        declared = DECLARED[self.architecture]
         same = LayerSizes(self.head_count, self.head_count_kv, self.feed_forward_length)
         largest = LayerSizes(*map(max, zip(*(self.layer_sizes or (same,)), strict=True)))
         head_dim = largest.head_dim or self.head_dim
@@ -143,6 +145,7 @@ class SyntheticModel:
             layer_input=self._layer_input(),
             altup=self._altup(),
             draft_layers=self.draft_layers,
+            target_width=self.target_width,
         )
         return replace(config, **declared.size_fields(config))
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quengine.errors import CannotRunError, EngineError
-from quengine.models.architectures import ARCHITECTURES
+from quengine.models.architectures import DECLARED
 from quengine.models.architectures.rope_axes import even_sections
 from quengine.models.blocks.block import Shape, TensorSpec, Uniform
 from quengine.models.blocks.experts import ExpertConfig
@@ -90,7 +90,7 @@ def _resolve(model: str | SyntheticModel) -> SyntheticModel:
         if spec is None:
             raise EngineError(f"no synthetic model {model!r}; there are {', '.join(PRESETS)}")
         model = spec
-    if model.architecture not in ARCHITECTURES:
+    if model.architecture not in DECLARED:
         raise EngineError(f"no synthetic model of architecture {model.architecture!r}")
     if model.quant not in {Q4_K_M, MXFP4_MOE} | FLOAT_TYPES | QUANT_TYPES:
         raise EngineError(f"no synthetic weights of type {model.quant!r}")
@@ -218,6 +218,8 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
     if config.altup is not None:
         sizes[f"{a}.altup.num_inputs"], sizes[f"{a}.altup.active_idx"] = config.altup.streams, 0
         sizes[f"{a}.activation_sparsity_scale"] = list(config.altup.cutoffs)
+    if config.target_width:
+        sizes[f"{a}.embedding_length_out"] = config.target_width
     if config.draft_layers:
         sizes[f"{a}.nextn_predict_layers"] = config.draft_layers
     if config.conv_taps:
@@ -227,13 +229,13 @@ def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:
     if config.mamba2 is not None:
         sizes |= {f"{a}.{key}": value for key, value in _mamba2_metadata(config.mamba2).items()}
         sizes[f"{a}.rope.scaling.finetuned"] = not config.unrotated_layers
-    if ARCHITECTURES[a].has_lone_parts:  # llama.cpp wants this name too
+    if DECLARED[a].has_lone_parts:  # llama.cpp wants this name too
         sizes[f"{a}.attention.layer_norm_epsilon"] = config.rms_eps
     if config.experts is not None:
         sizes |= {f"{a}.{key}": value for key, value in _expert_metadata(config.experts).items()}
-    without = {key: f"{a}.{key}" for key in _NEUTRAL.keys() & set(ARCHITECTURES[a].gguf_keys)}
+    without = {key: f"{a}.{key}" for key in _NEUTRAL.keys() & set(DECLARED[a].gguf_keys)}
     sizes |= {name: _NEUTRAL[key] for key, name in without.items() if name not in sizes}
-    if ARCHITECTURES[a].vocabulary == "bpe":
+    if DECLARED[a].vocabulary == "bpe":
         vocabulary = bpe_metadata(config.vocab_size, "qwen2")
     else:
         vocabulary = spm_metadata(config.vocab_size)
@@ -244,10 +246,10 @@ def _sizes(config: ModelConfig) -> Metadata:
     """Heads and feed-forward lengths: one for all layers, or where they differ one a layer."""
     a, layers = config.architecture, [config.sizes(layer) for layer in range(config.block_count)]
     heads, kv_heads, lengths, _ = map(list, zip(*layers, strict=True))
-    if ARCHITECTURES[a].has_recurrent_layers:
+    if DECLARED[a].has_recurrent_layers:
         without = {*config.recurrent_layers, *config.mixerless_layers}
         kv_heads = [0 if i in without else count for i, count in enumerate(kv_heads)]
-    if ARCHITECTURES[a].has_lone_parts:
+    if DECLARED[a].has_lone_parts:
         lengths = [count if i in config.mixerless_layers else 0 for i, count in enumerate(lengths)]
     keys = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
     return {

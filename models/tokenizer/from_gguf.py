@@ -218,9 +218,15 @@ def _vocabulary(
         add_bos=(add_bos if said is None else said) and "bos" in named,
         add_eos=bool(file.get_bool(_PREFIX + "add_eos_token")),
         to_bytes=to_bytes,
+        suppressed_ids=_suppressed(file, len(texts)),
     )
     _check_unique(file, vocabulary)
     return _with_strips(file, with_roles_by_text(vocabulary))
+
+
+def _suppressed(file: GGUFFile, size: int) -> frozenset[int]:
+    found = file.get_ints(_PREFIX + "suppress_tokens")
+    return frozenset() if found is None else frozenset(i for i in found.tolist() if 0 <= i < size)
 
 
 def _with_strips(file: GGUFFile, vocabulary: Vocabulary) -> Vocabulary:

@@ -164,6 +164,7 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
         add_eos=_adds_eos(described, config, named.get("eos")),
         to_bytes=byte_level_bytes if byte_level else scored_bytes,
         eos_ids=ends,
+        suppressed_ids=_suppressed(folder, len(texts)),
         lstrip_ids=_stripping(parts, "lstrip"),
         rstrip_ids=_stripping(parts, "rstrip"),
         pair_gap=_pair_gap(described),
@@ -246,13 +247,19 @@ def _pair_gap(described: Described) -> tuple[int, ...]:
 
 def _generation_ends(folder: Path, size: int) -> frozenset[int]:
     """`eos_token_id` of generation_config.json and config.json: one id or several."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        value = read_json(path).get("eos_token_id") if path.is_file() else None
-        values = value if isinstance(value, list) else [value]
-        found |= {i for i in values if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size}
-    return frozenset(found)
+    names = ("generation_config.json", "config.json")
+    return frozenset().union(*(_ids(folder / name, "eos_token_id", size) for name in names))
+
+
+def _suppressed(folder: Path, size: int) -> frozenset[int]:
+    return _ids(folder / "generation_config.json", "suppress_tokens", size)
+
+
+def _ids(path: Path, key: str, size: int) -> frozenset[int]:
+    """The token ids that a JSON file has at `key`: none, one or several."""
+    value = read_json(path).get(key) if path.is_file() else None
+    values = value if isinstance(value, list) else [value]
+    return frozenset(i for i in values if isinstance(i, int) and not isinstance(i, bool) and 0 <= i < size)
 
 
 def _puts_space_first(parts: Mapping[str, Any]) -> bool:

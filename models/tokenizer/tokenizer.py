@@ -74,6 +74,11 @@ class Tokenizer:
         return self._vocabulary.eos_ids
 
     @property
+    def suppressed_ids(self) -> frozenset[int]:
+        """Tokens that are never generated, as the model's files say."""
+        return self._vocabulary.suppressed_ids
+
+    @property
     def add_bos(self) -> bool:
         """Whether a prompt begins with BOS."""
         return self._vocabulary.add_bos

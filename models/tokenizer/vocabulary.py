@@ -92,7 +92,7 @@ class Vocabulary:
     `eos_ids` end a generation; `ids` follow from `texts`. White space before a token of `lstrip_ids`, or after one of
     `rstrip_ids`, goes where the token is matched by its text. `normal_controls` are control tokens by their text
     alone, which the file calls normal. `pair_gap`: what lies between the end token of a pair's first text and the
-    second text, which begins with none.
+    second text, which begins with none. `suppressed_ids` are never generated.
     """
 
     texts: Sequence[str]
@@ -107,6 +107,7 @@ class Vocabulary:
     rstrip_ids: frozenset[int] = field(default=frozenset())
     normal_controls: frozenset[int] = field(default=frozenset())
     pair_gap: tuple[int, ...] = ()
+    suppressed_ids: frozenset[int] = field(default=frozenset())
 
     def __post_init__(self) -> None:
         if not self.ids:

@@ -1,7 +1,7 @@
 """Gemma 4 (E2B, E4B, 26B-A4B, 31B): images of any ratio in a number of rows, tables of positions, axial rotation.
 
 Definition: `transformers` models/gemma4 (Gemma4ImageProcessor, Gemma4VisionModel, Gemma4MultimodalEmbedder). Scores are
-not scaled; matrices of E2B and E4B clamp what goes in and out. The 12B model has no encoder (`gemma4uv`): refused.
+not scaled; matrices of E2B and E4B clamp what goes in and out. The 12B model has no encoder (gemma4uv.py).
 """
 
 from collections.abc import Generator, Mapping
@@ -36,21 +36,22 @@ from quengine.models.vision.projector import Arranged, Projector
 from quengine.models.vision.settings import BICUBIC, Keys, VisionSettings, folder_settings, gguf_settings
 from quengine.models.vision.vision_block import VisionBlock, through
 
-_ROWS = 280
+ROWS = 280
 """Of an image, at most."""
 _THETA = 100.0
-_POOL = 3
+POOL = 3
+"""Patches of a side that become one row."""
 _BOUND = "v.blk.0.attn_q.input_min"
 
 
 def _gguf(file: GGUFFile) -> VisionSettings:
     table = file.tensors.get("v.position_embd.weight")
     features = {
-        "rows": _ROWS,
+        "rows": ROWS,
         "positions": table.shape[-2] if table is not None and len(table.shape) == 3 else 0,
         "bidirectional": _BOUND not in file.tensors,
     }
-    return gguf_settings(file, "gemma4v", merge=_POOL, theta=_THETA, resample=BICUBIC, features=features)
+    return gguf_settings(file, "gemma4v", merge=POOL, theta=_THETA, resample=BICUBIC, features=features)
 
 
 def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
@@ -241,7 +242,7 @@ GEMMA4V = Projector(
         "head_dim": 64,
         "hidden_activation": "gelu_pytorch_tanh",
         "rms_norm_eps": 1e-6,
-        "pooling_kernel_size": _POOL,
+        "pooling_kernel_size": POOL,
         "patch_size": 16,
         "position_embedding_size": 10 * 1024,
     },
@@ -251,8 +252,8 @@ GEMMA4V = Projector(
         "do_normalize": False,
         "resample": BICUBIC,
         "patch_size": 16,
-        "max_soft_tokens": _ROWS,
-        "pooling_kernel_size": _POOL,
+        "max_soft_tokens": ROWS,
+        "pooling_kernel_size": POOL,
     },
     hf_names=_hf_names,
     hf_parts=("vision_tower.", "embed_vision."),

@@ -2,6 +2,7 @@
 
 from quengine.errors import EngineError
 from quengine.models.vision.gemma3 import GEMMA3
+from quengine.models.vision.gemma4uv import GEMMA4UV
 from quengine.models.vision.gemma4v import GEMMA4V
 from quengine.models.vision.glm4v import GLM4V
 from quengine.models.vision.idefics3 import IDEFICS3
@@ -12,7 +13,7 @@ from quengine.models.vision.projector import Projector
 from quengine.models.vision.qwen3vl import QWEN3VL
 from quengine.models.vision.qwen25vl import QWEN25VL
 
-_ALL = (IDEFICS3, PIXTRAL, GEMMA3, GEMMA4V, QWEN3VL, QWEN25VL, LFM2, INTERNVL, GLM4V)
+_ALL = (IDEFICS3, PIXTRAL, GEMMA3, GEMMA4V, GEMMA4UV, QWEN3VL, QWEN25VL, LFM2, INTERNVL, GLM4V)
 PROJECTORS: dict[str, Projector] = {each.name: each for each in _ALL}
 OF_MODEL_TYPE: dict[str, Projector] = {kind: each for each in PROJECTORS.values() for kind in each.hf_types}
 

@@ -116,14 +116,12 @@ def gguf_settings(file: GGUFFile, projector: str, **others: Any) -> VisionSettin
     """
     key = "clip.vision.{}".format
     width = file.require_int(key("embedding_length"), 1, 1 << 16)
-    heads = file.require_int(key("attention.head_count"), 1, 1 << 10)
+    heads = others.pop("heads", None) or file.require_int(key("attention.head_count"), 1, 1 << 10)
     if width % heads:
         raise file.error(key("attention.head_count"), f"{heads} does not divide the width {width}")
     mean = _channels(_floats(file, key("image_mean")), lambda p: file.error(key("image_mean"), p))
     std = _channels(_floats(file, key("image_std")), lambda p: file.error(key("image_std"), p), positive=True)
     common: dict[str, Any] = {
-        "layers": file.require_int(key("block_count"), 1, 1 << 10),
-        "feed_forward": file.get_int(key("feed_forward_length"), 1, 1 << 20) or 0,
         "patch": file.require_int(key("patch_size"), 1, 1 << 10),
         "image_size": file.require_int(key("image_size"), 1, MAX_IMAGE_SIDE),
         "text_size": file.require_int(key("projection_dim"), 1, 1 << 16),
@@ -131,6 +129,9 @@ def gguf_settings(file: GGUFFile, projector: str, **others: Any) -> VisionSettin
         "mean": mean,
         "std": std,
     }
+    if "layers" not in others:
+        common["layers"] = file.require_int(key("block_count"), 1, 1 << 10)
+        common["feed_forward"] = file.get_int(key("feed_forward_length"), 1, 1 << 20) or 0
     return VisionSettings(projector=projector, width=width, heads=heads, **(common | others))
 
 

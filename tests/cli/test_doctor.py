@@ -55,7 +55,9 @@ def all_formats(every_check, monkeypatch):
 
 @pytest.fixture
 def two_formats(monkeypatch):
-    """Enough where a test is about one: all of them take seconds."""
+    """Enough where a test is about one: all of them take seconds, and so do states and latent attention."""
+    for others in ("STATES", "LATENTS"):
+        monkeypatch.setattr(f"quengine.diagnostics.selftest.self_test_run.{others}", ())
     monkeypatch.setattr(
         "quengine.diagnostics.selftest.self_test_run.FORMATS",
         {name: FORMATS[name] for name in ("Q4_K", "Q8_0")},
@@ -138,7 +140,7 @@ def test_a_kernel_that_gives_nan_fails_and_json_stays_valid(kernels, capsys):
     assert all(check["error"] is None for check in failed)
 
 
-@pytest.mark.usefixtures("kernels", "two_formats")
+@pytest.mark.usefixtures("kernels", "all_formats")
 def test_every_usable_gpu_is_tested_and_one_that_fails_is_named(monkeypatch, capsys):
     devices = [CudaDevice(index, "gpu", cc, 8 << 30, 7 << 30, 10) for index, cc in ((0, "8.9"), (1, "7.5"))]
     monkeypatch.setattr("quengine.diagnostics.machine.cuda_devices", lambda: devices)
@@ -165,7 +167,7 @@ def test_names_of_tests_stand_apart_above_their_results(capsys):
     assert all(row[: head.index(name) + len(name)].endswith("ok") for name in names)
 
 
-@pytest.mark.usefixtures("kernels", "two_formats")
+@pytest.mark.usefixtures("kernels", "all_formats")
 @pytest.mark.parametrize("problem", ["", "the devices cannot meet"])
 def test_several_gpus_are_shown_with_the_time_of_a_sum(capsys, monkeypatch, problem):
     devices = [CudaDevice(index, "GPU", "7.5", 1 << 30, 1 << 30, 1) for index in range(2)]

@@ -173,7 +173,7 @@ def test_list_show_cp_and_rm_have_presets(model: str, create: Callable[..., int]
         ('model = "M"\nstop = [1]', "must be text, or a list of texts"),
         ('model = "M"\ncache_type = "q4"', "must be f16 or q8_0"),
         ('model = "M"\ntemp = 1\ntemperature = 2', "the option temperature is there twice"),
-        ('model = "M"\nadapters = ["a.gguf"]', "adapters are not supported yet"),
+        ('model = "M"\nadapters = ["a.gguf"]', "adapters are no part of a preset"),
         ('model = "M"\nmessages = ["hi"]', "messages: 'hi': each must be"),
         ('model = "smollm2-135n"', "did you mean smollm2-135m"),
         ("temp = 1", 'it names no model: model = "smollm2-135m"'),

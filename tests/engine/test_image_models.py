@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quengine.request.prompt_images import ImagePrompt
 from quengine.serve.processes.server_engine import ProcessEngine
 from quengine.serve.processes.shared_engine import Failed, Finished, GenerationRequest
 from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_tokenizer
+from tests.models.vision import test_gemma4uv as gemma4uv
 from tests.models.vision import test_gemma4v as gemma4
 from tests.models.vision.vision_models import VisionCase, nmse, picture, png, write_mmproj, write_vision
 
@@ -194,9 +196,28 @@ def test_without_its_projector_a_model_reads_text(folder: tuple[Path, Any]) -> N
             blind.with_images("<image>", IMAGES[:1])
 
 
-def test_logits_of_pixtral(tmp_path: Path) -> None:
-    """Mistral 3, whose images have rows of any number with a token behind each."""
-    model = write_vision(tmp_path, PIXTRAL)
+MISTRAL_4 = {
+    "model_type": "mistral4",
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+}
+
+
+@pytest.mark.parametrize("text_part", [{}, MISTRAL_4], ids=["Mistral Small 3", "Mistral Small 4"])
+def test_logits_of_pixtral(tmp_path: Path, text_part: dict[str, Any]) -> None:
+    """Models whose images have rows of any number with a token after each."""
+    model = write_vision(tmp_path, replace(PIXTRAL, text=PIXTRAL.text | text_part))
+    if text_part:
+        model.set_experts_implementation("eager")  # the other ones take no fp64
     write_tokenizer(tmp_path)
     name_tokens(tmp_path, ("[IMG]", "[IMG_BREAK]", "[IMG_END]"))
     images = [png(picture(100, 70)), png(picture(100, 70, seed=1))]
@@ -266,28 +287,24 @@ def test_logits_of_gemma_3(tmp_path: Path, chunk: int | None) -> None:
             assert first.tokens[0] == int(theirs[-1].argmax())
 
 
-@pytest.mark.parametrize("kind", ["both ways", "per-layer inputs"])
+@pytest.mark.parametrize("kind", ["both ways", "per-layer inputs", "no encoder"])
 def test_logits_of_gemma_4(tmp_path: Path, kind: str) -> None:
     """Rows of an image see one another both ways in layers with a window alone; E-models give them the inputs of the
     first token, and see back alone."""
-    inputs = kind != "both ways"
-    case = VisionCase(
-        **{
-            **gemma4.CASE.__dict__,
-            "config": {"audio_config": None, "image_token_id": VOCAB - 1},
-            "text": {
-                **gemma4.CASE.text,
-                "vocab_size": VOCAB,
-                "vocab_size_per_layer_input": VOCAB,
-                "use_bidirectional_attention": None if inputs else "vision",
-                "hidden_size_per_layer_input": 8 if inputs else 0,
-                "num_hidden_layers": 2,
-                "sliding_window": 64,
-                "global_head_dim": 32,
-                "layer_types": ["sliding_attention", "full_attention"],
-            },
-        }
-    )
+    family = gemma4uv if kind == "no encoder" else gemma4
+    text = {
+        "vocab_size": VOCAB,
+        "num_hidden_layers": 2,
+        "sliding_window": 64,
+        "global_head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_bidirectional_attention": None if kind == "per-layer inputs" else "vision",
+    }
+    if kind != "no encoder":
+        length = 8 if kind == "per-layer inputs" else 0
+        text |= {"hidden_size_per_layer_input": length, "vocab_size_per_layer_input": VOCAB}
+    config = {"audio_config": None, "image_token_id": VOCAB - 1}
+    case = replace(family.CASE, config=config, text={**family.CASE.text, **text})
     model = write_vision(tmp_path, case)
     write_tokenizer(tmp_path)
     name_tokens(tmp_path, ("<|image|>", "<|image>", "<image|>"))
@@ -303,14 +320,21 @@ def test_logits_of_gemma_4(tmp_path: Path, kind: str) -> None:
             prompt = llm.with_images(text, given)
             assert isinstance(prompt, ImagePrompt) and len(prompt.images.rows) == len(given)
             ids = torch.tensor([prompt.ids])
-            made = [gemma4.reference_inputs(vision.prepare(image)) for image in given]
+            made = [family.reference_inputs(vision.prepare(image)) for image in given]
             pixels, places = (torch.cat(parts) for parts in zip(*made, strict=True))
+            seen = (ids == VOCAB - 1).long()
+            # As it generates: by itself the model without an encoder would see both ways without a window as well.
+            rows, mask = torch.zeros(*ids.shape, 48, dtype=torch.double), torch.ones_like(ids)
+            masks = model.create_masks_for_generate(
+                model.config, rows, mask, None, None, mm_token_type_ids=seen
+            )
             with torch.inference_mode():
                 theirs = model(
                     input_ids=ids,
+                    attention_mask=masks if kind == "no encoder" else None,
                     pixel_values=pixels,
                     image_position_ids=places,
-                    mm_token_type_ids=(ids == VOCAB - 1).long(),
+                    mm_token_type_ids=seen,
                 ).logits[0]
             assert nmse(llm.logits(prompt).double(), theirs) < 1e-5
             params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -78,8 +78,8 @@ def test_a_model_takes_the_fields_of_the_configuration_by_place_and_by_name() ->
     assert made.config == EngineConfig("cpu", 64, 2, cache_type="q8_0", parallel=3)
     assert Model(model="m", device="cpu").config == EngineConfig("cpu")
     assert Model("m", **vars(made.config)).config == made.config
-    with pytest.raises(TypeError, match=r"^Model\(\) has no colour$"):
-        Model("m", colour="red")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^Model\(\) has no hue$"):
+        Model("m", hue="red")  # type: ignore[call-arg]
 
 
 def test_a_models_signature_is_that_of_the_configuration() -> None:

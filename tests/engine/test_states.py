@@ -129,9 +129,14 @@ def test_a_long_prompt_has_checkpoints_on_the_way(
         assert [count for count in counts if count > 0] == steps
         changed = [llm.generate([*prompt[:end], 251, 1], FEW)[0] for end in (70, 130)]
         assert [each.timings.cached_tokens for each in changed] == [64, 128]
-    # Where there is room for few, those at the ends of prompts stay.
+
+
+def test_where_there_is_room_for_few_those_at_the_ends_of_prompts_stay(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quengine.state_checkpoints.CHECKPOINT_EVERY", 64)
     with engine(tiny, parallel=3, chunk_size=48, state_checkpoints=1) as llm:
-        prompts = [[n, *prompt] for n in range(3)]
+        prompts = [[n, *((13 * i) % 250 for i in range(200))] for n in range(3)]
         for each in prompts:
             llm.generate(each, FEW)
         assert [llm.generate(each, FEW)[0].timings.cached_tokens for each in prompts[::-1]] == [192, 192, 0]
@@ -187,16 +192,16 @@ def short_of_blocks(llm: LLM, blocks: int) -> list[Sequence]:
     return preempted
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_preempted_sequences_get_their_tokens(tiny: Path, deterministic: bool) -> None:
+def test_preempted_sequences_get_their_tokens(tiny: Path) -> None:
     prompts = [[(3 * i + n) % 250 for i in range(33)] for n in range(4)]
     params = replace(PARAMS, max_tokens=70)
     with engine(tiny, reuse_prefix=False) as llm:
         expected = [llm.generate(prompt, params)[0] for prompt in prompts]
-    with engine(tiny, parallel=4, deterministic=deterministic) as llm:
-        preempted = short_of_blocks(llm, 7)
-        assert tokens(llm.generate(prompts, params)) == tokens(expected)
-        assert preempted
+    for deterministic in (False, True):
+        with engine(tiny, parallel=4, deterministic=deterministic) as llm:
+            preempted = short_of_blocks(llm, 7)
+            assert tokens(llm.generate(prompts, params)) == tokens(expected), deterministic
+            assert preempted
 
 
 def test_a_preempted_prompt_goes_on_from_where_it_was(tiny: Path) -> None:
@@ -224,14 +229,23 @@ def test_a_full_context_discards_tokens_and_computes_the_rest_again(tiny: Path) 
     assert found[0].timings.shifts and found[0].tokens == found[1].tokens
 
 
-@pytest.mark.parametrize("parallel", [1, 3])
-def test_texts_with_look_up_are_those_without(tiny: Path, alone: list[Completion], parallel: int) -> None:
-    repeated = [1, 2, 3, 4] * 12
+REPEATED = [1, 2, 3, 4] * 12
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Path) -> Completion:
+    """Of `REPEATED`, without drafts."""
     with engine(tiny, reuse_prefix=False) as llm:
-        plain = llm.generate(repeated, PARAMS)[0]
+        return llm.generate(REPEATED, PARAMS)[0]
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_texts_with_look_up_are_those_without(
+    tiny: Path, alone: list[Completion], plain: Completion, parallel: int
+) -> None:
     with engine(tiny, parallel=parallel, draft_ngram=2, draft_tokens=7) as llm:
-        found = llm.generate([*PROMPTS, repeated], PARAMS)
-        again = llm.generate([*repeated, *found[-1].tokens, 5], FEW)[0]
+        found = llm.generate([*PROMPTS, REPEATED], PARAMS)
+        again = llm.generate([*REPEATED, *found[-1].tokens, 5], FEW)[0]
     assert tokens(found) == [*tokens(alone), plain.tokens]
     drafts = [each.timings for each in found]
     assert sum(t.drafted_tokens for t in drafts) > sum(t.accepted_tokens for t in drafts)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quengine import EngineError
+from quengine import convert as convert_folder
 from quengine.kernels.backend import Backend
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.backend import CpuBackend
@@ -28,6 +29,7 @@ from tests.eagle_files import Definition, Eagle
 from tests.gguf_builder import GGUFBuilder
 from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_tokenizer
 from tests.llama_cpp_eagle import llama_cpp_eagle_logits
+from tests.models.convert.equal_files import check_equal
 from tests.models.test_draft_layer import in_float64
 from tests.transformers_models import (
     TOKENS,
@@ -61,6 +63,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs.append(Conversion(folder, found / f"{name}.gguf", "llama-bpe", target=target))
     convert(jobs)
     return found
+
+
+def test_converted_files_are_llama_cpps(root: Path, tmp_path: Path) -> None:
+    ours, target = tmp_path / "ours.gguf", root / "target"
+    for name in KINDS:
+        convert_folder(root / name, ours, "f32", target_folder=target, threads=1)
+        check_equal(ours, root / f"{name}.gguf", splits=False)
+    for folder, whole, problem in (
+        ("plain", None, r"an EAGLE-3 draft model needs its target's folder: --target FOLDER"),
+        ("target", target, r"--target .*target: .*target is no EAGLE-3 draft model"),
+        ("plain", tmp_path, "no folder of a model: it has no config.json"),
+    ):
+        with pytest.raises(EngineError, match=problem):
+            convert_folder(root / folder, ours, target_folder=whole)
 
 
 def inputs_of(folder: Path, layers: Any, ids: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -27,11 +27,13 @@ CLIENTS: Mapping[str, tuple[Sequence[str], str]] = {
     "llama-index-llms-openai-like": (("llama-index-llms-openai-like",), "llama_index.py"),
     "lm-eval": (("lm-eval[api]", "transformers"), "lm_eval.py"),
     "open-webui": (("httpx",), "open_webui.py"),
+    "aiperf": (("aiperf",), "aiperf.py"),
+    "guidellm": (("guidellm",), "guidellm.py"),
 }
 """Package: what pip installs, and the script. Open WebUI is too large to install: its calls are written down."""
 
 CONTEXT = 8192
-SECONDS = 400
+SECONDS = 900
 
 
 def install(environment: Path, requirements: Sequence[str]) -> None:

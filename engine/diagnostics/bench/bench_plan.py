@@ -129,7 +129,7 @@ class BenchPlan:
                 "n_cpu_moe",
                 "expert_parallel",
             ),
-            *("split", "tensor_split"),
+            *("split", "tensor_split", "lora"),
         ),
     ] = field(default_factory=EngineConfig)
 

@@ -78,7 +78,8 @@ class LLMSide:
     def eager(self, ids: list[int], start: int) -> Tensor:
         """As `forward`, one operation of the backend after the other: no captured step."""
         angles = None if self.images is None else self.images.angles(start, start + len(ids))
-        rows = [SequenceRows(ids, start, self.llm.runner.cache.whole_tables, angles)]
+        runner = self.llm.runner
+        rows = [SequenceRows(ids, start, runner.cache.whole_tables, angles, runner.adapters)]
         given = given_rows(self.images, ids, start)
         return self.llm.runner.forward(_phase(ids), rows, all_logits=True, eager=True, given=given).cpu()
 

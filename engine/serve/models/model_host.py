@@ -35,8 +35,8 @@ from quengine.serve.processes.shared_engine import (
 )
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.response_store import ResponseStore
-from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, ApiError, bad_request
-from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
+from quengine.serve.schemas.canonical import ChatRequest, CompletionRequest
+from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, ApiError, bad_request, shutting_down
 
 logger = logging.getLogger("quengine.serve")
 
@@ -98,6 +98,7 @@ class ModelHost:
         nbytes: of its weights; 0 while they are not known.
         worker: another one each time the model is loaded.
         kept: what stays of a model that sleeps, until it is loaded again.
+        lora: scales of its LoRA adapters for requests that give none; None: those that it is loaded with.
     """
 
     def __init__(
@@ -123,9 +124,12 @@ class ModelHost:
         self.load_requested = False
         self.failure: str | None = None
         self.cancelled = False
+        self.ending = False
+        """The server ends."""
         self.load_began = 0.0
         self.nbytes = spec.nbytes
         self.kept: ServedModel | None = None
+        self.lora: Mapping[int, float] | None = None
         self._latest: ServedModel | None = None
         self._make_engine, self._changed, self._ended = make_engine, changed, ended
         self.metrics = metrics = Metrics()
@@ -241,10 +245,11 @@ class ModelHost:
     @property
     def loaded(self) -> bool:
         """It has an engine, or one in place of that which has failed is being made."""
-        return self.state in (State.READY, State.DRAINING) or self._replaced
+        return self.state in (State.READY, State.DRAINING) or self.replaced
 
     @property
-    def _replaced(self) -> bool:
+    def replaced(self) -> bool:
+        """Its engine has failed, and another one is being made."""
         return self.state is State.FAILED and self.worker.alive
 
     @property
@@ -261,7 +266,7 @@ class ModelHost:
         """A request has it without waiting; before it is loaded at first, an only model has a 503 for it."""
         unready = (State.LOADING, State.FAILED)
         first = self.alone and self.kept is None and self.state in unready
-        return self.state is State.READY or self._replaced or first
+        return self.state is State.READY or self.replaced or first
 
     @property
     def status(self) -> Status:
@@ -312,6 +317,8 @@ class ModelHost:
 
     def unavailable(self) -> ApiError:
         """Why it takes no request now."""
+        if self.ending:
+            return shutting_down()
         if self.state is State.LOADING:
             code, why = "starting", "the model is being loaded"
         elif self.worker.alive and not self.worker.stopping:
@@ -333,6 +340,15 @@ class ModelHost:
         if model is None:
             raise self.unavailable()
         return model
+
+    @property
+    def shown(self) -> ServedModel:
+        """The model as lists of several describe it: while its engine is replaced, as it was before.
+
+        Raises ApiError where there is none.
+        """
+        last = self._latest if self.replaced and not self.alone else None
+        return last or self.model
 
     def verbose(self, body: ChatRequest | CompletionRequest) -> bool:
         """Whether answers have `__verbose`: with `engine -v`, as with llama-server's, all do."""

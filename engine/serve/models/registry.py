@@ -19,7 +19,7 @@ from quengine.serve.models.residency import Launch, Residency
 from quengine.serve.processes.shared_model import ServedModel, TextSide
 from quengine.serve.response_store import ResponseStore
 from quengine.serve.resumable import StreamStore
-from quengine.serve.schemas.errors import ApiError, bad_request
+from quengine.serve.schemas.errors import ApiError, bad_request, shutting_down
 from quengine.serve.settings import ServerSettings
 
 _MOST_NAMES = 20
@@ -137,7 +137,7 @@ class Models:
     async def described(self, host: ModelHost) -> ServedModel:
         """A model's tokenizer, template and description, read from its file where it is not loaded. Raises ApiError."""
         if host.loaded or host.alone:
-            return host.model
+            return host.shown
         spec = host.spec
 
         def read() -> ServedModel:
@@ -280,9 +280,9 @@ class Models:
     def drain(self) -> None:
         """Take no more requests; those that have their model go on."""
         self.draining = True
-        self.pulls.stop(self._ending())
+        self.pulls.stop(shutting_down())
         for host in self.hosts:
-            host.refuse(self._ending)
+            host.refuse(shutting_down)
 
     @property
     def requests(self) -> int:
@@ -293,7 +293,7 @@ class Models:
         """End all workers, with what they compute and load. May be called from any thread."""
         self.draining = True
         for host in self.hosts:
-            host.cancelled = True
+            host.cancelled = host.ending = True
             host.worker.stop()
 
     async def join(self, seconds: float) -> None:
@@ -333,10 +333,7 @@ class Models:
 
     def _check_taking(self) -> None:
         if self.draining:
-            raise self._ending()
-
-    def _ending(self) -> ApiError:
-        return ApiError(503, "the server is shutting down", code="draining", retry_after=5)
+            raise shutting_down()
 
     def _set(self, specs: Sequence[ModelSpec]) -> None:
         check_names(specs)

@@ -47,6 +47,10 @@ class LLMEngine:
 
     def __init__(self, llm: LLM, regions: Seq[int] = (), sends: bool = False) -> None:
         self._llm = llm
+        if llm.adapters and (regions or sends):
+            raise EngineError(
+                "lora: adapters where engines compute prompts for others (--prefill-replicas) are not implemented"
+            )
         shared = [SharedBlocks(llm, descriptor) for descriptor in regions]
         self._sender = BlockSender(llm, shared[0]) if sends else None
         self._receiver = BlockReceiver(llm, shared)
@@ -66,6 +70,7 @@ class LLMEngine:
             loaded.nbytes,
             "" if llm.images is None else llm.images.marker,
             str(loaded.projector or ""),
+            loaded.adapters,
         )
         self.capacity = llm.config.parallel
         self._requests: dict[int, LLMSequence] = {}

@@ -233,7 +233,8 @@ def load(channel: Channel[ToEngine]) -> "LLMEngine":
     device, memory = str(llm.loaded.device), llm.loaded.nbytes
     marker = "" if llm.images is None else llm.images.marker
     projector = str(llm.loaded.projector or "")
-    channel.send(Ready(llm.config.parallel, llm.ctx_size, device, memory, notes, marker, projector))
+    capacity, adapters = llm.config.parallel, llm.adapters
+    channel.send(Ready(capacity, llm.ctx_size, device, memory, notes, marker, projector, adapters))
     return LLMEngine(llm, wanted.regions, wanted.sends)
 
 

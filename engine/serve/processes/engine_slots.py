@@ -12,6 +12,7 @@ from quengine.context.prefix_file import PrefixFiles
 from quengine.context.saved_prefix import SavedPrefix, erase_prefix, restore_prefix, save_prefix
 from quengine.errors import EngineError
 from quengine.llm import LLM
+from quengine.request.adapter_scales import is_salted
 from quengine.request.sequence import Sequence
 from quengine.serve.processes.shared_engine import Event, SlotAction, SlotDone, failed
 
@@ -43,7 +44,7 @@ class EngineSlots:
         """Start an action; what comes of it is an event of a later `finished`.
 
         Raises:
-            EngineError: to be saved or restored is what several ranks hold.
+            EngineError: to be saved or restored is what several ranks hold, or to be saved what LoRA adapters made.
         """
         if self._llm.loaded.ranks is not None and action.action != "erase":
             raise EngineError(
@@ -55,7 +56,13 @@ class EngineSlots:
             count = erase_prefix(scheduler, self._held.pop(action.slot, []))
             self._events.append(SlotDone(action.id, count))
         elif action.action == "save":
-            saved = save_prefix(scheduler, self._llm.model_config, self._held.get(action.slot, []))
+            held = self._held.get(action.slot, [])
+            if is_salted(held):
+                raise EngineError(
+                    f"slot {action.slot}: its keys and values are those of LoRA adapters, which a file does not name; "
+                    "only those of the model alone are saved"
+                )
+            saved = save_prefix(scheduler, self._llm.model_config, held)
             job = self._thread.submit(lambda: (saved, self._files.write(path, saved)))
             self._jobs[job] = action, began
         else:

@@ -17,6 +17,7 @@ from quengine.models.hub.hub import resolve_model
 from quengine.platform.bus_error import install
 from quengine.platform.failure import Failure
 from quengine.platform.out_of_memory import killed_for_memory
+from quengine.request.adapter_scales import AdapterScales
 from quengine.serve.processes import shared_heartbeat
 from quengine.serve.processes.shared_engine import EngineStats, EngineWork, Event
 from quengine.serve.processes.shared_model import ServedModel, TextSide
@@ -111,6 +112,7 @@ class ProcessEngine:
             ready.memory,
             ready.marker,
             ready.projector,
+            AdapterScales(ready.adapters),
         )
         _ = self.model.answer_format  # found now, and not with the first request
         self.capacity = ready.capacity

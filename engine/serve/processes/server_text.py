@@ -40,6 +40,7 @@ class TextPool:
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
+        self._closed = False
         self._threads = ThreadPoolExecutor(_THREADS, "text")
         self._long, self._very_long = _Lane("long", LONG_WAITING), _Lane("very long", VERY_LONG_WAITING)
 
@@ -47,24 +48,31 @@ class TextPool:
         """The result of a job; cancelling ends it.
 
         Raises:
-            ApiError: the text or the template is to blame, it took too much time or memory, or too many wait.
+            ApiError: the text or the template is to blame, it took too much time or memory, too many wait, or the pool
+                is closed.
         """
         if job.kind == "encode" and not any(isinstance(part, str) for ids in job.prompts for part in ids):
             return perform(model, job)  # token ids: nothing to tokenize
-        message = _encoder.encode(job)
-        source = model.source
-        if source is None or len(message) <= SHORT_BYTES:
-            loop = asyncio.get_running_loop()
-            result = await loop.run_in_executor(self._threads, perform, model, job)
-        else:
-            lane = self._long if len(message) <= LONG_BYTES else self._very_long
-            result = await lane.perform(source, message, self._seconds)
+        message, source = _encoder.encode(job), model.source
+        try:
+            if source is None or len(message) <= SHORT_BYTES:
+                loop = asyncio.get_running_loop()
+                result = await loop.run_in_executor(self._threads, perform, model, job)
+            else:
+                lane = self._long if len(message) <= LONG_BYTES else self._very_long
+                result = await lane.perform(source, message, self._seconds)
+        except (ApiError, RuntimeError, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if not self._closed or (task is not None and task.cancelling()):
+                raise
+            raise ApiError(503, "the engine has stopped", code="stopped", retry_after=5) from None
         if result.error is not None:
             raise bad_request(result.error)
         return result
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
+        self._closed = True
         self._long.close()
         self._very_long.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -79,6 +87,7 @@ class _Lane:
         self._turn = asyncio.Lock()
         self._waiting = 0
         self._thread = ThreadPoolExecutor(1, f"text-{name}")
+        self._closed = False
         self._process: _TextProcess | None = None
 
     async def perform(self, source: TextFiles, message: bytes, seconds: float) -> TextResult:
@@ -95,6 +104,8 @@ class _Lane:
         finally:
             self._waiting -= 1
         try:
+            if self._closed:
+                raise RuntimeError("closed while others had their turn")
             return await self._exchange(source, message, seconds)
         finally:
             self._turn.release()
@@ -138,6 +149,7 @@ class _Lane:
         )
 
     def close(self) -> None:
+        self._closed = True
         if self._process is not None:
             self._process.close(_END_SECONDS)
         self._thread.shutdown(wait=False, cancel_futures=True)

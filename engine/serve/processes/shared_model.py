@@ -13,6 +13,7 @@ from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.config import Ranker, Task
 from quengine.models.template.chat_template import ChatTemplate
 from quengine.models.tokenizer import Tokenizer
+from quengine.request.adapter_scales import NO_ADAPTERS, AdapterScales
 from quengine.request.chat_format import ChatFormat, Ending
 from quengine.request.pooling import pair_ids, ranks_pairs, tasks_of
 from quengine.request.sampling_params import SamplingParams
@@ -66,6 +67,7 @@ class ServedModel:
         pooling: what the model was made for, of embeddings; None where nothing says so.
         ranks: it has a trained head, by which pairs of texts are scored; `ranker`: of a decoder, with their prompt.
         tasks: what it embeds texts for by adapters.
+        adapters: LoRA adapters beside its weights.
         end_of_text: the token that a text to be embedded ends with; None for no such token.
     """
 
@@ -75,6 +77,7 @@ class ServedModel:
     tasks: Sequence[Task] = ()
     end_of_text: int | None = None
     marker: str = ""
+    adapters: AdapterScales = NO_ADAPTERS
 
     def __init__(
         self,
@@ -86,8 +89,9 @@ class ServedModel:
         memory: int = 0,
         marker: str = "",
         projector: str = "",
+        adapters: AdapterScales = NO_ADAPTERS,
     ) -> None:
-        self._text = text
+        self._text, self.adapters = text, adapters
         config = text.checkpoint.config
         missing = f"{text.checkpoint.path.name} has no chat template; use /v1/completions, or --chat-template chatml"
         self._chat = ChatFormat(text.tokenizer, text.chat_template, missing)

@@ -10,6 +10,7 @@ import msgspec
 
 from quengine.kernels.channel import encode
 from quengine.platform.failure import Failure
+from quengine.request.adapter_scales import LoadedAdapter
 from quengine.serve.processes.shared_engine import (
     EngineStats,
     EngineWork,
@@ -76,7 +77,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """From the engine: it is loaded. `device` as torch writes it; `ctx_size` in positions of one sequence; `memory` in
     bytes, of weights and cache. `marker` stands for an image in a prompt ("": the model reads text), and `projector` is
-    the path of what makes rows of it."""
+    the path of what makes rows of it. `adapters`: those that it has beside its weights."""
 
     capacity: int
     ctx_size: int
@@ -85,6 +86,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     notes: tuple[str, ...]
     marker: str = ""
     projector: str = ""
+    adapters: tuple[LoadedAdapter, ...] = ()
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp
 
 from quengine.serve import access_log
+from quengine.serve.apis.llama.status import metrics_text
 from quengine.serve.app import make_app
 from quengine.serve.models.model_host import State
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.models.registry import Models
 from quengine.serve.processes.server_engine import ProcessEngine
 from quengine.serve.ray.replica_metrics import join_metrics
-from quengine.serve.routes.status_routes import metrics_text
 from quengine.serve.tools.tool_routes import ToolRoom
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""The routes: from a request's body to requests of the engine, and from its events to an answer."""
+"""What all APIs share: how routes are called, from canonical requests to the engine's, and from events to answers."""

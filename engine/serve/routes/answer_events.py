@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
@@ -39,14 +40,14 @@ class End(msgspec.Struct, frozen=True):
         finished: as the engine reports it.
         deltas: what had been held back.
         reason: why it has ended.
-        checked: the field `schema_violation` of an answer that ended by itself and is not valid under its schema.
+        violation: why an answer that ended by itself is not valid under its schema.
     """
 
     choice: int
     finished: Finished
     deltas: list[Delta]
     reason: Literal["stop", "length", "tool_calls"]
-    checked: dict[str, Any]
+    violation: str | UnsetType
 
 
 class Answer:
@@ -102,24 +103,24 @@ class Answer:
         deltas = [] if self._parser is None else self._held(self._parser.finish())
         called = self._parser is not None and self._parser.calls and finished.reason == "stop"
         reason: Any = "tool_calls" if called else finished.reason
-        return End(self._choice, finished, deltas, reason, self._checked(finished))
+        return End(self._choice, finished, deltas, reason, self._violation(finished))
 
     def _held(self, deltas: list[Delta]) -> list[Delta]:
         if self.request.params.constraint is not None:
             self._kept += deltas
         return deltas
 
-    def _checked(self, finished: Finished) -> dict[str, Any]:
+    def _violation(self, finished: Finished) -> str | UnsetType:
         constraint = self.request.params.constraint
         if finished.reason != "stop" or constraint is None:
-            return {}
+            return UNSET
         text, calls = collect(self._kept)
         violation = answer_violation(constraint, None if self._form is None else self.use, text, calls)
         if violation is None:
-            return {}
+            return UNSET
         self._host.metrics.violated()
         logger.warning("a finished answer is not valid under its schema: %s", violation)
-        return {"schema_violation": violation}
+        return violation
 
 
 def text_answers(host: ModelHost, requests: Sequence[GenerationRequest]) -> list[Answer]:

@@ -1,4 +1,4 @@
-"""What the answers of several routes have in common: how each begins and ends, usage and timings."""
+"""What the answers of several APIs have in common: ids, counts of tokens, progress and timings."""
 
 import secrets
 import time
@@ -6,16 +6,11 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from msgspec import UNSET
-
 from quengine import __version__
 from quengine.request.output import Timings
-from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece, PromptProgress
-from quengine.serve.routes.streaming import DONE, data
-from quengine.serve.schemas import llama
+from quengine.serve.schemas import shared_answers
 from quengine.serve.schemas.fields import Generation
-from quengine.serve.schemas.openai import CachedTokens, ReasoningTokens, Usage
 
 FINGERPRINT = f"b{__version__}-quengine"
 """`system_fingerprint` and `build_info`: of another form than b1234-commit, but it begins as llama-server's do."""
@@ -23,27 +18,6 @@ FINGERPRINT = f"b{__version__}-quengine"
 
 def new_id(kind: str) -> str:
     return f"{kind}{secrets.token_hex(12)}"
-
-
-def answer_head(host: ModelHost, id_prefix: str, kind: str) -> dict[str, Any]:
-    """What an answer begins with, or each chunk of one; `kind` is OpenAI's `object`."""
-    return {
-        "id": new_id(id_prefix),
-        "object": kind,
-        "created": int(time.time()),
-        "model": host.name,
-        "system_fingerprint": FINGERPRINT,
-    }
-
-
-def answer_tail(
-    requests: Sequence[GenerationRequest], ends: Sequence[Finished], reasoning: int = 0
-) -> dict[str, Any]:
-    """Usage, seed and timings, once all completions have ended; `reasoning` tokens are among the generated ones."""
-    prompt, cached, generated = token_counts(requests, ends)
-    details = ReasoningTokens(reasoning) if reasoning else UNSET
-    usage = Usage(prompt, generated, prompt + generated, CachedTokens(cached), details)
-    return {"usage": usage, "seed": ends[0].seed, "timings": timings_body(ends[0].timings)}
 
 
 def token_counts(requests: Sequence[GenerationRequest], ends: Sequence[Finished]) -> tuple[int, int, int]:
@@ -60,18 +34,6 @@ def prompt_tokens(request: GenerationRequest, end: Finished | None = None) -> in
     return end.timings.prompt_tokens if request.images and end is not None else len(request.prompt)
 
 
-def stream_end(
-    head: dict[str, Any],
-    requests: Sequence[GenerationRequest],
-    ends: Sequence[Finished],
-    include_usage: bool,
-    reasoning: int = 0,
-) -> bytes:
-    """The last events of a stream: one without choices where usage is wanted, and [DONE]."""
-    tail = {**head, "choices": [], **answer_tail(requests, ends, reasoning)}
-    return (data(tail) if include_usage else b"") + DONE
-
-
 class LiveTimings:
     """What the events of a stream say of completions that still run: progress of the prompt, and timings.
 
@@ -86,20 +48,21 @@ class LiveTimings:
         self._cached, self._generated = dict[int, int](), dict[int, int]()
         self._first_at: dict[int, float] = {}
 
-    def progress(self, choice: int, piece: Piece) -> list[dict[str, Any]]:
-        """Fields of an event for each step of the prompt that the piece reports."""
+    def of(self, choice: int, piece: Piece) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Fields of an event for each step of the prompt that the piece reports, and of the events of its tokens."""
+        if not (self._timings or self._progress):
+            return [], {}
         if piece.progress:
             self._cached[choice] = piece.progress[-1].cache
-        return [self._of_progress(each) for each in piece.progress] if self._progress else []
+        steps = [self._of_progress(each) for each in piece.progress] if self._progress else []
+        return steps, self._after(choice, piece) if self._timings and (piece.tokens or piece.text) else {}
 
     def _of_progress(self, each: PromptProgress) -> dict[str, Any]:
         times = Timings(prompt_tokens=each.processed, cached_tokens=each.cache, prompt_s=each.time_ms / 1e3)
-        return {"prompt_progress": each} | ({"timings": timings_body(times)} if self._timings else {})
+        progress = shared_answers.PromptProgress(each.total, each.cache, each.processed, each.time_ms)
+        return {"prompt_progress": progress} | ({"timings": timings_body(times)} if self._timings else {})
 
-    def after(self, choice: int, piece: Piece) -> dict[str, Any]:
-        """Fields of the events of a piece with tokens."""
-        if not self._timings:
-            return {}
+    def _after(self, choice: int, piece: Piece) -> dict[str, Any]:
         now = time.perf_counter()
         first_at = self._first_at.setdefault(choice, now)
         self._generated[choice] = self._generated.get(choice, 0) + len(piece.tokens)
@@ -113,11 +76,11 @@ class LiveTimings:
         return {"timings": timings_body(times)}
 
 
-def timings_body(timings: Timings) -> llama.Timings:
+def timings_body(timings: Timings) -> shared_answers.Timings:
     """An engine's timings as an answer has them."""
     computed = timings.prompt_tokens - timings.cached_tokens
     decoded = max(0, timings.generated_tokens - 1)
-    body = llama.Timings(
+    body = shared_answers.Timings(
         cache_n=timings.cached_tokens,
         prompt_n=computed,
         prompt_ms=1e3 * timings.prompt_s,

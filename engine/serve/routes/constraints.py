@@ -13,10 +13,9 @@ from quengine.errors import EngineError
 from quengine.serve.http import off_loop
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.old_functions import with_tools
+from quengine.serve.schemas.canonical import ChatRequest, TemplateRequest
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Generation, Tools
-from quengine.serve.schemas.openai import ChatRequest
-from quengine.serve.schemas.requests import TemplateRequest
 from quengine.structured.answer_format import NO_CALLS, AnswerFormat
 from quengine.structured.constraint_spec import ConstraintSpec
 from quengine.structured.tool_calls import ToolUse

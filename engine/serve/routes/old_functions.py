@@ -6,10 +6,9 @@ Source: OpenAI's API reference, "chat completions", fields marked deprecated.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quengine.serve.schemas.canonical import ChatRequest, TemplateRequest
 from quengine.serve.schemas.errors import bad_request
-from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.reading import shown
-from quengine.serve.schemas.requests import TemplateRequest
 
 
 def with_tools(body: ChatRequest | TemplateRequest) -> tuple[Any, Any, bool | None]:

@@ -6,17 +6,14 @@ that of one event or line, as is the use before OpenAPI 3.2 has a word of its ow
 
 import re
 from collections.abc import Sequence
-from types import GenericAlias, UnionType
 from typing import Any
 
 from quengine import __version__
 from quengine.serve.http import EVENTS, LINES
-from quengine.serve.routes.route import NOTHING, OfModel, OfServer
-from quengine.serve.schemas.fields import Body
-from quengine.serve.schemas.openapi_answers import answer_schemas
-from quengine.serve.schemas.openapi_parts import STRING, Schema, ref
-from quengine.serve.schemas.openapi_requests import request_schemas
-from quengine.serve.schemas.written import written_schemas
+from quengine.serve.routes.route import NOTHING, OfModel, OfServer, alternatives
+from quengine.serve.schemas.fields import Body, Schema
+from quengine.serve.schemas.openapi_requests import STRING, ref, request_schemas
+from quengine.serve.schemas.written import Written, written_schemas
 from quengine.serve.settings import ServerSettings
 
 JSON = "application/json"
@@ -59,11 +56,16 @@ def document(
         "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
     }
     names = settings.model_names if settings.strict_model else ()
-    bodies = dict.fromkeys(route.request for route in routes if isinstance(route.request, type))
-    _, written = written_schemas(_structs(routes))
-    read, told = request_schemas(bodies, settings.limits, names, vocab_size), answer_schemas()
-    schemas = {**read, **written, **told}
-    assert len(schemas) == len(read) + len(written) + len(told), "a name has two schemas"
+    bodies = dict.fromkeys(route.body for route in routes if isinstance(route.body, type))
+    read = request_schemas(bodies, settings.limits, names, vocab_size)
+    kinds = [
+        kind
+        for route in routes
+        for kind in (*route.answers, *alternatives(route.event), *alternatives(route.line), route.error)
+    ]
+    _, written = written_schemas(kinds)
+    schemas = {**read, **written}
+    assert len(schemas) == len(read) + len(written), "a name has two schemas"
     components: dict[str, Any] = {"schemas": schemas}
     if settings.api_keys:
         components["securitySchemes"] = {
@@ -91,8 +93,8 @@ def _operation(path: str, route: OfModel | OfServer, keyed: bool) -> dict[str, A
         parameters.append({"name": name, "in": "query", "required": True, "schema": schema})
     if parameters:
         made["parameters"] = parameters
-    if route.request is not None:
-        made["requestBody"] = {"required": True, "content": {JSON: {"schema": ref(_name(route.request))}}}
+    if route.body is not None:
+        made["requestBody"] = {"required": True, "content": {JSON: {"schema": ref(_name(route.body))}}}
     if keyed:
         made["security"] = [{"bearer": []}, {"header": []}]
     return made
@@ -103,23 +105,9 @@ def _operation_id(method: str, path: str) -> str:
     return "_".join([method.lower(), *filter(None, words)])
 
 
-def _structs(routes: Sequence[OfModel | OfServer]) -> list[Any]:
-    """The types of all answers, events and lines that are structs."""
-    kinds = [each for route in routes for each in (route.answer, route.event, route.line) if _is_type(each)]
-    return list(dict.fromkeys(kinds))
-
-
-def _is_type(answer: Any) -> bool:
-    return isinstance(answer, type | GenericAlias | UnionType)
-
-
-def _schema(answer: Any) -> Schema:
-    if isinstance(answer, str):
-        return ref(answer)
-    if not _is_type(answer):
-        return dict(answer)
-    ((schema,), _) = written_schemas([answer])
-    return schema
+def _schema(*kinds: Any) -> Schema:
+    schemas, _ = written_schemas(kinds)
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def _name(request: type[Body] | str) -> str:
@@ -132,18 +120,18 @@ def _success(route: OfModel | OfServer) -> dict[str, Any]:
     if isinstance(route.answer, str) and "/" in route.answer:
         content: dict[str, Any] = {route.answer: {"schema": STRING}}
     else:
-        content = {JSON: {"schema": _schema(route.answer)}}
+        content = {JSON: {"schema": _schema(*route.answers)}}
     if route.event is not None:
         content[EVENTS] = {"schema": _event(route)}
     if route.line is not None:
-        content[LINES] = {"schema": {"anyOf": [_schema(route.line), ref(route.error)]}}
+        content[LINES] = {"schema": _schema(*alternatives(route.line), route.error)}
     return {"description": route.summary, "content": content}
 
 
 def _event(route: OfModel | OfServer) -> Schema:
     """An event whose data is JSON, or the end of the stream."""
     assert route.event is not None
-    inner = {"anyOf": [_schema(route.event), ref(route.error)]}
+    inner = _schema(*alternatives(route.event), route.error)
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": inner}
     return {
         "type": "object",
@@ -152,9 +140,9 @@ def _event(route: OfModel | OfServer) -> Schema:
     }
 
 
-def _failure(status: int, error: str) -> dict[str, Any]:
+def _failure(status: int, error: type[Written]) -> dict[str, Any]:
     failure: dict[str, Any] = {
         "description": _MEANINGS[status],
-        "content": {JSON: {"schema": ref(error)}},
+        "content": {JSON: {"schema": _schema(error)}},
     }
     return {**failure, "headers": _RETRY} if status in (429, 503, 529) else failure

@@ -26,12 +26,11 @@ from quengine.serve.routes.images import (
 )
 from quengine.serve.routes.old_functions import with_calls
 from quengine.serve.routes.shortening import shortened
+from quengine.serve.schemas.canonical import ChatRequest, TemplateRequest
 from quengine.serve.schemas.errors import bad_request
 from quengine.serve.schemas.fields import Tools
 from quengine.serve.schemas.messages import Content, Message, TextContent, TextPart
-from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.reading import are_token_ids, read_part, shown, token_ids, whole_number
-from quengine.serve.schemas.requests import TemplateRequest
 from quengine.structured.answer_format import effort_variables, nearest_effort, switch_variables
 from quengine.structured.reasoning_tags import reasoning_in
 
@@ -103,7 +102,7 @@ async def chat_ids(
     ending: how the prompt ends; None: an answer at the end of the messages is continued. fetched: as `read_urls`.
     """
     messages, urls = without_urls(messages)
-    images = await read_urls(host, urls, param, fetched)
+    images = await read_urls(host, urls, param, fetched) if urls else ()
     job = TextJob(
         "encode_chat",
         messages=host.settings.chat.opened(messages),

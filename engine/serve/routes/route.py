@@ -1,20 +1,22 @@
 """What is said of a route once: its paths, its function, its API, who may use it, what it takes and what it answers.
 
-Routing and access (`app.py`), the streams and errors of an API, and the OpenAPI document follow from it.
+Routing and access (`app.py`), reading its body and writing its answer (`dispatch.py`), the errors of an API, and the
+OpenAPI document follow from it.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from functools import cached_property
+from types import UnionType
+from typing import Any, Concatenate, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.models.registry import Models
-from quengine.serve.schemas.error_forms import error_schema_of
-from quengine.serve.schemas.fields import Body
-from quengine.serve.schemas.openapi_parts import Schema
+from quengine.serve.routes.streaming import AnswerForm
+from quengine.serve.schemas.errors import error_type
+from quengine.serve.schemas.fields import Body, Schema
 from quengine.serve.schemas.written import Written
 
 H = TypeVar("H", ModelHost, Models)
@@ -33,12 +35,14 @@ class Route(Generic[H]):
 
     Attributes:
         rule: its method, and its paths as Starlette takes them, between spaces.
-        endpoint: its function; the first line of its docstring is the route's summary.
-        answer: its struct, or a list of such; a schema, the name of one, a media type for what is no JSON, or NOTHING.
-        request: the struct of its body, or the name of a schema.
+        endpoint: its function: of the server's models, or one of them, and of what it names of `request` (Starlette's)
+            and `body`, a struct that is read before. It gives a value that is written as JSON, an `AnswerForm`, or a
+            Response. The first line of its docstring is the route's summary.
+        answer: the types of the JSON where it gives a Response, a media type for what is no JSON, or NOTHING.
+        request: the struct of its body, or the name of a schema, where the function reads it.
         errors: the statuses of its errors, beside those of access.
-        event: the struct of a stream's events (EVENTS), several of them, or the name of a schema.
-        line: the struct of a stream's lines (LINES), or the name of a schema.
+        event: the types of a stream's events (EVENTS).
+        line: the types of a stream's lines (LINES).
         query: names and schemas of parameters of the query, all of them required.
         apps: apps of this machine may use it where no key guards anything: generating, and what they look at before.
         keyless: it needs no key.
@@ -46,12 +50,12 @@ class Route(Generic[H]):
     """
 
     rule: str
-    endpoint: Callable[[H, Request], Awaitable[Response]]
-    answer: Schema | str | type[Any]
+    endpoint: Callable[Concatenate[H, ...], Awaitable[Any]]
+    answer: Any = None
     request: type[Body] | str | None = None
     errors: tuple[int, ...] = ()
     event: Any = None
-    line: str | type[Written] | None = None
+    line: Any = None
     query: tuple[tuple[str, Schema], ...] = ()
     apps: bool = False
     keyless: bool = False
@@ -70,9 +74,34 @@ class Route(Generic[H]):
         return (self.endpoint.__doc__ or "").partition("\n")[0]
 
     @property
-    def error(self) -> str:
-        """The schema of its errors."""
-        return error_schema_of(self.paths[0])
+    def error(self) -> type[Written]:
+        """The form of its errors."""
+        return error_type(self.paths[0])
+
+    @cached_property
+    def hints(self) -> dict[str, Any]:
+        return get_type_hints(self.endpoint, include_extras=True)
+
+    @property
+    def body(self) -> type[Body] | str | None:
+        """The struct of its body, or the name of a schema."""
+        return self.request or self.hints.get("body")
+
+    @property
+    def answers(self) -> list[Any]:
+        """The types of its answer in JSON."""
+        return [*alternatives(self.hints["return"] if self.answer is None else self.answer)]
+
+
+def alternatives(kind: Any) -> Iterator[Any]:
+    """The types of a union, with those of the answers of an `AnswerForm`; none of what is no JSON."""
+    if get_origin(kind) in (Union, UnionType):
+        for each in get_args(kind):
+            yield from alternatives(each)
+    elif isinstance(kind, type) and issubclass(kind, AnswerForm):
+        yield from alternatives(get_type_hints(kind.whole, include_extras=True)["return"])
+    elif kind not in (None, Response) and not isinstance(kind, str):
+        yield kind
 
 
 @dataclass(frozen=True)
@@ -82,7 +111,7 @@ class OfServer(Route[Models]):
 
 @dataclass(frozen=True)
 class OfModel(Route[ModelHost]):
-    """Of the model that a request names: its function is called with the host."""
+    """Of the model that a request names: its function is called with the host, and cancelled when the client leaves."""
 
     errors: tuple[int, ...] = COMPUTES
     apps: bool = True

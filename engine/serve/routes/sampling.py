@@ -14,11 +14,10 @@ from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.processes.shared_text import utf8_size
+from quengine.serve.schemas.canonical import ChatRequest, CompletionRequest, Native
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.fields import Accepted, Generation, Sampling
-from quengine.serve.schemas.openai import ChatRequest, CompletionRequest
+from quengine.serve.schemas.fields import Accepted, Generation, LoraAdapter, Sampling
 from quengine.serve.schemas.reading import shown, token_ids, wrong_value
-from quengine.serve.schemas.requests import Native
 from quengine.serve.settings import Limits
 from quengine.structured.constraint_spec import ConstraintSpec
 
@@ -57,6 +56,7 @@ async def sampling_params(
         "max_tokens": _max_tokens(body, MAX_COUNT if shifts else model.ctx_size, max_tokens),
         "logprobs": logprobs,
         "constraint": constraint,
+        "lora": host.lora if body.lora is None else adapter_scales(body.lora, model),
     }
     settings: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if body.seed == -1:
@@ -68,6 +68,16 @@ async def sampling_params(
     if constraint is not None:
         await off_loop(lambda: model.prepare(params))
     return params
+
+
+def adapter_scales(given: Sequence[LoraAdapter], model: ServedModel) -> dict[int, float]:
+    """The scales of adapters by number; those that are not given are 0. Raises ApiError for one that there is not."""
+    scales = {each.id: each.scale for each in given if each.scale}
+    try:
+        model.adapters.of(scales)
+    except EngineError as error:
+        raise bad_request(str(error), "lora", "invalid_value") from None
+    return scales
 
 
 def check_choices(body: ChatRequest | CompletionRequest | Native, limits: Limits) -> None:

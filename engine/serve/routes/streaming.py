@@ -7,12 +7,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from quengine.serve import access_log
 from quengine.serve.connections import Connection
-from quengine.serve.http import EVENTS, EventStream, to_json, unless_gone
+from quengine.serve.http import EVENTS, EventStream, to_json
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.processes.server_handle import Handle
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
@@ -22,10 +21,30 @@ from quengine.serve.schemas.errors import ApiError
 T = TypeVar("T")
 
 
-class ChunkForm(ABC):
-    """How an API writes a stream; every method gives whole events, or nothing."""
+class AnswerForm(ABC):
+    """How an API writes the answer to a request, whole or as a stream, of which every method gives whole events, or
+    nothing.
+
+    Attributes:
+        answers: its completions, which are not computed yet.
+        streams: whether it is wanted as a stream.
+        notes: what the request has and the answer does without.
+    """
 
     media_type = EVENTS
+
+    def __init__(
+        self, host: ModelHost, answers: Sequence[Answer], streams: bool, notes: Sequence[str] = ()
+    ) -> None:
+        self.host = host
+        self.answers = answers
+        self.requests = [answer.request for answer in answers]
+        self.streams = streams
+        self.notes = notes
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[tuple[Part, End]]) -> Any:
+        """The answer that is not streamed: each completion as one part, and its end."""
 
     def begin(self) -> bytes:
         return b""
@@ -63,51 +82,38 @@ COMMENT_SECONDS = 15.0
 connection on which nothing comes."""
 
 
-async def whole_answer(
-    host: ModelHost, request: Request, answers: Sequence[Answer]
-) -> list[tuple[Part, End]]:
-    """Each completion as one part, and its end.
-
-    Raises ApiError, and ClientGoneError when the client has gone.
-    """
-    outputs = await answered(host, request, [answer.request for answer in answers], host.outputs)
+async def whole_answers(form: AnswerForm) -> list[tuple[Part, End]]:
+    """Each completion as one part, and its end. Raises ApiError."""
+    outputs = await answered(form.host, form.requests, form.host.outputs)
     return [
-        (answer.part(piece), answer.end(end)) for answer, (piece, end) in zip(answers, outputs, strict=True)
+        (answer.part(piece), answer.end(end))
+        for answer, (piece, end) in zip(form.answers, outputs, strict=True)
     ]
 
 
 async def answered(
-    host: ModelHost,
-    request: Request,
-    requests: Sequence[GenerationRequest],
-    gathered: Callable[[Handle], Awaitable[T]],
+    host: ModelHost, requests: Sequence[GenerationRequest], gathered: Callable[[Handle], Awaitable[T]]
 ) -> T:
-    """What `gathered` makes of the events of the requests; they are cancelled where it fails.
-
-    Raises ApiError, and ClientGoneError when the client has gone.
-    """
+    """What `gathered` makes of the events of the requests; they are cancelled where it fails. Raises ApiError."""
     handle = host.submit(requests)
     try:
-        return await unless_gone(request.receive, gathered(handle))
+        return await gathered(handle)
     except BaseException:
         host.worker.cancel(handle)
         raise
 
 
-async def stream_answer(
-    host: ModelHost, request: Request, answers: Sequence[Answer], form: ChunkForm
-) -> Response:
+async def streamed(form: AnswerForm) -> Response:
     """Stream the completions. The answer begins with the first token, so that what fails before has a status of its
-    own; where that takes long, with comments.
-
-    Raises ApiError, and ClientGoneError when the client has gone.
+    own; where that takes long, with comments. Raises ApiError.
     """
-    handle = host.submit([answer.request for answer in answers])
+    host, answers = form.host, form.answers
+    handle = host.submit(form.requests)
     chunks = _chunks(host.events(handle), answers, form)
     first = asyncio.ensure_future(anext(chunks))
-    seconds = COMMENT_SECONDS if form.media_type == ChunkForm.media_type else None
+    seconds = COMMENT_SECONDS if form.media_type == EVENTS else None
     try:
-        there, _ = await unless_gone(request.receive, asyncio.wait((first,), timeout=seconds))
+        there, _ = await asyncio.wait((first,), timeout=seconds)
         begin = first.result() if there else COMMENT
     except BaseException:
         host.worker.cancel(handle)
@@ -138,7 +144,7 @@ class _Late:
 
     first: asyncio.Future[bytes]
     chunks: AsyncGenerator[bytes, None]
-    form: ChunkForm
+    form: AnswerForm
     began: Callable[[Connection], None]
     connection: Connection | None = None
 
@@ -173,7 +179,7 @@ async def _left(first: asyncio.Future[bytes], chunks: AsyncGenerator[bytes, None
 async def _chunks(
     events: AsyncGenerator[tuple[int, Piece | Finished], None],
     answers: Sequence[Answer],
-    form: ChunkForm,
+    form: AnswerForm,
 ) -> AsyncGenerator[bytes, None]:
     ends: dict[int, Finished] = {}
     pending = form.begin()

@@ -1,4 +1,4 @@
-"""Messages of a conversation as structs; read as the bodies are (`requests`).
+"""Messages of a conversation as structs; read as the bodies are (`reading`).
 
 Other fields of a message are the template's.
 """

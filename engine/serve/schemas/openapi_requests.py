@@ -10,13 +10,23 @@ from typing import Any
 import msgspec
 
 from quengine.request.sampling_params import MAX_BIAS
-from quengine.serve.schemas.fields import REF, Body
+from quengine.serve.schemas.fields import REF, Body, Schema, without_last_collection
 from quengine.serve.schemas.messages import Message
-from quengine.serve.schemas.openapi_parts import ANY, NULL, OBJECT, STRING, TOKEN, Schema, ref
 from quengine.serve.schemas.response_items import KINDS, InputItem
 from quengine.serve.settings import Limits
 from quengine.structured.reasoning_tags import REASONING_KEYS
 
+ANY: Schema = {}
+NULL: Schema = {"type": "null"}
+OBJECT: Schema = {"type": "object"}
+STRING: Schema = {"type": "string"}
+
+
+def ref(name: str) -> Schema:
+    return {"$ref": REF.format(name=name)}
+
+
+TOKEN = ref("Token")
 _PROMPT_PART: Schema = {"anyOf": [TOKEN, STRING]}
 _SCHEMA: Schema = {
     "anyOf": [OBJECT, {"const": True}, {"type": "string", "contentMediaType": "application/json"}]
@@ -38,6 +48,7 @@ def request_schemas(
 ) -> dict[str, Schema]:
     """Every schema of these bodies and of their parts, by component name. `model_names` are the only ones that may be
     given, where there are any; `vocab_size` is None while there is no model."""
+    without_last_collection()
     unions: list[Any] = [Message, InputItem]
     made, components = msgspec.json.schema_components((*unions, *bodies), ref_template=REF)
     token = {"type": "integer", "minimum": 0}

@@ -1,7 +1,7 @@
 """Reads a request's JSON into the struct of its route. What is wrong is a 400 that names field, value and rule.
 
 A field that is null counts as absent, as OpenAI's clients send it, and a whole number may be written 1.0. A field that
-no struct has is passed over. The rules are those of the struct's types (`requests`).
+no struct has is passed over. The rules are those of the struct's types.
 """
 
 import json
@@ -16,10 +16,11 @@ from msgspec import inspect
 from quengine.platform import strict_json
 from quengine.request.sampling_params import Range
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.fields import Fields
+from quengine.serve.schemas.fields import Fields, without_last_collection
 
 B = TypeVar("B", bound=Fields)
 T = TypeVar("T")
+J = TypeVar("J", dict[str, Any], list[Any])
 Path = tuple[str | int, ...]
 
 _ERROR = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$(.*)`)?", re.DOTALL)
@@ -28,35 +29,24 @@ _ABSENT = re.compile(r"Object missing required field `(.+)`")
 _OF_TYPES = re.compile("Expected |Invalid |Number out of range|Integer value out of range")
 
 
-def parse_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises ApiError."""
-    value = _parse(raw)
-    if not isinstance(value, dict):
-        raise bad_request(f"the body must be a JSON object, not {_json_type(value)}")
-    return value
-
-
-def parse_array(raw: bytes) -> list[Any]:
-    """The JSON array of a body. Raises ApiError."""
-    value = _parse(raw)
-    if not isinstance(value, list):
-        raise bad_request(f"the body must be a JSON array, not {_json_type(value)}")
-    return value
-
-
-def _parse(raw: bytes) -> Any:
+def parsed(raw: bytes, kind: type[J]) -> J:
+    """The JSON of a body, an object or an array. Raises ApiError."""
     try:
-        return strict_json.loads(raw.decode(json.detect_encoding(raw)))
+        value = strict_json.loads(raw.decode(json.detect_encoding(raw)))
     except UnicodeDecodeError as error:
         raise bad_request(f"the body is not JSON: it is not {error.encoding} at byte {error.start}") from None
     except strict_json.StrictJSONError as error:
         name = error.place[:80] if error.place else None
         raise bad_request(f"the body is not JSON: {error}", name, "invalid_value") from None
+    if not isinstance(value, kind):
+        wanted = "object" if kind is dict else "array"
+        raise bad_request(f"the body must be a JSON {wanted}, not {_json_type(value)}")
+    return value
 
 
 def read_body(kind: type[B], raw: bytes, ignored: list[str] | None = None) -> B:
     """The body of a request; `ignored` gets the names of the fields that are passed over. Raises ApiError."""
-    given = _given(kind, parse_object(raw), [] if ignored is None else ignored)
+    given = _given(kind, parsed(raw, dict), [] if ignored is None else ignored)
     return _converted(kind, given, ())
 
 
@@ -115,6 +105,7 @@ class _Plan(NamedTuple):
 
 @cache
 def _plan(kind: type[Fields]) -> _Plan:
+    without_last_collection()
     whole, only, without_effect, nested = set(), {}, {}, {}
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)

@@ -1,4 +1,4 @@
-"""Items of a response's input as structs; read as the bodies are (`requests`). Other fields of an item are ignored.
+"""Items of a response's input as structs; read as the bodies are (`reading`). Other fields of an item are ignored.
 
 Source: OpenAI's API reference, "responses", `input`.
 """

@@ -6,18 +6,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from quengine.serve.schemas.fields import REF
-from quengine.serve.schemas.openapi_parts import COUNT, NUMBER, STRING, Schema, array, record
+from quengine.serve.schemas.fields import REF, Schema
 
 Count = Annotated[int, Meta(ge=0)]
 Vector = Annotated[Any, Meta(extra_json_schema={"type": "array", "items": {"type": "number"}})]
 """Numbers, of which lists may be JSON already (`msgspec.Raw`)."""
-
-_SCORED = {"id": COUNT, "token": STRING, "logprob": NUMBER, "bytes": array(COUNT)}
-TokenScores = Annotated[
-    Any, Meta(extra_json_schema=array(record(**_SCORED, top_logprobs=array(record(**_SCORED)))))
-]
-"""Tokens with their log-probabilities and the likeliest ones."""
 
 
 class Written(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

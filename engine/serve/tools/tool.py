@@ -7,11 +7,14 @@ Arguments are a msgspec struct, from which the JSON schema of the definition is 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from quengine.errors import EngineError
+from quengine.serve.schemas.fields import Body
+from quengine.serve.schemas.written import Written
 
 Answer = dict[str, Any]
 Write = Callable[[str], None]
@@ -32,6 +35,39 @@ class ToolInput:
     write: Write | None = None
 
 
+class Permissions(Written):
+    write: bool
+
+
+class ListedTool(Written, kw_only=True):
+    """An entry of GET /tools, in llama-server's form."""
+
+    display_name: str
+    tool: str
+    type: Literal["server", "mcp"]
+    permissions: Permissions
+    uses_cwd: bool
+    definition: dict[str, Any]
+
+
+class ToolEvent(Written, kw_only=True):
+    """Of a call's stream: a piece of output, or its end."""
+
+    chunk: str | UnsetType = UNSET
+    done: Literal[True] | UnsetType = UNSET
+    error: str | UnsetType = UNSET
+
+
+class ToolRequest(Body, frozen=True, kw_only=True):
+    """Of POST /tools."""
+
+    tool: Annotated[str, Meta(description="A name of GET /tools.")]
+    params: Annotated[dict[str, Any], Meta(description="The tool's arguments.")] = msgspec.field(
+        default_factory=dict
+    )
+    stream: Annotated[bool, Meta(description="Its output as it comes, of tools that have that.")] = False
+
+
 @dataclass(frozen=True)
 class ServerTool:
     """`changes`: it may change something, so that a person is asked before it is called. `streams`: it has output
@@ -47,17 +83,16 @@ class ServerTool:
     streams: bool = False
 
     @property
-    def listing(self) -> dict[str, Any]:
-        """The entry of GET /tools, in llama-server's form."""
+    def listing(self) -> ListedTool:
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {
-            "display_name": self.title,
-            "tool": self.name,
-            "type": self.kind,
-            "permissions": {"write": self.changes},
-            "uses_cwd": self.kind == "server",
-            "definition": {"type": "function", "function": function},
-        }
+        return ListedTool(
+            display_name=self.title,
+            tool=self.name,
+            type=self.kind,
+            permissions=Permissions(self.changes),
+            uses_cwd=self.kind == "server",
+            definition={"type": "function", "function": function},
+        )
 
 
 def schema_of(arguments: type[msgspec.Struct]) -> dict[str, Any]:

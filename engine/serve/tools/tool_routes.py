@@ -9,20 +9,20 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
+from typing import Any
 from urllib.parse import unquote
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quengine.serve.http import EVENTS, EventStream, json_response, read_request, unless_gone
+from quengine.serve.http import EVENTS, EventStream, json_response, unless_gone
 from quengine.serve.models.registry import Models
 from quengine.serve.routes.route import READS_ALONE, OfServer
 from quengine.serve.routes.streaming import data
 from quengine.serve.schemas.errors import ApiError, bad_request
-from quengine.serve.schemas.openapi_parts import OBJECT
-from quengine.serve.schemas.requests import ToolRequest
 from quengine.serve.tool_options import ToolsOptions
-from quengine.serve.tools.tool import ServerTool, ToolError, ToolInput
+from quengine.serve.tools.tool import ListedTool, ServerTool, ToolError, ToolEvent, ToolInput, ToolRequest
 from quengine.serve.tools.toolset import Toolset
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -40,28 +40,28 @@ class ToolRoom:
         self.toolset = Toolset(options, say)
         errors = (*READS_ALONE, 404, 500, 501)
         self.routes = (
-            OfServer("GET /tools", self.list_tools, "Tools"),
-            OfServer("POST /tools", self.call_tool, OBJECT, ToolRequest, errors, "ToolEvent"),
+            OfServer("GET /tools", self.list_tools),
+            OfServer("POST /tools", self.call_tool, dict[str, Any], errors=errors, event=ToolEvent),
         )
         self.start, self.end = self.toolset.start, self.toolset.end
 
-    async def list_tools(self, models: Models, request: Request) -> Response:
+    async def list_tools(self, models: Models, request: Request) -> list[ListedTool]:
         """The tools that may be called here.
 
         What a model may be given, with llama-server's names. Raises ApiError (403) where there are none.
         """
         del models
         check_page(request)
-        return json_response([tool.listing for tool in (await self.toolset.tools()).values()])
+        return [tool.listing for tool in (await self.toolset.tools()).values()]
 
-    async def call_tool(self, models: Models, request: Request) -> Response:
+    async def call_tool(self, models: Models, request: Request, body: ToolRequest) -> Response:
         """Call a tool.
 
         Raises ApiError for one that is not here, and for a runtime other than this machine.
         """
+        del models
         check_page(request)
         tools = await self.toolset.tools()
-        body = await read_request(request, ToolRequest, models.settings.limits)
         _check_runtime(request.headers.get("x-tool-runtime", ""))
         tool = tools.get(body.tool)
         if tool is None:
@@ -91,9 +91,9 @@ async def _streamed(
     try:
         yield b": begun\n\n"
         while (part := await parts.get()) is not None:
-            yield data({"chunk": part})
+            yield data(ToolEvent(chunk=part))
         error = task.result().get("error")
-        yield data({"done": True} if error is None else {"done": True, "error": error})
+        yield data(ToolEvent(done=True, error=UNSET if error is None else error))
     finally:
         task.cancel()
 

@@ -35,7 +35,7 @@ from quengine.kernels.cuda.attention.output_gate import gate_arguments, gate_row
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, cut_tiles
 from quengine.kernels.cuda.gemm.fp16_operand import OperandLayout, ScaledProduct
 from quengine.kernels.cuda.gemm.mma import uses_assembly
-from quengine.kernels.cuda.launch.gpu import gpu_of
+from quengine.kernels.cuda.launch.gpu import is_hopper
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.softcap import soft_capped
 from quengine.kernels.forward_batch import ForwardBatch, PrefillTiles
@@ -305,9 +305,3 @@ def prefill_shape(head_dim: int, rows: int, hopper: bool) -> PrefillShape:
     if rows <= TILE_ROWS:
         return PrefillShape(64, 128, 8, 2)
     return PrefillShape(TILE_ROWS, 128, 8, 2, head_dim in KEYS_OF)
-
-
-def is_hopper(device: torch.device) -> bool:
-    """Whether the device is a GPU of compute capability 9."""
-    gpu = gpu_of(device)
-    return gpu is not None and gpu.capability[0] == 9

@@ -18,7 +18,6 @@ from quengine.kernels.backend import SlotLayer
 from quengine.kernels.cuda.causal_conv import past_sum
 from quengine.kernels.cuda.gated_delta.arithmetic import (
     Net,
-    delta_step,
     inverse_length,
     is_first_reader,
     key_head_of,
@@ -47,7 +46,7 @@ def decode_shape(net: Net, whole: bool) -> DecodeShape:
     """whole: a program must hold a head's columns. Otherwise a multiprocessor has several programs, so that the loads
     of some overlap the sums of others."""
     if whole:
-        return DecodeShape(net.head_dim, max(1, min(8, net.head_dim**2 // 2048)), True)
+        return DecodeShape(net.head_dim, max(1, min(4, net.head_dim**2 // 2048)), True)
     columns = min(net.head_dim, 64)
     return DecodeShape(columns, max(1, min(8, net.head_dim * columns // 2048)), False)
 
@@ -55,6 +54,29 @@ def decode_shape(net: Net, whole: bool) -> DecodeShape:
 def can_norm(net: Net) -> bool:
     """Whether the decode kernel can do the gated norm, quantized in groups of 32."""
     return 32 <= net.head_dim <= WHOLE_HEAD
+
+
+@triton.jit
+def _add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add_three(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _step(memory, q, k, v, decay, beta):
+    """`delta_step` of a query and a key [D] that are not yet divided by their lengths. Sums over S do not wait for the
+    lengths, and sums are made together: all warps meet for each, and one token's step has nothing else to do then.
+    """
+    qq, kk, kq = tl.reduce((q * q, k * k, k * q), 0, _add_three)
+    seen, read = tl.reduce((memory * k[:, None], memory * q[:, None]), 0, _add_two)
+    of_q = inverse_length(qq) * q.shape[0] ** -0.5
+    of_k = inverse_length(kk)
+    delta = of_k * beta * (v - decay * (of_k * seen))
+    return memory * decay + k[:, None] * delta[None, :], of_q * (decay * read + kq * delta)
 
 
 @DirectLaunch
@@ -112,10 +134,7 @@ def _decode_kernel(
     q = silu(q_past + q_weight * q_new)
     k = silu(k_past + k_weight * k_new)
     v = silu(v_past + v_weight * v_new)
-    q *= inverse_length(tl.sum(q * q, 0)) * D**-0.5
-    k *= inverse_length(tl.sum(k * k, 0))
-    kq = tl.sum(k * q, 0)
-    memory, o = delta_step(memory, q, k, kq, v, tl.exp(log_decay(a, rate, bias)), tl.sigmoid(b))
+    memory, o = _step(memory, q, k, v, tl.exp(log_decay(a, rate, bias)), tl.sigmoid(b))
     if PDL and not SHAPE.early:
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(place, memory, mask=kept)

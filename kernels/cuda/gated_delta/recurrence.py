@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gated_delta.arithmetic import Net, delta_step, key_head_of
 from quengine.kernels.cuda.gated_delta.chunks import PRECISION, chunk_rows
 from quengine.kernels.cuda.gated_delta.rows import (
@@ -30,6 +29,7 @@ from quengine.kernels.cuda.gated_delta.rows import (
     row_at,
     run_of,
 )
+from quengine.kernels.cuda.launch.gpu import is_hopper
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.weights.many_rows import MULTIPROCESSORS

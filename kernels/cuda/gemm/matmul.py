@@ -161,6 +161,25 @@ def matmul_glu(
     return _glu_dequantized(operand, part, workspace, activation)
 
 
+def paired_matmul(
+    x: Tensor | Fp16Operand, weight: PackedWeight, workspace: MatmulWorkspace, pdl: bool = False
+) -> Tensor:
+    """x [T, K] (as in `matmul`) times a paired weight [2F, K], by cuBLAS: fp32 [T, 2F], gate first. It takes some gate
+    rows and their up rows at a time."""
+    operand, (part,) = _operand(x, weight, workspace, pdl), weight.parts
+    assert weight.paired and isinstance(part, PackedPart)
+    width, tiles = weight.rows // 2, max(1, workspace.max_weights // part.cols // 16)
+    out = torch.empty(operand.rows, weight.rows, dtype=torch.float32, device=operand.values.device)
+    for tile in range(0, part.tiles, tiles):
+        count = min(tiles, part.tiles - tile)
+        dequantized = workspace.dequantized(16 * count, part.cols)
+        dequantize_part(part, True, dequantized, tile, count)
+        gate, up = _multiply(operand, dequantized, part.weight_scale).finish().chunk(2, 1)
+        out[:, 8 * tile : 8 * tile + gate.shape[1]] = gate
+        out[:, width + 8 * tile : width + 8 * tile + up.shape[1]] = up
+    return out
+
+
 def _operand(
     x: Tensor | Fp16Operand, weight: PackedWeight, workspace: MatmulWorkspace, pdl: bool
 ) -> Fp16Operand:

@@ -28,9 +28,9 @@ import math
 import torch
 from torch import Tensor
 
-from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_shape
 from quengine.kernels.cuda.gemm.matmul_fused import SplitScratch
+from quengine.kernels.cuda.launch.gpu import is_hopper
 from quengine.kernels.cuda.weights.launch_table import fused_limit
 
 FEW_ROWS = 128

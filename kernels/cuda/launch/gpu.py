@@ -45,6 +45,12 @@ def gpu_of(device: torch.device) -> Gpu | None:
     return _assumed or (_present(device) if device.type == "cuda" else None)
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether kernels are selected for a GPU of compute capability 9."""
+    gpu = gpu_of(device)
+    return gpu is not None and gpu.capability[0] == 9
+
+
 def current_gpu() -> Gpu | None:
     """The assumed GPU, or torch's current one; None without one."""
     return _assumed or _current()

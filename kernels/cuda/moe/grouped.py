@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm.fp16_operand import (
     Fp16Operand,
     OperandLayout,
@@ -26,6 +25,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode
 from quengine.kernels.cuda.gemm.workspace import FEW_ROWS, MatmulWorkspace
 from quengine.kernels.cuda.latent.shapes import HeadPlaces
+from quengine.kernels.cuda.launch.gpu import is_hopper
 from quengine.kernels.cuda.moe.combine import combine_experts, grouped_glu_rows
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.grouped_float import launch_grouped_float

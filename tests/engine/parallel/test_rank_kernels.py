@@ -1,13 +1,11 @@
 """What is compiled ahead for a rank: the kernels of its part of the model, and those that exchange sums and logits."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_split import Rank
+from tests.fork_server import without_interpreter
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -36,11 +34,7 @@ def test_sums_and_logits_are_among_the_kernels_of_a_rank(tmp_path: Path) -> None
         "qwen2moe", embedding=256, expert_feed_forward=512, shared_feed_forward=512, head_dim=64
     )
     path = write_tiny(tmp_path / "m.gguf", kind="Q8_0", sizes=sizes)
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = [sys.executable, "-c", RECORDED, str(path)]
-    ended = subprocess.run(program, capture_output=True, text=True, env=environment, check=False)
-    assert ended.returncode == 0, ended.stderr
-    layers, names = 2, ended.stdout.split()
+    layers, names = 2, without_interpreter(RECORDED, path).split()
     assert names.count("_all_gather_kernel") == 2  # a decode step, and a prompt
     # Behind the attention of a decode step, and of the prompt's one row that goes on in the last layer.
     assert names.count("_norm_kernel") == layers + 1

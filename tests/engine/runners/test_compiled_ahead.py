@@ -119,7 +119,7 @@ from quengine.models.synthetic.synthetic import tensor_type
 from quengine.models.tensor_table import required_tensors
 from quengine.runners import cuda_graphs, draft_graphs
 from quengine.runners.compile_kernels import KernelPlan, LayerPlan, compile_stages
-from quengine.runners.draft_graphs import DraftGraphs, DraftKey
+from quengine.runners.draft_graphs import DraftKey
 from quengine.runners.graph_keys import GREEDY
 
 for module in (cuda_graphs, draft_graphs):
@@ -137,7 +137,7 @@ record(stages[0])
 kernels = {launch.key: launch.name for launch in record(stages[2])}
 print(sorted(set(kernels.values())))
 graphs = plan.graphs()
-drafts = DraftGraphs(graphs[0], graphs[1], 3, 16)
+drafts = plan.drafts(graphs)
 assert [drafts.most_drafted(n) for n in (1, 2, 3, 4, 8, 9)] == [3, 3, 3, 3, 1, 0]
 for key in (DraftKey(1, 3, GREEDY), DraftKey(4, 2, GREEDY)):
     missing = {launch.name: launch.key for launch in record(lambda: drafts.run(key)) if launch.key not in kernels}
@@ -156,7 +156,7 @@ from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.models.synthetic.synthetic_eagle import write_synthetic_eagle
 from quengine.runners import cuda_graphs, draft_graphs
 from quengine.runners.compile_kernels import KernelPlan, LayerPlan, compile_stages, stored_tensors
-from quengine.runners.draft_graphs import DraftGraphs, DraftKey
+from quengine.runners.draft_graphs import DraftKey
 from quengine.runners.graph_keys import GREEDY
 
 for module in (cuda_graphs, draft_graphs):

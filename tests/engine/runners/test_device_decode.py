@@ -65,6 +65,7 @@ class FakeSequence:
     replay: int = 0
     max_positions: int = CTX
     images: None = None
+    adapters: None = None
 
     @property
     def next_is_newest(self) -> bool:
@@ -128,6 +129,9 @@ class FakeDevice:
         self.counts: list[int] = []
         self.kinds: list[SamplingKind | None] = []
         self.prompt_kinds: list[SamplingKind] = []
+
+    def set_adapters(self, _slot: int, scales: object) -> None:
+        assert scales is None
 
     def set_lag(self, _slot: int, lag: int) -> None:
         """No images are in these prompts."""

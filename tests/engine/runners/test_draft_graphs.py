@@ -79,8 +79,7 @@ class Rig:
         drafter = DraftDecoder(layer.config, layer.tensors, self.decoder, CTX)
         own = KVCache.allocate(layer.config, CTX, DEVICE, pools=pools[:1])
         self.target = CudaGraphs(self.decoder, self.cache, 8, 16, True, capture=capture, slots=2)
-        beside = CudaGraphs(drafter, own, 8, 16, True, capture=capture)
-        self.drafts = DraftGraphs(self.target, beside, MOST, 8, capture)
+        self.drafts = DraftGraphs(self.target, drafter, own.layers, MOST, 8, capture)
         for slot, tables in enumerate(TABLES):
             for group, blocks in enumerate(tables):
                 self.target.inputs.extend(slot, group, 0, blocks)

@@ -76,6 +76,11 @@ def test_chat_completions(seen: tuple[Served, LLM, FakeVision], address: str) ->
     assert answer["usage"]["prompt_tokens"] == tokens
     again = post(served, "/v1/chat/completions", body)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    given = {"role": "tool", "tool_call_id": "1", "content": [parts[1]]}
+    more = post(served, "/v1/chat/completions", {**GREEDY, "messages": [*turns, given]})
+    assert more["usage"]["prompt_tokens"] > len(PICTURE)
 
 
 def test_responses_take_images_in_messages_and_in_what_tools_gave(

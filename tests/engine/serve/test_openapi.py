@@ -7,6 +7,8 @@ compares statuses, media types, headers and bodies with it. What a schema cannot
 import copy
 import json
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -246,6 +248,7 @@ def test_the_document_names_every_route_and_no_other() -> None:
     documented = {(m.upper(), path) for path, methods in DOCUMENT["paths"].items() for m in methods}
     assert documented == set(OPERATIONS) and len(documented) == sum(len(route.paths) for route in TABLE)
     assert all(route.summary.endswith(".") for route in TABLE)
+    assert all(bool(route.answers) != isinstance(route.answer, str) for route in TABLE)
 
 
 def test_the_document_names_every_field_that_a_route_reads_and_no_other(
@@ -290,6 +293,20 @@ def test_the_schemas_are_schemas_and_every_reference_is_there() -> None:
     assert set(references) <= SCHEMAS.keys()
     ids = [o["operationId"] for methods in DOCUMENT["paths"].values() for o in methods.values()]
     assert len(ids) == len(set(ids))
+
+
+def test_a_process_that_has_built_the_document_ends_without_a_collection() -> None:
+    """In which msgspec crashes."""
+    code = """
+import atexit, gc
+atexit.register(lambda: print("frozen:", gc.get_freeze_count() > 10_000))
+from quengine.serve.routes.openapi import document
+from quengine.serve.settings import ServerSettings
+from quengine.serve.table import ROUTES
+print(len(document(ROUTES, ServerSettings(("fake",)))["paths"]) > 40)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.split("\n") == ["True", "frozen: True", ""]
 
 
 def test_keys_are_in_the_document_where_they_are_needed() -> None:

@@ -10,9 +10,9 @@ import openai
 import pytest
 
 from quengine import LLM, SamplingParams
+from quengine.serve.apis.openai.responses.input_items import messages_of
+from quengine.serve.apis.openai.responses.output_items import OutputItems
 from quengine.serve.processes.engine_llm import LLMEngine
-from quengine.serve.routes.responses.input_items import messages_of
-from quengine.serve.routes.responses.output_items import OutputItems
 from quengine.structured.answer_format import nearest_effort
 from quengine.structured.harmony import HarmonyFormat
 from quengine.structured.tool_calls import ToolUse
@@ -165,7 +165,12 @@ def test_items_of_one_kind_are_apart() -> None:
         output.take(parser.push(character))
     output.take(parser.finish())
     output.finish(cut=False)
-    assert [item["content"][0]["text"] for item in output.items] == [THOUGHT, "Let me see.", THOUGHT, TEXT]
+    assert [item.content[0].text for item in output.items if item.content] == [
+        THOUGHT,
+        "Let me see.",
+        THOUGHT,
+        TEXT,
+    ]
 
 
 def test_an_effort_that_the_api_does_not_have_is_a_400(client: openai.OpenAI) -> None:

@@ -150,6 +150,33 @@ def test_a_request_whose_prompt_is_still_read_when_the_server_ends_is_answered()
         assert served.wait_until(lambda: served.server.should_exit)
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_request_whose_prompt_is_still_read_when_the_engine_has_ended_is_a_503(closed: bool) -> None:
+    """`closed`: what reads prompts has ended too."""
+    with serving() as served, served.http() as client, ThreadPoolExecutor(1) as asking:
+        host, begun, read = served.server.host, threading.Event(), threading.Event()
+        perform = host.text_pool.perform
+
+        async def slow(*given: Any) -> Any:
+            read_first = None if closed else await perform(*given)
+            begun.set()
+            while not read.is_set():
+                await asyncio.sleep(0.002)
+            return read_first or await perform(*given)
+
+        host.text_pool.perform = slow  # type: ignore[method-assign]
+        answer = asking.submit(lambda: client.post("/completion", json={"prompt": "hi", "n_predict": 2}))
+        assert served.wait_until(begun.is_set)
+        served.server.models.stop()
+        assert served.wait_until(lambda: host.state == "absent")
+        read.set()
+        status, message = error(answer.result(60))
+        assert (status, message) == (
+            503,
+            "the engine has stopped" if closed else "the server is shutting down",
+        )
+
+
 def test_a_drain_that_takes_too_long_ends_requests_with_an_error() -> None:
     limits = Limits(drain_s=0.2)
     with serving(lambda: FakeEngine(step_s=0.01), limits=limits) as served, raw_connection(served) as running:

@@ -13,7 +13,7 @@ from quengine.kernels.forward_batch import ForwardBatch, PendingStates
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.draft_graphs import MOST_PAUSE, DraftedSequence
 from quengine.slot import Slot
-from quengine.speculative.draft_mtp import MtpDrafts
+from quengine.speculative.draft_model import DraftModel
 from tests.engine.test_steps_ahead import Device, End
 
 
@@ -22,7 +22,7 @@ class DraftDevice:
     the token that a slot's draft has at a position in place of the layer's; None: the layer's."""
 
     def __init__(self, llm: LLM, device: Device, most: int, rows: int) -> None:
-        assert isinstance(llm.loaded.draft, MtpDrafts)
+        assert isinstance(llm.loaded.draft, DraftModel)
         self._target, self._layer = llm.runner, llm.loaded.draft._runner
         self._device, self.most, self._rows = device, most, rows
         self._unused = device.inputs.slots
@@ -39,6 +39,9 @@ class DraftDevice:
     @property
     def window(self) -> int:
         return self.most + 1 + MOST_PAUSE
+
+    def goes_on(self, slot: Slot) -> bool:
+        return 0 < slot.undrafted <= self.window
 
     def most_drafted(self, sequences: int) -> int:
         return max(0, min(self.most, self._rows // sequences - 1))
@@ -93,25 +96,29 @@ class DraftDevice:
             last = torch.arange(rows - 1, len(placed.slots), rows)
             batch = ForwardBatch("decode", *placed[:3], logits_rows=last, shares_sequences=not made)
             logits = self._layer.decoder.forward(batch, self._layer.cache.layers).float()
-            for slot, row, at in zip(
-                drafting.slots.tolist(), logits, (placed.last + 1).tolist(), strict=True
-            ):
-                if at < self._drafted.shape[1]:
-                    other = self.oracle(slot, at)
-                    self._drafted[slot, at] = self._sampled(slot, row, at) if other is None else other
+            self._note(drafting, logits, placed.last)
+
+    def _note(self, drafting: Drafting, logits: Tensor, last: Tensor) -> None:
+        """Writes the drafted tokens after rows at positions `last`."""
+        for slot, row, at in zip(drafting.slots.tolist(), logits, (last + 1).tolist(), strict=True):
+            if at < self._drafted.shape[1]:
+                other = self.oracle(slot, at)
+                self._drafted[slot, at] = self._sampled(slot, row, at) if other is None else other
 
     def _sampled(self, slot: int, logits: Tensor, position: int) -> int:
         return self._device._sampled(slot, logits, position) if slot != self._unused else 0
 
 
-def drafts_on_device(llm: LLM, most: int, rows: int = 32) -> tuple[Device, DraftDevice]:
-    """Have a device choose a model's tokens, and draft by the model's own layer."""
+def drafts_on_device(
+    llm: LLM, most: int, rows: int = 32, kind: type[DraftDevice] = DraftDevice
+) -> tuple[Device, DraftDevice]:
+    """Have a device choose a model's tokens, and draft by the model's own layer, or as `kind` does."""
     device = Device(llm)
     decoder = DeviceDecoder(device)  # type: ignore[arg-type]
-    drafting = DraftDevice(llm, device, most, rows)
+    drafting = kind(llm, device, most, rows)
     decoder.drafting = drafting  # type: ignore[assignment]
     llm.runner.device_decoder = decoder
-    assert isinstance(llm.loaded.draft, MtpDrafts)
+    assert isinstance(llm.loaded.draft, DraftModel)
     llm.loaded.draft._on_device = drafting
     schedule_anew(llm)
     assert llm.speculation is not None

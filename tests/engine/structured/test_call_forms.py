@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from quengine.structured.calls.format import CallFormat
 from quengine.structured.calls.named import template_form
 from quengine.structured.constraint import ConstraintCompiler
 from quengine.structured.tool_calls import Delta, ToolUse, collect, reasoning_of
+from tests.engine.structured.family_templates import FAMILIES
 from tests.gguf_builder import GGUFBuilder, ModelSizes, bpe_vocabulary
 from tests.llama_cpp_source import llama_cpp_source
 from tests.tiny_models import CHATML, write_tiny
@@ -74,15 +75,17 @@ ONE_CALL = {*NAMED, "GigaChat3-10B-A1.8B", "GigaChat3.1-10B-A1.8B"}
 """Templates that write one call an answer."""
 
 
-def templates() -> dict[str, Path]:
+@cache
+def templates() -> dict[str, str]:
+    """The source of each."""
     found = sorted((llama_cpp_source() / "models" / "templates").glob("*.jinja"))
-    return {path.stem: path for path in found if path.stem not in SPECIAL}
+    return {path.stem: path.read_text() for path in found if path.stem not in SPECIAL} | FAMILIES
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Bytes, and the marks of all templates as control tokens."""
-    marks = sorted({mark for path in templates().values() for mark in MARKS.findall(path.read_text())})
+    marks = sorted({mark for source in templates().values() for mark in MARKS.findall(source)})
     values = bpe_vocabulary(special=("<|endoftext|>", *marks)) | {"general.architecture": "llama"}
     path = tmp_path_factory.mktemp("forms") / "vocab.gguf"
     return Tokenizer.from_gguf(GGUFBuilder().kvs(values).write(path))
@@ -146,7 +149,7 @@ class Case:
 
 @pytest.fixture(scope="module", params=templates())
 def case(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Iterator[Case]:
-    source = templates()[request.param].read_text()
+    source = templates()[request.param]
     template = ChatTemplate(source, "<s>", "</s>")
     yield Case(request.param, template, CallFormat(template_form(source, template.render), tokenizer))
     template._process.close()
@@ -165,7 +168,7 @@ def test_calls_are_read_back_however_they_are_cut(case: Case) -> None:
 
 
 def test_text_in_front_of_calls_stays_text(case: Case) -> None:
-    if case.name in NAMED:
+    if case.name in NAMED or case.name == "glm4":
         pytest.skip("a bare call is the whole answer")
     form = case.calls.form
     said = f"{form.text_mark}Let me see: 1 < 2 [3]."
@@ -261,7 +264,7 @@ CUT = (
 
 @pytest.fixture(scope="module")
 def calls_of(tokenizer: Tokenizer) -> dict[str, AnswerFormat]:
-    sources = {name: templates()[name].read_text() for name in CUT}
+    sources = {name: templates()[name] for name in CUT}
     return {
         name: TextFormat(CallFormat(template_form(text, ChatTemplate(text).render), tokenizer))
         for name, text in sources.items()
@@ -357,7 +360,7 @@ def test_elements_nested_without_end_are_no_values(calls_of: dict[str, AnswerFor
 
 
 def test_the_sections_of_kimi_k3_are_no_text(tokenizer: Tokenizer) -> None:
-    source = templates()["Kimi-K3"].read_text()
+    source = templates()["Kimi-K3"]
     template = ChatTemplate(source, "<s>", "</s>")
 
     def rendered(messages: Any, prompt: bool, variables: Any) -> str:

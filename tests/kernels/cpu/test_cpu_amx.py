@@ -95,7 +95,9 @@ def test_the_product_compiles_for_a_processor_with_tiles(tmp_path: Path) -> None
 
 
 def test_the_product_is_its_definition_with_emulated_tiles(tmp_path: Path) -> None:
-    assert run_for_target(tmp_path, "emulate").strip() == "6 weights in bf16, 4 in bytes, 3 attentions"
+    """Of kernels compiled without optimization, in half the time: they do the same."""
+    out = run_for_target(tmp_path, "emulate", NUMBA_OPT="0")
+    assert out.strip() == "6 weights in bf16, 4 in bytes, 3 attentions"
 
 
 @pytest.mark.skipif(not has_amx(), reason="no AMX tiles on this processor, or not allowed")

@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import stat
-import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +14,7 @@ from quengine.kernels.cpu.runtime import code_store as module
 from quengine.kernels.cpu.runtime import kernel_table
 from quengine.kernels.cpu.runtime.code_store import CodeStore, code_store
 from quengine.kernels.private_folder import KEY_NAME
+from tests.quick_python import run
 
 
 def test_contents_are_found_by_name_and_version(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_process_does_not_take_what_was_planted(tmp_path: Path) -> None:
         given_away(folder, pytest.MonkeyPatch())
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "own")}
     command = [sys.executable, "-c", PLANTED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() not in ("", "planted")
     if os.geteuid() == 0:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from quengine.kernels.cpu.runtime import kernel_table
 from quengine.kernels.cpu.runtime.code_store import CodeStore
 from quengine.kernels.private_folder import KEY_NAME
+from tests.quick_python import run
 
 NAME = ("ops.add_kernels", "add_kernel")
 SCRIPT = """
@@ -41,7 +41,7 @@ def test_a_second_process_does_not_import_numba(tmp_path: Path) -> None:
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     results = []
     for _ in range(2):
-        done = subprocess.run(
+        done = run(
             [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
         )
         results.append((*done.stdout.split(), "compiling kernels" in done.stderr))

@@ -1,7 +1,6 @@
 """The CPU thread team, and compiled code on other CPUs."""
 
 import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from quengine.kernels.cpu.step_recorder import CpuWeight, recorded
 from tests.forward import one_sequence
 from tests.kernels.cpu.cpu_runs import STEP, attend_token, embed, linear
 from tests.kernels.weights import random_weight
+from tests.quick_python import run
 
 
 def test_threads_are_set_for_kernels_and_torch() -> None:
@@ -141,7 +141,7 @@ def test_a_cpu_without_vector_extensions_gives_the_same_bits() -> None:
         "NUMBA_CPU_FEATURES": "",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
     }
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, cwd=root, timeout=240
     )
     assert done.returncode == 0, done.stderr

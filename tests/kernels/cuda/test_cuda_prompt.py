@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from quengine.kernels.cuda import backend as cuda_backend
-from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm import workspace
+from quengine.kernels.cuda.launch.gpu import is_hopper
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder

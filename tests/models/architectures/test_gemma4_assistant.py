@@ -14,15 +14,24 @@ from quengine import LLM, EngineError
 from quengine import convert as convert_folder
 from quengine.kernels.backend import Backend
 from quengine.kernels.cpu.backend import CpuBackend
-from quengine.kernels.forward_batch import decode_batch, prefill_batch
+from quengine.kernels.draft_rows import Drafting, rows_of
+from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.architectures.gemma4_assistant import sources
 from quengine.models.assistant_decoder import AssistantDecoder
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.decoder import Decoder
+from quengine.models.synthetic.presets import PRESETS
+from quengine.models.synthetic.synthetic import synthetic_bytes, write_synthetic
+from quengine.models.synthetic.synthetic_assistant import assistant_of
+from quengine.runners.assistant_graphs import AssistantGraphs
+from quengine.slot import Slot
 from quengine.speculative.draft_assistant import AssistantDrafts
+from tests.engine import test_steps_ahead as ahead
+from tests.engine.speculative.draft_device import DraftDevice, drafts_on_device
 from tests.engine.speculative.test_speculation import GREEDY, PENALIZED, SEEDED, all_free, counts, load, same
+from tests.fork_server import without_interpreter
 from tests.llama_cpp_convert import VOCAB, Conversion, convert, write_tokenizer
 from tests.models.architectures.test_gemma4 import EXPERTS, LAYERED, SAME, SIZES, scales
 from tests.models.convert.equal_files import check_equal
@@ -233,6 +242,125 @@ def test_texts_on_a_gpu_are_those_without_drafts(root: Path, name: str) -> None:
         assert drafted > accepted >= 0 and all_free(llm)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_a_gpu_drafts_within_the_step_that_verifies(root: Path, parallel: int) -> None:
+    target, assistant = root / "layered.gguf", root / "layered-assistant.gguf"
+    with LLM(target, "cuda", CONTEXT, parallel=4) as alone:
+        expected = alone.generate(PROMPTS, GREEDY)
+    with LLM(target, "cuda", CONTEXT, parallel=parallel, draft_model=assistant, draft_tokens=3) as llm:
+        got = llm.generate(PROMPTS, GREEDY)
+        decoder = llm.runner.device_decoder
+        assert decoder is not None and isinstance(decoder.drafting, AssistantGraphs)
+        assert decoder.drafting._launched > 0 and counts(got)[0] > 0 and all_free(llm)
+    equal = [ours.tokens == theirs.tokens for ours, theirs in zip(got, expected, strict=True)]
+    assert sum(equal) >= len(PROMPTS) - 1, equal  # near ties may be chosen otherwise
+
+
+class AssistantDevice(DraftDevice):
+    """`assistant_graphs.AssistantGraphs`, by the definitions. made: positions of newest tokens, and drafts after."""
+
+    def __init__(self, llm: LLM, *rest: Any) -> None:
+        super().__init__(llm, *rest)
+        assert isinstance(llm.loaded.draft, AssistantDrafts)
+        self._assistant, self.made = llm.loaded.draft._decoder, list[tuple[int, list[int]]]()
+
+    @property
+    def window(self) -> int:
+        return 1
+
+    def goes_on(self, slot: Slot) -> bool:
+        return slot.undrafted > 0
+
+    def _draft(self, drafting: Drafting, count: int) -> None:
+        kept, hidden = self._target.cache.hidden, None
+        assert kept is not None
+        for made in range(count):
+            known = self._drafted if made else self._newest.history
+            placed = rows_of(drafting, self._newest, known, self._tables, made, 1)
+            batch = ForwardBatch("decode", *placed[:3])
+            if hidden is None:
+                hidden = self._assistant.backend.hidden_before(batch, kept, None)
+            before = replace(batch, positions=(batch.positions - made - 1).clamp(min=0))
+            logits, hidden = self._assistant.step(before, hidden, self._target.cache.layers)
+            self._note(drafting, logits.float(), placed.last)
+        at = int(self._newest.positions[0])
+        self.made.append((at, self._drafted[0, at + 1 : at + 1 + count].tolist()))
+
+
+@pytest.mark.parametrize(("name", "prompt"), [("dense", 0), ("layered", 1)])
+def test_the_device_drafts_what_transformers_does(root: Path, name: str, prompt: int) -> None:
+    ids, params = PROMPTS[prompt], replace(GREEDY, max_tokens=16)
+    with ahead.load(root / name, 1, ctx_size=CONTEXT) as alone:
+        (expected,) = alone.generate([ids], params)
+    options = {"draft_model": root / f"{name}-assistant", "draft_tokens": 2, "ctx_size": CONTEXT}
+    with ahead.load(root / name, 1, **options) as llm:
+        device, drafting = drafts_on_device(llm, 2, kind=AssistantDevice)
+        assert isinstance(drafting, AssistantDevice)
+        same(llm.generate([ids], params), [expected])
+    every = [*ids, *expected.tokens]
+    assert len(drafting.made) > 3 and any(entry.startswith("drafts") for entry in device.log)
+    for at, draft in drafting.made[:: len(drafting.made) // 3]:
+        assert theirs(root, name, every[: at + 1], len(draft))[1] == draft
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_the_device_drafts_and_accepts_as_the_host_does(root: Path, parallel: int) -> None:
+    with ahead.load(root / "dense", 1, ctx_size=CONTEXT) as plain:
+        expected = [plain.generate(PROMPTS, params) for params in (GREEDY, SEEDED)]
+    options = {"draft_model": root / "dense-assistant", "draft_tokens": 3, "ctx_size": CONTEXT}
+    with ahead.load(root / "dense", parallel, **options) as llm:
+        _, drafting = drafts_on_device(llm, 3, kind=AssistantDevice)
+        for params, texts in zip((GREEDY, SEEDED), expected, strict=True):
+            if parallel == 1:  # the only sequence of the device: all but every fifth token is drafted right
+                for prompt, text in zip(PROMPTS, texts, strict=True):
+                    ids = [*prompt, *text.tokens]
+                    drafting.oracle = lambda _, at, ids=ids: ids[at] if at < len(ids) and at % 5 else None
+                    got = llm.generate([prompt], params)
+                    same(got, [text])
+                    assert counts(got)[1] > len(text.tokens) // 4
+            else:
+                same(llm.generate(PROMPTS, params), texts)
+        assert drafting.drafted and all_free(llm)
+
+
+AHEAD = """
+import sys
+from pathlib import Path
+from quengine.block_pool import CachePool
+from quengine.kernels.cuda.aot.aot_compile import record
+from quengine.models.checkpoint import open_checkpoint
+from quengine.runners import cuda_graphs, draft_graphs
+from quengine.runners.compile_kernels import KernelPlan, LayerPlan, compile_stages, stored_tensors
+from quengine.runners.draft_graphs import DraftKey
+from quengine.runners.graph_keys import GREEDY
+
+for module in (cuda_graphs, draft_graphs):
+    module.has_dependent_launch = lambda _: True
+target, draft = (open_checkpoint(Path(each)) for each in sys.argv[1:])
+layer = LayerPlan(draft.config, stored_tensors(draft.tensors), 8, 3, 16)
+pools = [CachePool(16) for _ in target.config.cache_groups]
+plan = KernelPlan(target.config, stored_tensors(target.tensors), 128, pools, 64, "f16", 16, 64, True, False, layer)
+stages = compile_stages(plan)
+record(stages[0])
+kernels = {launch.key: launch.name for launch in record(stages[2])}
+print(sorted(set(kernels.values())))
+drafts = plan.drafts(plan.graphs())
+assert [drafts.most_drafted(n) for n in (1, 2, 3, 4, 8, 9)] == [3, 3, 3, 3, 1, 0]
+for key in (DraftKey(1, 3, GREEDY), DraftKey(4, 2, GREEDY)):
+    missing = {launch.name: launch.key for launch in record(lambda: drafts.run(key)) if launch.key not in kernels}
+    assert not missing, missing
+"""
+
+
+def test_no_draft_waits_for_the_compiler(root: Path) -> None:
+    names = without_interpreter(AHEAD, root / "layered.gguf", root / "layered-assistant.gguf")
+    for kernel in ("enter_kernel", "place_kernel", "accept_kernel", "before_kernel"):
+        assert kernel in names
+
+
 class Watched:
     """Notes what an assistant drafts, with the tokens before."""
 
@@ -303,6 +431,20 @@ def test_a_target_of_other_sizes_is_refused(root: Path) -> None:
             sources(own, changed)
     with pytest.raises(EngineError, match="2 key/value heads of 16, and layer 1 of the model has 1"):
         sources(own, open_checkpoint(root / "layered").config)
+
+
+@pytest.mark.parametrize("preset", ["gemma-4-31b", "gemma-4-e4b", "gemma-4-tiny"])
+def test_a_synthetic_assistant_fits_its_model(tmp_path: Path, preset: str) -> None:
+    target = PRESETS[preset].config()
+    spec = assistant_of(target)
+    if preset == "gemma-4-31b":
+        assert 460e6 < synthetic_bytes(spec) / 4.5 * 8 < 480e6  # as many weights as the published one has
+    small = assistant_of(target, width=64, length=64)
+    config = open_checkpoint(write_synthetic(tmp_path / "m.gguf", replace(small, vocab_size=400))).config
+    assert [target.layer_windows[layer] for layer in sources(config, target)] == [
+        *(target.sliding_window,) * 3,
+        None,
+    ]
 
 
 def test_an_assistant_alone_generates_nothing(root: Path) -> None:

@@ -17,6 +17,7 @@ import quengine
 from quengine.errors import EngineError
 from quengine.models.config import Ranker
 from quengine.models.convert.fields import check_converted
+from quengine.models.convert.sentencepiece_file import read_spaces
 from quengine.models.convert.vocabulary import pre_tokenizer_name
 from quengine.models.hf.hf_checkpoint import HFCheckpoint
 from quengine.models.tokenizer.pre_tokenizers import pre_tokenizer, pre_tokenizer_names
@@ -205,6 +206,20 @@ def test_a_split_is_the_same_model(root: Path, tmp_path: Path) -> None:
 def test_a_large_enough_file_is_not_split(root: Path, tmp_path: Path) -> None:
     result = quengine.convert(root / "qwen3", tmp_path / "one.gguf", split_max_size=1 << 30)
     assert result.paths == (tmp_path / "one.gguf",)
+
+
+def test_spaces_are_as_sentencepiece_s_own_file_has_them(tmp_path: Path) -> None:
+    path = tmp_path / "sentencepiece.bpe.model"
+    for normalizer, spaces in (
+        (b"", (True, True)),
+        (b"\x18\x00", (False, True)),
+        (b"\x20\x00", (True, False)),
+    ):
+        path.write_bytes(b"\x1a" + bytes([len(normalizer)]) + normalizer)
+        assert read_spaces(path) == spaces
+    path.write_bytes(b"\x1a\x7f")
+    with pytest.raises(EngineError, match="not SentencePiece's file, or cut short"):
+        read_spaces(path)
 
 
 BYTE_LEVEL = {

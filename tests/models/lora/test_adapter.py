@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import quengine
+from quengine.cli import main
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import dequantize
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
@@ -76,7 +78,10 @@ def check_changes(base: Path, merged: Path, adapter: Path) -> None:
     for name, value in values(checkpoint).items():
         if deltas.changes(name):
             changed += 1
-            value = value + torch.cat(list(deltas.pieces(name))).view(value.shape)
+            delta = deltas.of(name, value.device)
+            rows = value.flatten(0, -2)
+            halves = [delta.rows(0, 3), delta.rows(3, len(rows) - 3)]
+            value = (rows + torch.cat(halves)).view(value.shape)
         torch.testing.assert_close(value, theirs[name], rtol=1e-5, atol=1e-5, msg=name)
     assert changed >= 4
     for each in (checkpoint, expected):
@@ -117,6 +122,11 @@ def test_files_are_llama_cpps_in_other_types(root: Path, tmp_path: Path) -> None
     adapter = write_adapter(tmp_path / "some-adapter-v2", folder)
     (adapter / "README.md").write_text("---\nbase_model: someone/Base-7B\nlicense: mit\n---\n# x\n")
     convert_lora(adapter, folder, tmp_path / "theirs.gguf", "q8_0")
+    main.register_commands([])
+    words = ["convert", adapter, "--base", folder, "-o", tmp_path / "ours.gguf", "-t", "q8_0"]
+    result = CliRunner().invoke(main.app, [str(word) for word in words])
+    assert result.exit_code == 0 and "llama: 30 tensors" in result.stderr
+    check_equal(tmp_path / "ours.gguf", tmp_path / "theirs.gguf")
     config = json.loads((adapter / CONFIG).read_text())
     (adapter / CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": str(folder)}))
     quengine.convert(adapter, tmp_path / "ours.gguf", "q8_0", threads=1)
@@ -203,6 +213,19 @@ def test_tensors_that_are_not_computed_are_refused(
     save_file(held, adapter / "adapter_model.safetensors")
     with closing(open_checkpoint(folder)) as checkpoint, pytest.raises(EngineError, match=problem):
         open_adapter(adapter, checkpoint.config)
+
+
+def test_names_with_the_adapters_and_other_files_of_tensors(root: Path, tmp_path: Path) -> None:
+    folder = written(root, "llama")
+    adapter = write_adapter(tmp_path / "adapter", folder)
+    path = adapter / "adapter_model.safetensors"
+    named = {name.replace(".weight", ".default.weight"): half for name, half in load_file(path).items()}
+    save_file(named, path)
+    with closing(open_checkpoint(folder)) as checkpoint:
+        assert len(open_adapter(adapter, checkpoint.config).changes) == 15
+        path.rename(adapter / "adapter_model.bin")
+        with pytest.raises(EngineError, match=r"has adapter_model.bin alone: save it as safetensors"):
+            open_adapter(adapter, checkpoint.config)
 
 
 FILE_KEYS: list[tuple[dict[str, Any], str]] = [

@@ -113,3 +113,14 @@ def test_mistakes_are_errors_that_leave_nothing(root: Path, tmp_path: Path) -> N
     with pytest.raises(KeyboardInterrupt):
         quengine.merge(model, [adapter], out, progress=interrupt)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_a_gpu_adds_the_same(root: Path, tmp_path: Path) -> None:
+    found = []
+    for device in ("cpu", "cuda"):
+        out = tmp_path / f"{device}.gguf"
+        quengine.merge(root / "model.gguf", [root / "first.gguf"], out, "f32", device=device, threads=1)
+        found.append(tensors(out))
+    for name, (_, values) in found[0].items():
+        np.testing.assert_allclose(found[1][name][1], values, rtol=1e-5, atol=1e-6)

@@ -154,6 +154,13 @@ def test_ends_of_generation_come_from_generation_config_too(tmp_path: Path) -> N
     assert Tokenizer.from_hf(folder).eos_ids == set(ids)
 
 
+def test_tokens_that_are_never_generated_come_from_generation_config(tmp_path: Path) -> None:
+    folder = byte_level(tmp_path, [])
+    assert Tokenizer.from_hf(folder).suppressed_ids == frozenset()
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [3, 5, 1 << 30, "x"]}))
+    assert Tokenizer.from_hf(folder).suppressed_ids == {3, 5}
+
+
 def test_rows_of_the_model_beyond_the_tokens_are_unused_ids(tmp_path: Path) -> None:
     folder = byte_level(tmp_path, [])
     (folder / "config.json").write_text(json.dumps({"vocab_size": 300}))

@@ -17,6 +17,7 @@ from quengine.models.vision.vision_model import COMMON_SIDE
 from quengine.request.image_prompts import blank_image
 from tests.models.vision import (
     test_gemma3,
+    test_gemma4uv,
     test_gemma4v,
     test_glm4v,
     test_idefics3,
@@ -32,6 +33,7 @@ CASES = {
     "pixtral": test_pixtral.CASES["mistral3"],
     "gemma3": test_gemma3.CASE,
     "gemma4v": test_gemma4v.CASE,
+    "gemma4uv": test_gemma4uv.CASE,
     "qwen3vl_merger": test_qwen_vl.QWEN3,
     "qwen2.5vl_merger": test_qwen_vl.CASES["small windows"],
     "internvl": test_internvl.CASE,

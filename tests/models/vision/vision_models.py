@@ -90,7 +90,7 @@ def image_processor(case: VisionCase) -> Any:
 def write_mmproj(folder: Path, output: Path, case: VisionCase, outtype: str = "f32") -> Path:
     """The projector of a saved model, as llama.cpp's converter writes it, which knows the names of releases alone.
 
-    Where ours writes such a projector, too, the files are checked to be equal.
+    Where ours writes such a projector, too, its file is checked to be equal.
     """
     if case.released:
         path = folder / "model.safetensors"
@@ -110,7 +110,7 @@ def write_mmproj(folder: Path, output: Path, case: VisionCase, outtype: str = "f
         path.write_text(json.dumps(tokenizer))
     convert([Conversion(folder, output, "gpt-2", outtype=outtype, mmproj=True)])
     with open_gguf(output) as file:
-        name = str(file.metadata.get("clip.projector_type"))
+        name = file.get_str("clip.projector_type") or file.get_str("clip.vision.projector_type")
     if name in CONVERTED:
         ours = output.with_name(f"ours-{output.name}")
         convert_folder(folder, ours, outtype, mmproj=True, threads=1)

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from quengine.serve.routes import model_route
+from quengine.serve.routes import dispatch
 from tests.engine.serve.fake_engine import CRASHING_PROMPT
 from tests.engine.serve.models.fake_device import Device, serving_models, spec, states
 from tests.engine.serve.serving import Served
@@ -266,7 +266,7 @@ def test_an_idle_model_is_unloaded_and_comes_back() -> None:
 
 
 def test_a_stream_begins_with_comments_while_its_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_route, "COMMENT_SECONDS", 0.03)
+    monkeypatch.setattr(dispatch, "COMMENT_SECONDS", 0.03)
     device = Device()
     with serving_models(device, spec("slow"), spec("broken")) as served:
         body = {"model": "slow", "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -292,7 +292,7 @@ def test_a_stream_begins_with_comments_while_its_model_is_loaded(monkeypatch: py
 
 
 def test_a_stream_that_fails_after_its_comments_ends_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_route, "COMMENT_SECONDS", 0.03)
+    monkeypatch.setattr(dispatch, "COMMENT_SECONDS", 0.03)
     with serving_models(Device(), spec("slow"), spec("a")) as served, served.http() as client:
         body = {"model": "slow", "prompt": "hi", "stream": True}
         with served.http() as other, other.stream("POST", "/v1/completions", json=body) as answer:
@@ -314,13 +314,26 @@ def test_the_server_ends_while_requests_wait(asking: ThreadPoolExecutor) -> None
 
 
 def test_an_engine_that_fails_is_replaced_without_another_models_leaving() -> None:
+    """Lists go on to have it meanwhile, as it was."""
     device = Device(10)
-    with serving_models(device, spec("a", 5), spec("b", 5)) as served, served.http() as client:
-        assert ask(served, "a").status_code == ask(served, "b").status_code == 200
-        body = {"model": "a", "prompt": CRASHING_PROMPT}
+    device.gate.set()
+    with serving_models(device, spec("slow", 5), spec("b", 5)) as served, served.http() as client:
+        assert ask(served, "slow").status_code == ask(served, "b").status_code == 200
+        before = {path: client.get(path).json() for path in ("/api/tags", "/slots")}
+        device.gate.clear()
+        body = {"model": "slow", "prompt": CRASHING_PROMPT}
         assert client.post("/v1/completions", json=body).status_code == 500
-        assert served.wait_until(lambda: ask(served, "a").status_code == 200)
-        assert states(served) == {"a": "loaded", "b": "loaded"} and device.loads == ["a", "b", "a"]
+        assert served.wait_until(lambda: device.loads == ["slow", "b", "slow"])
+        listed = {each["id"]: each for each in client.get("/models").json()["data"]}
+        assert [listed[name]["status"]["value"] for name in ("slow", "b")] == ["loading", "loaded"]
+        assert listed["slow"]["meta"] == listed["b"]["meta"] and "n_ctx" in listed["b"]["meta"]
+        assert [each["name"] for each in client.get("/api/ps").json()["models"]] == ["slow", "b"]
+        assert {path: client.get(path).json() for path in before} == before
+        assert client.post("/api/show", json={"model": "slow"}).status_code == 200
+        assert ask(served, "slow").json()["error"]["code"] == "restarting"
+        device.gate.set()
+        assert served.wait_until(lambda: ask(served, "slow").status_code == 200)
+        assert states(served) == {"slow": "loaded", "b": "loaded"} and device.loads == ["slow", "b", "slow"]
 
 
 def test_lists_state_and_counters_tell_the_models_apart() -> None:

@@ -9,7 +9,7 @@ import ollama
 import pytest
 
 from quengine.errors import EngineError
-from quengine.serve.routes.model_route import seconds_of
+from quengine.serve.routes.dispatch import seconds_of
 from quengine.serve.schemas.errors import ApiError
 from tests.engine.serve.fake_engine import CRASHING_PROMPT, FakeEngine
 from tests.engine.serve.models.fake_device import Device, serving_models, spec, states

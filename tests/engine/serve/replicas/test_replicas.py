@@ -295,7 +295,7 @@ def test_ctrl_c_leaves_nothing_behind(path: Path, signals: int) -> None:
         engines = psutil.Process(program.pid).children(recursive=True)
         assert len(engines) == 2 and "2 replicas, that share" in said[0]
         url = f"http://127.0.0.1:{port}"
-        with httpx.stream("POST", f"{url}/completion", json=body(prompt(1), 3900, stream=True)) as answer:
+        with httpx.stream("POST", f"{url}/completion", json=body(prompt(1), 1500, stream=True)) as answer:
             pieces = answer.iter_bytes()
             next(pieces)
             engines[1].kill()

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from quengine import SamplingParams
+from quengine.serve.apis.openai.responses.input_items import messages_of
 from quengine.serve.processes.shared_engine import GenerationRequest
-from quengine.serve.routes.responses.input_items import messages_of
 from tests.engine.serve.fake_engine import FIRST_BYTE
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.speaking_engine import SpeakingEngine

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 import jsonschema
 import openai
 import pytest
+from msgspec import UNSET
 
-from quengine.serve.routes.responses.input_items import messages_of
-from quengine.serve.routes.responses.output_items import OutputItems
+from quengine.serve.apis.openai.responses.input_items import messages_of
+from quengine.serve.apis.openai.responses.output_items import OutputItems
+from quengine.serve.apis.openai.schemas import OutputItem
 from quengine.serve.schemas.errors import ApiError
 from quengine.structured.calls.format import GENERIC_FORM
 from quengine.structured.calls.parser import CallFormParser
@@ -162,32 +164,37 @@ def test_a_wrong_item_is_named_by_its_place() -> None:
         messages_of([{"role": "user", "content": "a"}, {"role": "user"}])
 
 
+def text_of(item: OutputItem) -> str:
+    assert item.content
+    return item.content[0].text
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_text_and_calls_are_items_in_their_order_however_the_text_is_cut(size: int) -> None:
     output, parser = OutputItems(), CallFormParser(GENERIC_FORM, (), iter(["c1", "c2"]).__next__)
     cut = [ANSWER[at : at + size] for at in range(0, len(ANSWER), size)]
     events = [event for text in cut for event in output.take(parser.push(text))]
     events += output.take(parser.finish()) + output.finish(cut=False)
-    assert [item["type"] for item in output.items] == ["message", "function_call", "function_call"]
-    assert [item.get("arguments") for item in output.items] == [None, '{"a": 1}', '{"a": 2}']
-    assert output.items[0]["content"][0]["text"] == "Let me see."
-    assert {item["status"] for item in output.items} == {"completed"}
-    kinds = [kind for kind, _ in events]
-    assert kinds.count("output_item.added") == kinds.count("output_item.done") == 3
-    done = [event["item"] for kind, event in events if kind == "output_item.done"]
+    assert [item.type for item in output.items] == ["message", "function_call", "function_call"]
+    assert [item.arguments for item in output.items] == [UNSET, '{"a": 1}', '{"a": 2}']
+    assert text_of(output.items[0]) == "Let me see."
+    assert {item.status for item in output.items} == {"completed"}
+    kinds = [event.type for event in events]
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
+    done = [event.item for event in events if event.type == "response.output_item.done"]
     assert done == output.items
     for index, item in enumerate(output.items):
-        joined = "".join(e["delta"] for _, e in events if "delta" in e and e["output_index"] == index)
-        assert joined == (item.get("arguments") or item["content"][0]["text"])
+        joined = "".join(e.delta for e in events if e.delta and e.output_index == index)
+        assert joined == (item.arguments or text_of(item))
 
 
 def test_an_answer_cut_in_a_call_is_incomplete_and_an_empty_one_is_a_message() -> None:
     output, parser = OutputItems(), CallFormParser(GENERIC_FORM, (), lambda: "c1")
     output.take(parser.push(ANSWER[:60]) + parser.finish())
     output.finish(cut=True)
-    assert [item["status"] for item in output.items] == ["completed", "incomplete"]
-    assert output.items[1]["arguments"] == '{"a": '
-    kinds = [kind for kind, _ in OutputItems().finish(cut=False)]
+    assert [item.status for item in output.items] == ["completed", "incomplete"]
+    assert output.items[1].arguments == '{"a": '
+    kinds = [event.type.removeprefix("response.") for event in OutputItems().finish(cut=False)]
     assert kinds == [
         "output_item.added",
         "content_part.added",

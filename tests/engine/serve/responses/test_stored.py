@@ -115,8 +115,9 @@ def test_a_stream_that_fails_after_its_beginning_ends_with_a_failed_response() -
 def test_the_oldest_is_dropped_for_a_newer_one() -> None:
     store = ResponseStore(400)
     for n in range(5):
-        store.put({"id": f"r{n}", "output": [{"id": f"m{n}", "type": "message"}]}, [{"content": "x" * 50}])
-        assert store.size <= 400
+        made = {"id": f"r{n}", "output": [{"id": f"m{n}", "type": "message"}]}
+        store.put(f"r{n}", [f"m{n}"], made, [{"content": "x" * 50}])
+        assert 0 < store.size <= 400
     with pytest.raises(ApiError) as caught:
         store.response("r0")
     assert (caught.value.status, caught.value.code) == (404, "response_not_found")
@@ -124,7 +125,7 @@ def test_the_oldest_is_dropped_for_a_newer_one() -> None:
         store.item("m0", "input[0].id")
     assert store.conversation("r4") == [{"content": "x" * 50}]
     assert store.item("m4", "input[0].id")["id"] == "m4"
-    store.put({"id": "large", "output": []}, [{"content": "x" * 500}])
+    store.put("large", [], {"id": "large", "output": []}, [{"content": "x" * 500}])
     assert json.loads(store.response("r4"))["id"] == "r4", "what is too large drops nothing"
     for n in range(5):
         if f"r{n}" in store._entries:

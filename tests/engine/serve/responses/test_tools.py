@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from quengine.serve.routes.responses.tools import CustomInput, offered_tools
+from quengine.serve.apis.openai.responses.tools import CustomInput, offered_tools
 
 LOOK = {"type": "function", "name": "look", "parameters": None}
 EDIT = {"type": "custom", "name": "edit", "description": "Edits."}

@@ -8,12 +8,12 @@ import httpx
 import msgspec
 import pytest
 
-from quengine.serve.routes.anthropic.chat_form import chat_request
-from quengine.serve.routes.anthropic.content_blocks import ContentBlocks
+from quengine.serve.apis.anthropic.chat_form import chat_request
+from quengine.serve.apis.anthropic.content_blocks import ContentBlocks
+from quengine.serve.apis.anthropic.schemas import CountTokensRequest, MessagesRequest
 from quengine.serve.routes.prompts import ending_of, given_answer
-from quengine.serve.schemas.anthropic import CountTokensRequest, MessagesRequest
+from quengine.serve.schemas.canonical import ChatRequest
 from quengine.serve.schemas.errors import ApiError
-from quengine.serve.schemas.openai import ChatRequest
 from quengine.serve.schemas.reading import read_body
 from quengine.serve.settings import Limits
 from quengine.structured.tool_calls import CallDelta, ReasoningDelta, TextDelta

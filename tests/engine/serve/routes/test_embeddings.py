@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quengine.serve.routes.vectors import embeddings
+from quengine.serve.routes import vectors as embeddings
 from tests.engine.serve.fake_engine import EMBEDDING, FIRST_BYTE, FakeModel, expected_embedding
 from tests.engine.serve.serving import serving
 

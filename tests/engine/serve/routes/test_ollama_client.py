@@ -13,13 +13,13 @@ import ollama
 import pytest
 
 from quengine import LLM, SamplingParams
+from quengine.serve.apis.ollama.requests import openai_messages
+from quengine.serve.apis.ollama.schemas import OllamaCall, OllamaFunction, OllamaMessage
 from quengine.serve.http import LINES
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import Event, Failed
-from quengine.serve.routes.ollama.requests import openai_messages
 from quengine.serve.routes.openapi import document
 from quengine.serve.routes.shortening import with_longest_cut
-from quengine.serve.schemas.ollama import OllamaCall, OllamaFunction, OllamaMessage
 from quengine.serve.settings import ServerSettings
 from tests.engine.serve.fake_engine import (
     FIRST_BYTE,

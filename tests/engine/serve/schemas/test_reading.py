@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
+from quengine.serve.apis.llama.requests import TokenizeRequest
+from quengine.serve.apis.openai.schemas import ResponseRequest
+from quengine.serve.schemas.canonical import ChatRequest, EmbeddingRequest
 from quengine.serve.schemas.errors import ApiError
 from quengine.serve.schemas.fields import Body
 from quengine.serve.schemas.messages import Message
-from quengine.serve.schemas.openai import ChatRequest, EmbeddingRequest, ResponseRequest
 from quengine.serve.schemas.reading import read_body, read_part
-from quengine.serve.schemas.requests import TokenizeRequest
 from quengine.serve.schemas.response_items import InputItem
 from tests.engine.serve.serving import TABLE
 

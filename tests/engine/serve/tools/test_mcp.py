@@ -44,7 +44,7 @@ def stdio(**more: Any) -> dict[str, Any]:
 
 
 def raw(code: str) -> dict[str, Any]:
-    """A server of a few lines, which answer the message `asked` with `say`."""
+    """A server of a few lines, which answer the message `asked` with `say`. Methods that do not belong to tools it refuses."""
     head = (
         "import json, sys, time\n"
         "def say(id, **what): print(json.dumps({'jsonrpc': '2.0', 'id': id, **what}), flush=True)\n"
@@ -54,6 +54,9 @@ def raw(code: str) -> dict[str, Any]:
         "    asked = json.loads(line)\n"
         "    id, method = asked.get('id'), asked.get('method')\n"
         "    if id is None: continue\n"
+        "    if method not in ('initialize', 'tools/list', 'tools/call'):\n"
+        "        say(id, error={'code': -32601, 'message': 'no such method'})\n"
+        "        continue\n"
     )
     return {
         "command": sys.executable,
@@ -182,12 +185,9 @@ def test_noise_and_notifications_are_passed_over() -> None:
         "    say(id, result={'tools': [{'name': 'a b', 'inputSchema': {'type': 'object'}}]})\n"
         "elif method == 'tools/call':\n"
         "    say(id, result={'content': [{'type': 'text', 'text': asked['params']['name']}]})\n"
-        "else: say(id, error={'code': -32601, 'message': 'no ' + method})"
     )
     empty = raw(
-        "if method == 'initialize': begin(id)\n"
-        "elif method == 'tools/list': say(id, result={'tools': []})\n"
-        "else: say(id, error={'code': -32601, 'message': 'no'})"
+        "if method == 'initialize': begin(id)\nelif method == 'tools/list': say(id, result={'tools': []})\n"
     )
     with serving(settings={"tools": config(noisy=noisy, empty=empty)}) as served, served.http() as client:
         (listed,) = client.get("/tools").json()

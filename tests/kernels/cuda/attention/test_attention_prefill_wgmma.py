@@ -10,13 +10,13 @@ from quengine.kernels.attention import causal_mask_band, gate_output, split_gate
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention.attention_prefill import (
     attention_prefill,
-    is_hopper,
     prefill_tiles,
     stores_wgmma_layout,
 )
 from quengine.kernels.cuda.attention.output_gate import qkv_width
 from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_shape
+from quengine.kernels.cuda.launch.gpu import is_hopper
 from quengine.kernels.forward_batch import ForwardBatch, prefill_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from tests.kernels.cuda.attention.attention_cases import (

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from quengine.kernels.block_formats import FORMATS, dequantize
-from quengine.kernels.cuda.attention.attention_prefill import is_hopper
 from quengine.kernels.cuda.gemm import matmul as module
 from quengine.kernels.cuda.gemm import matmul_fused, matmul_wgmma
 from quengine.kernels.cuda.gemm import workspace as workspace_module
@@ -19,6 +18,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
 )
 from quengine.kernels.cuda.gemm.matmul import matmul, matmul_glu, matmul_norm
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
+from quengine.kernels.cuda.launch.gpu import is_hopper
 from quengine.kernels.cuda.rms_norm import rms_norm_fp16
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.dequantize import dequantize_part

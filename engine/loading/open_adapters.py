@@ -1,0 +1,107 @@
+"""The LoRA adapters that a model is loaded with: their files, and their changes by tensor."""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from quengine.config import EngineConfig
+from quengine.errors import EngineError
+from quengine.kernels.lora.low_rank import Adapters, LowRank
+from quengine.models.checkpoint import Checkpoint
+from quengine.models.lora.adapter import Adapter
+from quengine.models.lora.open_adapter import open_adapter, parse_lora
+from quengine.models.tensor_table import holder_of, tensor_specs
+from quengine.request.adapter_scales import NO_ADAPTERS, AdapterScales, LoadedAdapter
+
+_REFUSED = ("token_embd", "inp_gate", "ssm_ba")
+"""Matrices that backends multiply otherwise, or whose rows they have in another order."""
+
+
+@dataclass(frozen=True)
+class OpenAdapters:
+    """scales: how requests apply them. weights: what they change; None: there are none. files: each of them."""
+
+    scales: AdapterScales = NO_ADAPTERS
+    weights: Adapters | None = None
+    files: tuple[Adapter, ...] = ()
+
+    def nbytes(self, chunk: int) -> int:
+        """Bytes of memory that they take, with the products of a chunk of `chunk` tokens of a prompt: of gate and up,
+        and their activation, which are then not computed at once."""
+        changes = {} if self.weights is None else self.weights.changes
+        held = [c for each in changes.values() for c in each if c is not None]
+        of_layers = (c for name, each in changes.items() for c in each if c is not None and "blk." in name)
+        widest = max((len(c.b) for c in of_layers), default=0)
+        return sum(4 * (c.a.numel() + c.b.numel()) for c in held) + 3 * 4 * chunk * widest
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for the user for each."""
+        return [
+            f"adapter {adapter.id}: {adapter.name}, scale {adapter.scale:g}, {len(file.changes)} matrices"
+            for adapter, file in zip(self.scales.adapters, self.files, strict=True)
+        ]
+
+    def check_taken(self, missing: Collection[str]) -> None:
+        """Raises EngineError where there are tensors whose changes are not computed."""
+        _check(self.files, missing.__contains__)
+
+
+NONE_OPEN = OpenAdapters()
+
+
+def open_adapters(config: EngineConfig, checkpoint: Checkpoint) -> OpenAdapters:
+    """The adapters of `config.lora`, checked against the model.
+
+    Raises:
+        EngineError: one is missing, is of another model, or changes what is not computed; or the model is an encoder,
+            has alternating updates, or is shared by several devices.
+    """
+    if not config.lora:
+        return NONE_OPEN
+    shape, given = checkpoint.config, [parse_lora(str(text)) for text in config.lora]
+    why = {
+        "an encoder": shape.encoder is not None,
+        "a model with alternating updates": shape.altup is not None,
+    }
+    for what, is_so in why.items():
+        if is_so:
+            raise EngineError(
+                f"lora {given[0][0]}: adapters of {what} ({shape.architecture}) are not implemented"
+            )
+    if config.ranks > 1:
+        raise EngineError(
+            f"lora {given[0][0]}: adapters of a model that {config.ranks} devices share are not implemented; use one "
+            "device (--tensor-parallel 1), or merge the adapter into its model (engine merge)"
+        )
+    files = tuple(open_adapter(path, shape) for path, _ in given)
+    _check(files, lambda name: name.split(".")[-2] in _REFUSED or "_exps." in name)
+    loaded = tuple(
+        LoadedAdapter(number, file.name, str(file.path), scale)
+        for number, (file, (_, scale)) in enumerate(zip(files, given, strict=True))
+    )
+    scales = AdapterScales(loaded, config.deterministic)
+    return OpenAdapters(scales, _weights(checkpoint, files), files)
+
+
+def _check(files: Iterable[Adapter], refused: Callable[[str], bool]) -> None:
+    """Raises EngineError where a file changes a refused tensor."""
+    for file in files:
+        for name in filter(refused, file.changes):
+            raise EngineError(
+                f"adapter {file.path}: {name}: a change of this tensor is not implemented beside its weights; merge "
+                "the adapter into its model (engine merge)"
+            )
+
+
+def _weights(checkpoint: Checkpoint, files: tuple[Adapter, ...]) -> Adapters:
+    changes: dict[str, list[LowRank | None]] = {}
+    for number, file in enumerate(files):
+        for name, change in file.changes.items():
+            changes.setdefault(name, [None] * len(files))[number] = LowRank(*change)
+    joined: dict[str, list[tuple[str, int]]] = {}
+    for name, spec in tensor_specs(checkpoint.config).items():
+        holder = holder_of(name)
+        below = holder.endswith(".attn_qkv.weight")  # others hold their parts in another order
+        if holder != name and below and name not in checkpoint.tensors and holder in checkpoint.tensors:
+            joined.setdefault(holder, []).append((name, spec.shape[-2]))
+    return Adapters(len(files), changes, joined)

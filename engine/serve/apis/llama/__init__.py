@@ -1,0 +1,1 @@
+"""llama-server's API, and the server's own."""

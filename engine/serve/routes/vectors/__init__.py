@@ -1,1 +1,0 @@
-"""Routes whose answers are vectors of texts, or are made of such."""

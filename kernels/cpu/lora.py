@@ -1,0 +1,106 @@
+"""The CPU backend with adapters: their matrices in fp32, multiplied by the kernels of float weights."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quengine.kernels import cpu
+from quengine.kernels.backend import Branch
+from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cpu.backend import CpuBackend, added_rows
+from quengine.kernels.cpu.step_recorder import CpuWeight, recorded
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.glu import Gating, glu
+from quengine.kernels.layer_norm import Norm
+from quengine.kernels.lora.adapted import Adapted
+from quengine.kernels.lora.low_rank import Changes
+from quengine.kernels.pointwise import Pointwise, pointwise
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
+
+
+class AdaptedCpu(Adapted, CpuBackend):
+    """See kernels/lora/adapted.py."""
+
+    def placed(self, changes: Changes) -> Changes:
+        return changes.to(torch.float32)
+
+    def normed_rows(self, batch: ForwardBatch, x: Tensor, norm: Norm | None) -> Tensor:
+        if batch.phase == "prefill":
+            return cpu.normed(x, norm)
+        with recorded(batch, len(x)) as step:
+            return step.normed(x, norm)
+
+    def plain_product(self, batch: ForwardBatch, x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
+        return CpuBackend.norm_linear(self, batch, x, None, weight, bias)
+
+    def shrunk(self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor) -> Tensor:
+        a, parts = _matrix(changes.a), len(changes.parts)
+        if batch.phase == "decode":
+            with recorded(batch, len(x)) as step:
+                return step.shrunk(x, a, scales, parts)
+        found = cpu.prompt_linear(x, [a])
+        found.view(len(x), parts, len(scales), changes.rank).mul_(scales.T[:, None, :, None])
+        return found
+
+    def add_changes(
+        self, batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes, _scales: Tensor
+    ) -> Tensor:
+        parts = [_matrix(part) for part in torch.split(changes.b, list(changes.parts))]
+        if batch.phase == "decode":
+            with recorded(batch, len(y)) as step:
+                return step.add_changes(y, shrunk, parts)
+        of_parts = shrunk.view(len(y), len(parts), -1).unbind(1)
+        added = [cpu.prompt_linear(rows, [b]) for rows, b in zip(of_parts, parts, strict=True)]
+        return cpu.add_rows(y, added[0] if len(added) == 1 else torch.cat(added, 1))
+
+    def stream(self, residual: Tensor) -> Tensor:
+        return residual
+
+    def glu_of(self, batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor:
+        if batch.phase == "prefill":
+            return glu(y, activation) if activation == "gelu_erf" else cpu.glu(y, activation)
+        with recorded(batch, len(y)) as step:
+            return step.glu(y, activation)
+
+    def pointwise_of(self, batch: ForwardBatch, y: Tensor, activation: Pointwise) -> Tensor:
+        if batch.phase == "prefill":
+            return pointwise(y, activation) if activation == "gelu" else cpu.glu(y, activation)
+        with recorded(batch, len(y)) as step:
+            return step.glu(y, activation)
+
+    def added(
+        self,
+        batch: ForwardBatch,
+        y: Tensor,
+        residual: Tensor,
+        _next_norm: Norm | None,
+        post_norm: RMSNorm | None,
+        row_scale: Tensor | None,
+        branch: Branch | None,
+    ) -> Tensor:
+        if batch.phase == "prefill":
+            y = y if row_scale is None else y.mul_(row_scale.view(-1, 1))
+            return added_rows(y, residual, post_norm, branch)
+        with recorded(batch, len(y)) as step:
+            return step.added(y, residual, post_norm, row_scale, branch)
+
+    def logits(self, batch: ForwardBatch, x: Tensor, norm: Norm, weight: Any, softcap: float = 0.0) -> Tensor:
+        # A single last row takes the decode kernel.
+        alone = batch.adapters is not None and len(x) == 1
+        return super().logits(replace(batch, phase="decode") if alone else batch, x, norm, weight, softcap)
+
+    def capped(self, batch: ForwardBatch, y: Tensor, cap: float) -> Tensor:
+        if batch.phase == "prefill":
+            return cpu.softcap(y, cap)
+        with recorded(batch, len(y)) as step:
+            return step.capped(y, cap)
+
+
+def _matrix(values: Tensor) -> QuantTensor:
+    """A matrix of the last dimension of `values` [..., K], fp32 and contiguous, or for b [n, M, R] of its last two."""
+    rows = values.flatten(1) if values.ndim == 3 else values.flatten(0, -2)
+    data = rows.contiguous().view(torch.uint8)
+    return QuantTensor("adapter", FORMATS["F32"], tuple(rows.shape), data)

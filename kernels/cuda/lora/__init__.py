@@ -1,0 +1,1 @@
+"""LoRA adapters on CUDA: two kernels beside a matmul, and the backend that launches them."""

@@ -1,0 +1,244 @@
+"""Backends with adapters: the operations that multiply by a matrix also add what adapters change of it.
+
+A step without adapters (`ForwardBatch.adapters` is None) runs the plain operations on the plain weights. With them, an
+operation that fuses a product with what comes before or after it is computed in pieces, between which the changes of
+the product are added: the norm, the product, the changes, and then the activation or the sum with the residual.
+"""
+
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from torch import Tensor
+
+from quengine.kernels.backend import Branch, Hidden
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.glu import Gating
+from quengine.kernels.layer_norm import Norm
+from quengine.kernels.lora.low_rank import Adapters, Changes, LowRank, stacked
+from quengine.kernels.pointwise import Pointwise
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.rms_norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """A weight of the backend, and what adapters change of it."""
+
+    base: Any
+    changes: Changes
+
+    @property
+    def rows(self) -> int:
+        return int(self.base.rows)
+
+    @property
+    def cols(self) -> int:
+        return int(self.base.cols)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.base.nbytes)
+
+
+class Adapted:
+    """The operations of kernels.backend.Backend on weights with adapters; a class has it before a backend as its base.
+
+    adapters: of the weights that it loads. Those of matrices that are not loaded by `weight` or `gate_up_weight` stay
+    in `untaken`. Others of the backend's operations do not take an `AdaptedWeight`.
+    """
+
+    def __init__(self, adapters: Adapters, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.adapters, self.adapter_count = adapters, adapters.count
+        self.untaken = set(adapters.changes)
+
+    def end_loading(self) -> set[str]:
+        """Weights that are loaded from now on have no adapters, of whatever names their tensors are. Returns the names
+        of matrices that the adapters change and that none of the weights has."""
+        self.adapters = replace(self.adapters, changes={})
+        return self.untaken
+
+    @abstractmethod
+    def placed(self, changes: Changes) -> Changes:
+        """The changes as the backend's kernels take them."""
+
+    @abstractmethod
+    def normed_rows(self, batch: ForwardBatch, x: Hidden, norm: Norm | None) -> Hidden:
+        """`norm` of x, or x itself: rows [T, K] that products and changes read."""
+
+    @abstractmethod
+    def plain_product(self, batch: ForwardBatch, x: Hidden, weight: Any, bias: Tensor | None) -> Tensor:
+        """x times the weight, plus the bias, as plain rows [T, N]."""
+
+    @abstractmethod
+    def shrunk(self, batch: ForwardBatch, x: Hidden, changes: Changes, scales: Tensor) -> Tensor:
+        """What `add_changes` needs of x, read before the product of x, which may write over it."""
+
+    @abstractmethod
+    def add_changes(
+        self, batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes, scales: Tensor
+    ) -> Tensor:
+        """The definition is kernels/lora/low_rank.py; y may be written over."""
+
+    @abstractmethod
+    def stream(self, residual: Hidden) -> Tensor:
+        """The rows of the residual stream as they are, which are written over."""
+
+    @abstractmethod
+    def glu_of(self, batch: ForwardBatch, y: Hidden, activation: Gating) -> Hidden:
+        """activation(gate) * up of a product [T, 2F], gate first."""
+
+    @abstractmethod
+    def pointwise_of(self, batch: ForwardBatch, y: Hidden, activation: Pointwise) -> Hidden:
+        """The activation of a product [T, F]."""
+
+    @abstractmethod
+    def added(
+        self,
+        batch: ForwardBatch,
+        y: Hidden,
+        residual: Hidden,
+        next_norm: Norm | None,
+        post_norm: RMSNorm | None,
+        row_scale: Hidden | None,
+        branch: Branch | None,
+    ) -> Hidden:
+        """What `linear_add` computes of its product y [T, N], bias included."""
+
+    @abstractmethod
+    def capped(self, batch: ForwardBatch, y: Hidden, cap: float) -> Hidden:
+        """cap * tanh(y / cap)."""
+
+    @property
+    def _plain(self) -> Any:
+        """The backend without adapters."""
+        return super()
+
+    def weight(self, parts: Sequence[QuantTensor]) -> Any:
+        return self._with_changes(self._plain.weight(parts), parts)
+
+    def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> Any:
+        return self._with_changes(self._plain.gate_up_weight(gate, up), [gate, up])
+
+    def _with_changes(self, base: Any, parts: Sequence[QuantTensor]) -> Any:
+        """The weight of these parts: matrices, several in one, or slices of the rows of one, in order."""
+        held = [
+            pair for part in parts for pair in self.adapters.joined.get(part.name, [(part.name, part.rows)])
+        ]
+        found, taken = list[list[LowRank | None]](), Counter[str]()
+        for name, rows in held:
+            self.untaken.discard(name)
+            given = self.adapters.changes.get(name, [None] * self.adapters.count)
+            found.append([None if change is None else change.of_rows(taken[name], rows) for change in given])
+            taken[name] += rows
+        base = _base(base)  # the CPU's loads gate and up by `weight`
+        if all(change is None for of_part in found for change in of_part):
+            return base
+        return AdaptedWeight(base, self.placed(stacked(found, [rows for _, rows in held], parts[0].cols)))
+
+    def first_rows(self, weight: Any, rows: int) -> Any:
+        return self._plain.first_rows(_base(weight), rows)
+
+    def embed(self, batch: ForwardBatch, weight: Any, scale: float = 1.0) -> Hidden:
+        return self._plain.embed(batch, _base(weight), scale)
+
+    def norm_linear(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        norm: Norm | None,
+        weight: Any,
+        bias: Tensor | None = None,
+    ) -> Hidden:
+        if (pair := _changed(batch, weight)) is None:
+            return self._plain.norm_linear(batch, x, norm, _base(weight), bias)
+        return self._changed_product(batch, self.normed_rows(batch, x, norm), weight, pair, bias)
+
+    def linear(self, batch: ForwardBatch, x: Tensor, weight: Any) -> Tensor:
+        if (pair := _changed(batch, weight)) is None:
+            return cast(Tensor, self._plain.linear(batch, x, _base(weight)))
+        return cast(Tensor, self._changed_product(batch, x, weight, pair))
+
+    def norm_glu(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        norm: Norm | None,
+        gate_up: Any,
+        activation: Gating = "silu",
+    ) -> Hidden:
+        if (pair := _changed(batch, gate_up)) is None:
+            return self._plain.norm_glu(batch, x, norm, _base(gate_up), activation)
+        product = self._changed_product(batch, self.normed_rows(batch, x, norm), gate_up, pair)
+        return self.glu_of(batch, product, activation)
+
+    def norm_pointwise(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        norm: Norm | None,
+        up: Any,
+        activation: Pointwise,
+        bias: Tensor | None = None,
+    ) -> Hidden:
+        if (pair := _changed(batch, up)) is None:
+            return self._plain.norm_pointwise(batch, x, norm, _base(up), activation, bias)
+        product = self._changed_product(batch, self.normed_rows(batch, x, norm), up, pair, bias)
+        return self.pointwise_of(batch, product, activation)
+
+    def linear_add(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        weight: Any,
+        residual: Hidden,
+        next_norm: Norm | None = None,
+        post_norm: RMSNorm | None = None,
+        bias: Tensor | None = None,
+        row_scale: Hidden | None = None,
+        branch: Branch | None = None,
+        *,
+        partial: bool = False,
+    ) -> Hidden:
+        more = (next_norm, post_norm, bias, row_scale, branch)
+        if (pair := _changed(batch, weight)) is None:
+            return self._plain.linear_add(batch, x, _base(weight), residual, *more, partial=partial)
+        assert not partial, "adapters of a model that ranks share are refused at load"
+        if post_norm is None and row_scale is None:
+            rows = self.normed_rows(batch, x, None)
+            shrunk = self.shrunk(batch, rows, *pair)
+            residual = self.add_changes(batch, self.stream(residual), shrunk, *pair)
+            return self._plain.linear_add(batch, rows, _base(weight), residual, *more)
+        product = self._changed_product(batch, self.normed_rows(batch, x, None), weight, pair, bias)
+        return self.added(batch, product, residual, next_norm, post_norm, row_scale, branch)
+
+    def logits(self, batch: ForwardBatch, x: Hidden, norm: Norm, weight: Any, softcap: float = 0.0) -> Tensor:
+        if (pair := _changed(batch, weight)) is None:
+            return cast(Tensor, self._plain.logits(batch, x, norm, _base(weight), softcap))
+        product = self._changed_product(batch, self.normed_rows(batch, x, norm), weight, pair)
+        return cast(Tensor, self.capped(batch, product, softcap) if softcap else product)
+
+    def _changed_product(
+        self,
+        batch: ForwardBatch,
+        rows: Hidden,
+        weight: AdaptedWeight,
+        pair: tuple[Changes, Tensor],
+        bias: Tensor | None = None,
+    ) -> Hidden:
+        shrunk = self.shrunk(batch, rows, *pair)
+        return self.add_changes(batch, self.plain_product(batch, rows, weight.base, bias), shrunk, *pair)
+
+
+def _base(weight: Any) -> Any:
+    return weight.base if isinstance(weight, AdaptedWeight) else weight
+
+
+def _changed(batch: ForwardBatch, weight: Any) -> tuple[Changes, Tensor] | None:
+    """The changes of a weight and their scales [M, T]; None: it is not changed in this step."""
+    if batch.adapters is None or not isinstance(weight, AdaptedWeight):
+        return None
+    return weight.changes, batch.adapters

@@ -1,0 +1,63 @@
+"""The reference backend with adapters: float64."""
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.attention import softcap
+from quengine.kernels.backend import Branch
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.glu import Gating, glu
+from quengine.kernels.layer_norm import Norm, normed
+from quengine.kernels.lora.adapted import Adapted
+from quengine.kernels.lora.low_rank import Changes, add_changes
+from quengine.kernels.pointwise import Pointwise, pointwise
+from quengine.kernels.reference import ReferenceBackend, ReferenceWeight
+from quengine.kernels.rms_norm import RMSNorm
+
+
+class AdaptedReference(Adapted, ReferenceBackend):
+    """See kernels/lora/adapted.py."""
+
+    def placed(self, changes: Changes) -> Changes:
+        return changes.to(torch.float64)
+
+    def normed_rows(self, _batch: ForwardBatch, x: Tensor, norm: Norm | None) -> Tensor:
+        return normed(x, norm)
+
+    def plain_product(
+        self, _batch: ForwardBatch, x: Tensor, weight: ReferenceWeight, bias: Tensor | None
+    ) -> Tensor:
+        y = self._matmul(x, weight)
+        return y if bias is None else y + bias
+
+    def shrunk(self, _batch: ForwardBatch, x: Tensor, _changes: Changes, _scales: Tensor) -> Tensor:
+        return x
+
+    def add_changes(
+        self, _batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes, scales: Tensor
+    ) -> Tensor:
+        return add_changes(y, shrunk, changes, scales)
+
+    def stream(self, residual: Tensor) -> Tensor:
+        return residual
+
+    def glu_of(self, _batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor:
+        return glu(y, activation)
+
+    def pointwise_of(self, _batch: ForwardBatch, y: Tensor, activation: Pointwise) -> Tensor:
+        return pointwise(y, activation)
+
+    def added(
+        self,
+        _batch: ForwardBatch,
+        y: Tensor,
+        residual: Tensor,
+        _next_norm: Norm | None,
+        post_norm: RMSNorm | None,
+        row_scale: Tensor | None,
+        branch: Branch | None,
+    ) -> Tensor:
+        return self._added(y, residual, post_norm, row_scale, branch)
+
+    def capped(self, _batch: ForwardBatch, y: Tensor, cap: float) -> Tensor:
+        return softcap(y, cap)

@@ -1,0 +1,108 @@
+"""The kernels of LoRA adapters against their definition, for every form of the rows that they read."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, to_fp16_operand
+from quengine.kernels.cuda.gemv.activations import RmsPartials, quantize_activations
+from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
+from quengine.kernels.lora.low_rank import LowRank, add_changes, stacked
+
+
+def changes_of(
+    parts: list[int], cols: int, ranks: list[int], device: torch.device, dtype: torch.dtype = torch.float32
+) -> CudaChanges:
+    """Of adapters of these ranks, of which the second leaves the last matrix as it is, with values of this type."""
+    draw = torch.Generator().manual_seed(len(parts) + cols)
+
+    tiny = 2.0**-30 if dtype == torch.bfloat16 else 1.0  # below fp16's range
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).to(dtype).float()
+
+    found: list[list[LowRank | None]] = [
+        [
+            None
+            if number == 1 and part == len(parts) - 1
+            else LowRank(drawn(r, cols) * tiny, drawn(n, r), 0.5)
+            for number, r in enumerate(ranks)
+        ]
+        for part, n in enumerate(parts)
+    ]
+    return CudaChanges.of(stacked(found, parts, cols), device)
+
+
+@pytest.mark.parametrize("form", ["plain", "quantized", "norm pending", "row-major", "mma", "wgmma"])
+@pytest.mark.parametrize(
+    ("rows", "parts", "cols", "ranks", "fixed"),
+    [
+        (1, [40, 24, 24], 512, [4, 20], False),
+        (19, [72], 160, [16, 8, 33], True),
+        (70, [130, 8], 96, [2], False),
+    ],
+)
+def test_kernels_are_the_definition(
+    device: torch.device, form: str, rows: int, parts: list[int], cols: int, ranks: list[int], fixed: bool
+) -> None:
+    changes = changes_of(parts, cols, ranks, device)
+    draw = torch.Generator().manual_seed(rows)
+    plain = torch.randn(rows, cols, generator=draw).to(device)
+    y = torch.randn(rows, sum(parts), generator=draw).to(device)
+    scales = torch.randn(len(ranks), rows, generator=draw).to(device)
+    scales[0, ::2] = 0.0
+    scales[-1, :] = 0.0 if len(ranks) > 2 else scales[-1, :]  # none of the rows has it
+    x = read = plain
+    if form in ("quantized", "norm pending"):
+        x = quantize_activations(plain)
+        if form == "norm pending":
+            x = replace(x, rms=RmsPartials(plain.square().view(rows, 2, -1).sum(2), 1e-5))
+        read = x.dequantize()
+    elif form != "plain":
+        layout = {
+            "row-major": OperandLayout.ROW_MAJOR,
+            "mma": OperandLayout.MMA,
+            "wgmma": OperandLayout.WGMMA,
+        }
+        x = to_fp16_operand(plain, Fp16Operand.empty(rows, cols, device, layout[form]))
+        read = x.dequantize(cols)
+    wanted = add_changes(y.double(), read.double(), changes, scales)
+    found = from_rank(y.clone(), to_rank(x, changes, scales, fixed), changes, scales)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_values_of_16_bits_are_kept_so(device: torch.device, dtype: torch.dtype) -> None:
+    changes = changes_of([24, 8], 96, [4], device, dtype)
+    assert changes.a.dtype == changes.b.dtype == dtype
+    x, y, scales = torch.randn(2, 96), torch.randn(2, 32), torch.tensor([[1.0, -3.0]])
+    scales *= 1.0 if dtype == torch.float16 else 2.0**30
+    on_device = [values.to(device) for values in (x, y, scales)]
+    wanted = add_changes(*(values.double() for values in (on_device[1], on_device[0])), changes, on_device[2])
+    found = from_rank(
+        on_device[1].clone(), to_rank(on_device[0], changes, on_device[2]), changes, on_device[2]
+    )
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_rows_without_adapters_keep_their_bits(device: torch.device) -> None:
+    changes = changes_of([32], 64, [8], device)
+    y, scales = torch.randn(3, 32, device=device), torch.zeros(1, 3, device=device)
+    x = torch.randn(3, 64, device=device)
+    assert torch.equal(from_rank(y.clone(), to_rank(x, changes, scales), changes, scales), y)
+    scales[0, 1] = 1.0
+    found = from_rank(y.clone(), to_rank(x, changes, scales), changes, scales)
+    assert torch.equal(found[::2], y[::2]) and not torch.equal(found[1], y[1])
+
+
+def test_a_row_has_the_bits_that_it_has_in_any_batch(device: torch.device) -> None:
+    changes = changes_of([48], 320, [16, 4], device)
+    x, y = torch.randn(80, 320, device=device), torch.randn(80, 48, device=device)
+    scales = torch.randn(2, 80, device=device)
+
+    def computed(count: int) -> torch.Tensor:
+        own = scales[:, :count].contiguous()
+        return from_rank(y[:count].clone(), to_rank(x[:count], changes, own, True), changes, own)
+
+    assert torch.equal(computed(5), computed(80)[:5])

@@ -1,0 +1,134 @@
+"""LoRA adapters beside the weights: the same logits as of a model with them merged, on every backend."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quengine.block_pool import CachePool
+from quengine.kernels.cpu.lora import AdaptedCpu
+from quengine.kernels.cuda.lora.backend import AdaptedCuda
+from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
+from quengine.kernels.lora.low_rank import Adapters
+from quengine.kernels.lora.reference import AdaptedReference
+from quengine.kernels.reference import ReferenceBackend
+from quengine.kv_cache import KVCache
+from quengine.memory import state_pool
+from quengine.models.decoder import Decoder
+from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
+from quengine.models.synthetic.synthetic import write_synthetic
+from tests.models.adapters import merged, random_adapters
+from tests.tiny_models import write_tiny
+
+IDS = [[5, 17, 250, 3, 99, 42, 42], [8, 120, 77], [1, 2, 3, 4, 5]]
+TABLES = [[[1]], [[2]], [[3]]]
+SCALES = [[1.0, 0.0], [0.0, -1.5], [0.5, 2.0]]
+"""Of both adapters, for each sequence."""
+
+CASES = {
+    "llama": ("llama", ("attn_q", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output")),
+    "only queries": ("llama", ("attn_q",)),
+    "norms of results": ("gemma2", ("attn_k", "attn_output", "ffn_up", "ffn_down")),
+    "biases": ("qwen2", ("attn_q", "attn_k", "attn_v", "ffn_down")),
+    "attention of a mixture": ("qwen3moe", ("attn_q", "attn_output")),
+    "gated delta nets": ("qwen3next", ("attn_qkv", "attn_gate", "ssm_out", "ffn_up_shexp", "ffn_down_shexp")),
+}
+
+MOST_ERROR = {"reference": 2e-3, "cpu": 5e-3, "cuda": 1e-2}
+"""Keys and values are rounded to fp16, and in these random models that grows."""
+
+
+def backend_of(kind: str, adapters: Adapters) -> Any:
+    if kind == "cuda":
+        return AdaptedCuda(adapters, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return AdaptedReference(adapters, keep=True) if kind == "reference" else AdaptedCpu(adapters, 1)
+
+
+def with_adapters(batch: ForwardBatch, scales: list[list[float]]) -> ForwardBatch:
+    """scales: of each row."""
+    return dataclasses.replace(batch, adapters=torch.tensor(scales).T.contiguous())
+
+
+def error(ours: Tensor, wanted: Tensor) -> float:
+    """Relative to the size of the logits."""
+    return float((ours - wanted).norm() / wanted.norm())
+
+
+class Rig:
+    """A decoder with adapters, and steps of all sequences, each with its own."""
+
+    def __init__(self, path: Path, stems: tuple[str, ...], kind: str) -> None:
+        self.checkpoint = GGUFCheckpoint(path)
+        self.config, tensors = self.checkpoint.config, self.checkpoint.tensors
+        self.adapters = random_adapters(tensors, stems, (4, 20))
+        assert self.adapters.changes
+        self.backend = backend_of(kind, self.adapters)
+        self.decoder = Decoder(self.config, tensors, self.backend, 32, 32)
+        self.cache = self._cache()
+        self.tables = [table * len(self.config.cache_groups) for table in TABLES]
+
+    def _cache(self) -> KVCache:
+        pools = [
+            state_pool(self.config, group, 3) if group.is_state else CachePool(3)
+            for group in self.config.cache_groups
+        ]
+        return KVCache.allocate(self.config, 32, torch.device("cpu"), "f16", pools)
+
+    def prompts(self, scales: list[list[float]] | None, all_logits: bool = False) -> Tensor:
+        batch = prefill_batch(IDS, [0] * 3, self.tables, torch.device("cpu"), all_logits)
+        if scales is not None:
+            batch = with_adapters(batch, [s for ids, s in zip(IDS, scales, strict=True) for _ in ids])
+        return self.decoder.forward(batch, self.cache.layers)
+
+    def next_tokens(self, scales: list[list[float]]) -> Tensor:
+        batch = decode_batch([9, 8, 7], [len(ids) for ids in IDS], self.tables, torch.device("cpu"))
+        return self.decoder.forward(with_adapters(batch, scales), self.cache.layers)
+
+    def wanted(self, number: int, scales: list[float]) -> tuple[Tensor, Tensor]:
+        """Logits after the prompt of a sequence and after its next token, with its adapters merged, in float64."""
+        tensors = merged(self.checkpoint.tensors, self.adapters, scales)
+        decoder = Decoder(self.config, tensors, ReferenceBackend(keep=True), 32, 32)
+        cache, table = self._cache(), self.tables[number]
+        prompt = prefill_batch([IDS[number]], [0], [table], torch.device("cpu"))
+        after = decoder.forward(prompt, cache.layers)
+        step = decode_batch([9 - number], [len(IDS[number])], [table], torch.device("cpu"))
+        return after[0], decoder.forward(step, cache.layers)[0]
+
+
+@pytest.mark.parametrize("kind", ["reference", "cpu"])
+def test_what_layers_get_of_tokens_beside_the_stream(tmp_path: Path, kind: str) -> None:
+    """After the last layer with keys of its own a prompt's last rows alone go on, with their adapters."""
+    path = write_synthetic(tmp_path / "m.gguf", "gemma-4-e-tiny")
+    rig = Rig(path, ("attn_q", "ffn_down", "proj"), kind)
+    assert not rig.backend.untaken
+    prompts = rig.prompts(SCALES).double()
+    for number, scales in enumerate(SCALES):
+        assert error(prompts[number], rig.wanted(number, scales)[0]) < MOST_ERROR[kind]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapted")
+
+
+@pytest.mark.parametrize("kind", ["reference", "cpu", "cuda"])
+@pytest.mark.parametrize("case", CASES)
+def test_sequences_with_different_adapters_in_one_step(folder: Path, case: str, kind: str) -> None:
+    architecture, stems = CASES[case]
+    path = folder / f"{architecture}.gguf"
+    if not path.exists():
+        write_tiny(path, architecture)
+    rig = Rig(path, stems, kind)
+    assert not rig.backend.untaken
+    prompts, steps = rig.prompts(SCALES).double(), rig.next_tokens(SCALES).double()
+    apart = 0.0
+    for number, scales in enumerate(SCALES):
+        after, then = rig.wanted(number, scales)
+        plain = rig.wanted(number, [0.0, 0.0])
+        for ours, wanted, without in zip((prompts, steps), (after, then), plain, strict=True):
+            assert error(ours[number], wanted) < MOST_ERROR[kind]
+            apart = max(apart, error(without, wanted))
+    assert apart > 0.2
