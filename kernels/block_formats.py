@@ -164,9 +164,9 @@ class Groups:
     def super_scales(self) -> Tensor:
         """d, times the format's unit, as fp32 of the shape of d: exact but for one product with `top`."""
         if self.top is not None:
-            return self.top.repeat_interleave(self.format.block // self.group, 1) * _e4m3_half(self.d)
+            return self.top.repeat_interleave(self.format.block // self.group, 1) * e4m3_half(self.d)
         if self.d.dtype == torch.uint8:
-            return _e8m0_half(self.d) if self.format.block == self.group else _e4m3_half(self.d)
+            return _e8m0_half(self.d) if self.format.block == self.group else e4m3_half(self.d)
         return self.d.float() * self.format.unit
 
     def scales(self) -> Tensor:
@@ -256,7 +256,7 @@ def _e8m0_half(e: Tensor) -> Tensor:
     return torch.where(e < 2, 0x00200000 << e.clamp(max=1), (e - 1) << 23).view(torch.float32)
 
 
-def _e4m3_half(byte: Tensor) -> Tensor:
+def e4m3_half(byte: Tensor) -> Tensor:
     """Half of a number in unsigned E4M3 as fp32, exact; the code of NaN, 0x7F, is 0, and bit 7 means nothing, as in
     ggml. Moved into the bits of an fp16 the number is 2^-8 times its value."""
     half = ((byte & 127).to(torch.int16) << 7).view(torch.float16).float() * 128.0

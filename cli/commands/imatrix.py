@@ -24,6 +24,9 @@ class ImatrixFlags:
     files: TextFiles = ()
     ctx: Annotated[int, Range(4), Flag("-c --ctx --ctx-size", "Tokens of a chunk.", TEXT)] = 512
     chunks: MostChunks = None
+    from_chunk: Annotated[
+        int, Range(0), Flag("--from-chunk --chunk", "Leave out this many chunks of the text.", TEXT, "N")
+    ] = 0
     output: Annotated[
         Path | None,
         Flag("-o --output --output-file", "The file to write, in llama-imatrix's GGUF format.", FILE, "FILE"),
@@ -43,8 +46,8 @@ class ImatrixFlags:
 
     def __post_init__(self) -> None:
         check_ranges(self, "--{name} {value}")
-        if not self.files:
-            raise EngineError("no text: give one with -f FILE")
+        if not self.files and not self.earlier:
+            raise EngineError("no text: give one with -f FILE, or files to add with --in-file FILE")
         if self.output is None:
             raise EngineError("no file to write: -o imatrix.gguf")
 
@@ -53,24 +56,33 @@ class ImatrixFlags:
 def imatrix(
     flags: ImatrixFlags,
     config: Annotated[EngineConfig, Only("device", "threads", "backend", "chunk_size", "cache_type", "mmap")],
-    model: Model,
+    model: Model = "",
 ) -> None:
     """Importances of columns, from a text: what each matrix of the model reads, squared and summed.
 
     Values are llama-imatrix's. FILE appears when it is complete; with --save-every also on the way, so that --resume
-    goes on from there after an interruption.
+    goes on from there after an interruption. Without a text FILE has the sums of all --in-file, and no model is needed.
     """
-    text = joined_texts(flags.files)
-    assert flags.output is not None
-    from quengine.models.quantize.imatrix import read_sums
+    from quengine.models.quantize.imatrix import added_sums, read_sums, write_sums
 
+    assert flags.output is not None
+    if flags.files and not model:
+        raise EngineError("no model: -m MODEL")
+    text = joined_texts(flags.files) if flags.files else ""
     before = [read_sums(path) for path in flags.earlier]
+    if not text:
+        write_sums(flags.output, added_sums(before))
+        print(f"{len(before)} files added; wrote {flags.output}", file=sys.stderr)
+        return
     from quengine.cli.loading import load_llm
     from quengine.evaluation.imatrix import collect
     from quengine.scoring.perplexity import text_chunks
 
     with load_llm(model, replace(config, ctx_size=flags.ctx)) as llm:
-        chunks = text_chunks(llm, text, flags.ctx)[: flags.chunks]
+        chunks = text_chunks(llm, text, flags.ctx)
+        if flags.from_chunk >= len(chunks):
+            raise EngineError(f"--from-chunk {flags.from_chunk}: the text has {len(chunks)} chunks")
+        chunks = chunks[flags.from_chunk :][: flags.chunks]
         dataset = ", ".join(map(str, flags.files))
         runs = collect(
             *(llm, chunks, flags.output, flags.ctx, dataset),

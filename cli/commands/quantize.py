@@ -83,7 +83,7 @@ def quantize(
 ) -> None:
     """Quantize a GGUF file, with llama-quantize's mixes and rules; metadata stay.
 
-    OUT appears when it is complete. Not written yet: IQ1, IQ2, IQ3, TQ1, TQ2.
+    OUT appears when it is complete. Types of three bits and fewer need an imatrix (engine imatrix).
     """
     from quengine.cli.loading import chosen_device
     from quengine.cli.terminal import write_line
@@ -147,7 +147,15 @@ def _summary(result: "Quantization", source: str) -> list[str]:
         f"{result.mix}: {result.source_bytes / 1e9:.2f} GB to {result.nbytes / 1e9:.2f} GB, "
         f"{result.bits_per_weight:.2f} bits a weight; tensors: {types}"
     ]
-    if missing := result.without_imatrix:
+    if replaced := [tensor for tensor in result.tensors if tensor.type_name != tensor.wanted_type]:
+        first = replaced[0]
+        lines.append(
+            f"engine: rows of {len(replaced)} tensors are no whole blocks of their types, such as {first.name}: "
+            f"{first.shape[-1]} columns, in {first.type_name} instead of {first.wanted_type}"
+        )
+    if needing := result.needing_imatrix:
+        lines.append(f"engine: {len(needing)} tensors need an imatrix, such as {needing[0]}: --imatrix FILE")
+    elif missing := result.without_imatrix:
         lines.append(f"engine: the imatrix has no values for {len(missing)} tensors, such as {missing[0]}")
     lines.append(
         f"{'would write' if result.path is None else 'wrote'} {result.path or 'nothing, of ' + source}"

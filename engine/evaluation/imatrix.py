@@ -15,7 +15,7 @@ import numpy as np
 
 from quengine.errors import EngineError
 from quengine.models.gguf.whole_file import check_disk
-from quengine.models.quantize.imatrix import ImatrixSums, Sums, read_sums, write_sums
+from quengine.models.quantize.imatrix import ImatrixSums, Sums, added, read_sums, write_sums
 from quengine.scoring.perplexity import DEFAULT_CTX, text_chunks
 from quengine.scoring.prompt_logits import ScoredTokens
 
@@ -152,22 +152,10 @@ def _sums(
     datasets = list[str]()
     for each in earlier:
         for name, sums in each.in_chunks_of(ctx).items():
-            own[name] = _added(name, sums, own.get(name))
+            own[name] = added(name, sums, own[name]) if name in own else sums
         datasets += each.datasets
         chunks += each.chunks
     return ImatrixSums(own, (*datasets, *(() if resumed else (dataset,))), chunks, ctx)
-
-
-def _added(name: str, earlier: Sums, own: Sums | None) -> Sums:
-    """Sums of another file with these; a file of the older format has one count for all experts."""
-    if own is None:
-        return earlier
-    if earlier.squares.size != own.squares.size:
-        raise EngineError(
-            f"{name} has {own.squares.size} columns, and {earlier.squares.size} in the file to add: of another model"
-        )
-    same = Sums(earlier.squares.reshape(own.squares.shape), np.broadcast_to(earlier.counts, own.counts.shape))
-    return own + same
 
 
 def _untouched(collector: "Collector") -> int:

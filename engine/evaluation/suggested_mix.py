@@ -26,8 +26,13 @@ from quengine.models.quantize.imatrix import Imatrix
 if TYPE_CHECKING:
     from quengine.kernels.quant_tensor import QuantTensor
 
-CANDIDATES = ("Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "IQ4_NL", "Q5_0", "Q5_1", "Q8_0")
+CANDIDATES = (
+    *("Q2_K", "Q3_K", "IQ3_S", "IQ4_XS", "Q4_K", "Q5_K", "Q6_K"),
+    *("Q4_0", "IQ4_NL", "Q5_0", "Q5_1", "Q8_0"),
+)
 """Types that a tensor may get, beside its own in the unquantized model."""
+WITH_IMPORTANCE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS")
+"""Types that it may get besides where its importances are known."""
 
 _SAMPLE = 1 << 15
 """Weights of a tensor whose error is measured, at most."""
@@ -167,7 +172,7 @@ def errors_of(
         return float((squares if columns is None else squares * columns).sum())
 
     found = {"": error(dequantize(other.format, other.data[rows]))}
-    for kind in CANDIDATES:
+    for kind in CANDIDATES if columns is None else (*CANDIDATES, *WITH_IMPORTANCE):
         if own.cols % FORMATS[kind].block == 0 and kind != own.format.name:
             blocks = quantize(FORMATS[kind], x, columns)
             found[kind] = error(dequantize(FORMATS[kind], blocks))

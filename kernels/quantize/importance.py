@@ -12,7 +12,9 @@ from torch import Tensor
 from quengine.kernels.block_formats import BlockFormat
 from quengine.kernels.quantize.layout import by_group, by_number, root, total
 
-_DOUBLED = frozenset(("Q3_K", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS"))
+_DOUBLED = frozenset(
+    ("Q3_K", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS", "IQ1_S", "IQ1_M", "IQ2_S", "IQ3_XXS", "IQ3_S")
+)
 """Types whose mean square of a block counts twice beside a weight's own."""
 _LEAST = 1e-6
 """Least importance, as a share of the mean: a column that no activation met is still rounded to a near value."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import Groups
+from quengine.kernels.codebooks import IQ1_ENTRIES
 
 
 def pack(groups: Groups) -> Tensor:
@@ -115,6 +116,113 @@ def _pack_iq4_xs(groups: Groups, codes: Tensor) -> dict[str, Tensor]:
     return _halves(groups, scales_high=high, scales=low, codes=_planes(codes, 16, 4))
 
 
+def _pack_plane(groups: Groups, codes: Tensor) -> dict[str, Tensor]:
+    run = 32 if groups.format.name == "TQ2_0" else 1
+    return _halves(groups, codes=_planes(codes, run, groups.format.bits))
+
+
+def _pack_tq1_0(groups: Groups, codes: Tensor) -> dict[str, Tensor]:
+    runs = torch.split(codes, [160, 80, 16], -1)
+    first, second, high = (_fractions(part, count) for part, count in zip(runs, (5, 5, 4), strict=True))
+    return _halves(groups, codes=torch.cat([first, second], -1), high=high)
+
+
+def _fractions(codes: Tensor, count: int) -> Tensor:
+    """Digits in base 3, [R, B, count*n] digit by digit, as bytes: the least of which byte/256 begins with them."""
+    rows, blocks, _ = codes.shape
+    places = codes.reshape(rows, blocks, count, -1).int()
+    powers = torch.tensor([3 ** (4 - i) for i in range(count)], dtype=torch.int32, device=codes.device)
+    number = (places * powers.view(-1, 1)).sum(-2, dtype=torch.int32)
+    return ((number * 256 + 242) // 243).to(torch.uint8)
+
+
+def _pack_nvfp4(groups: Groups, codes: Tensor) -> dict[str, Tensor]:
+    return {"d": groups.d, "codes": _planes(codes, 8, 4)}
+
+
+def _entries(groups: Groups) -> Tensor:
+    """Indices of entries, int32 [R, B, n]."""
+    assert groups.index is not None
+    return groups.index.int().reshape(len(groups.codes), -1, groups.format.block // groups.format.width)
+
+
+def _signs(groups: Groups) -> Tensor:
+    """A bit for each weight, uint8 [R, B, 32]."""
+    assert groups.signs is not None
+    return groups.signs.reshape(len(groups.codes), -1, groups.format.block // 8)
+
+
+def _odd_scales(groups: Groups) -> Tensor:
+    """n of the sub-scales 2n + 1: uint8 [R, B, groups]."""
+    assert groups.sc is not None
+    return _blocks(groups.sc, groups) >> 1
+
+
+def _join_fields(values: Tensor, width: int, count: int) -> Tensor:
+    """`count` neighbours of `width` bits as one integer, the first lowest: int32 [R, B, n / count]."""
+    shifts = torch.arange(0, width * count, width, dtype=torch.int32, device=values.device)
+    return (values.int().view(*values.shape[:-1], -1, count) << shifts).sum(-1, dtype=torch.int32)
+
+
+def _word_bytes(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Little-endian words of integers: uint8 [R, B, bytes]."""
+    return words.to(dtype).contiguous().view(torch.uint8)
+
+
+def _signs_and_scales(groups: Groups) -> Tensor:
+    """Seven of the signs of each eight weights, four times, and the sub-scale of the 32: int32 [R, B, 8]."""
+    return _join_fields(_signs(groups) & 127, 7, 4) | _odd_scales(groups).int() << 28
+
+
+def _pack_iq2_xxs(groups: Groups, _codes: Tensor) -> dict[str, Tensor]:
+    index, words = _entries(groups).to(torch.uint8), _word_bytes(_signs_and_scales(groups), torch.int32)
+    fours = [each.view(*each.shape[:2], 8, 4) for each in (index, words)]
+    return _halves(groups, index=torch.cat(fours, -1).flatten(-2))
+
+
+def _pack_iq2_xs(groups: Groups, _codes: Tensor) -> dict[str, Tensor]:
+    words = _entries(groups) | (_signs(groups).int() & 127) << 9
+    scales = _join_fields(_odd_scales(groups), 4, 2)
+    return _halves(groups, index=_word_bytes(words, torch.int16), scales=scales.to(torch.uint8))
+
+
+def _pack_wide(groups: Groups, _codes: Tensor) -> dict[str, Tensor]:
+    """IQ2_S and IQ3_S: eight bits of an index in one field, the others in another."""
+    index = _entries(groups)
+    width, count = (2, 4) if groups.format.name == "IQ2_S" else (1, 8)
+    high, scales = _join_fields(index >> 8, width, count), _join_fields(_odd_scales(groups), 4, 2)
+    return _halves(
+        groups,
+        index=(index & 255).to(torch.uint8),
+        signs=_signs(groups),
+        high=high.to(torch.uint8),
+        scales=scales.to(torch.uint8),
+    )
+
+
+def _pack_iq3_xxs(groups: Groups, _codes: Tensor) -> dict[str, Tensor]:
+    words = _word_bytes(_signs_and_scales(groups), torch.int32)
+    return _halves(groups, index=_entries(groups).to(torch.uint8), signs=words)
+
+
+def _pack_iq1_s(groups: Groups, _codes: Tensor) -> dict[str, Tensor]:
+    index = _entries(groups)
+    below, place = index // IQ1_ENTRIES, index % IQ1_ENTRIES
+    high = _join_fields(place >> 8, 3, 4) | _odd_scales(groups).int() << 12 | below[..., ::4] << 15
+    return _halves(groups, index=(place & 255).to(torch.uint8), high=_word_bytes(high, torch.int16))
+
+
+def _pack_iq1_m(groups: Groups, _codes: Tensor) -> dict[str, Tensor]:
+    index = _entries(groups)
+    d = groups.d.view(torch.int16).int().unsqueeze(-1) >> torch.arange(0, 16, 4, device=index.device) & 15
+    scales = _join_fields(_odd_scales(groups), 3, 4) | d << 12
+    return {
+        "index": (index & 255).to(torch.uint8),
+        "high": _join_fields(index >> 8, 4, 2).to(torch.uint8),
+        "scales": _word_bytes(scales, torch.int16),
+    }
+
+
 _PACK: Mapping[str, Callable[[Groups, Tensor], dict[str, Tensor]]] = MappingProxyType(
     {
         "Q4_0": _pack_nibbles,
@@ -130,6 +238,18 @@ _PACK: Mapping[str, Callable[[Groups, Tensor], dict[str, Tensor]]] = MappingProx
         "IQ4_NL": _pack_nibbles,
         "IQ4_XS": _pack_iq4_xs,
         "MXFP4": _pack_nibbles,
+        "NVFP4": _pack_nvfp4,
+        "IQ2_XXS": _pack_iq2_xxs,
+        "IQ2_XS": _pack_iq2_xs,
+        "IQ2_S": _pack_wide,
+        "IQ3_XXS": _pack_iq3_xxs,
+        "IQ3_S": _pack_wide,
+        "IQ1_S": _pack_iq1_s,
+        "IQ1_M": _pack_iq1_m,
+        "TQ1_0": _pack_tq1_0,
+        "TQ2_0": _pack_plane,
+        "Q1_0": _pack_plane,
+        "Q2_0": _pack_plane,
     }
 )
 PACKED = tuple(_PACK)

@@ -1,31 +1,49 @@
 """Types whose scale is a formula of the block's extremes: the same bytes as ggml's reference quantizers.
 
 Formulas after ggml's `quantize_row_*_ref` and the `gguf` package (`gguf.quants`); MXFP4's exponent after the OCP
-Microscaling specification, floor(log2(max)) less that of the largest E2M1 value.
+Microscaling specification, floor(log2(max)) less that of the largest E2M1 value. Ternary types take the largest
+magnitude for 1, as the weights of models that were trained with three values are.
 """
 
+from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.block_formats import MXFP4_TABLE, BlockFormat, Groups
+from quengine.kernels.block_formats import MXFP4_TABLE, BlockFormat, Groups, e4m3_half
 from quengine.kernels.quantize.layout import by_number, divided
 
 
 def quantize_plain(fmt: BlockFormat, rows: Tensor) -> Groups:
-    """fp32 [R, K] as Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 or MXFP4."""
-    x = rows.reshape(-1, fmt.block)
-    count = rows.shape[0]
-    if fmt.name == "MXFP4":
-        exponent, codes = _mxfp4(x)
-        return Groups(fmt, codes.view(count, -1), exponent.view(count, -1))
-    if fmt.has_min:
-        d, low, codes = _from_minimum(x, (1 << fmt.bits) - 1)
-        dmin = (-low.half()).view(count, -1)
-        return Groups(fmt, codes.view(count, -1), d.half().view(count, -1), dmin=dmin)
-    d, codes = _signed_byte(x) if fmt.name == "Q8_0" else _from_peak(x, fmt.offset)
-    return Groups(fmt, codes.view(count, -1), d.half().view(count, -1))
+    """fp32 [R, K] as one of `FORMULAS`."""
+    return FORMULAS[fmt.name](fmt, rows.reshape(-1, fmt.block), len(rows))
+
+
+def _quantize_mxfp4(fmt: BlockFormat, x: Tensor, count: int) -> Groups:
+    exponent, codes = _mxfp4(x)
+    return Groups(fmt, codes.view(count, -1), exponent.view(count, -1))
+
+
+def _quantize_nvfp4(fmt: BlockFormat, x: Tensor, count: int) -> Groups:
+    scale, codes = _nvfp4(x.view(-1, fmt.group))
+    return Groups(fmt, codes.view(count, -1), scale.view(count, -1))
+
+
+def _quantize_minimum(fmt: BlockFormat, x: Tensor, count: int) -> Groups:
+    d, low, codes = _from_minimum(x, (1 << fmt.bits) - 1)
+    return Groups(fmt, codes.view(count, -1), d.half().view(count, -1), dmin=(-low.half()).view(count, -1))
+
+
+def _with_scale(quantized: Callable[[BlockFormat, Tensor], tuple[Tensor, Tensor]]) -> "Formula":
+    """Of a function that gives d fp32 [n, 1] and codes [n, block] for x [n, block]."""
+
+    def formula(fmt: BlockFormat, x: Tensor, count: int) -> Groups:
+        d, codes = quantized(fmt, x)
+        return Groups(fmt, codes.view(count, -1), d.half().view(count, -1))
+
+    return formula
 
 
 def _first_peak(x: Tensor) -> Tensor:
@@ -40,20 +58,43 @@ def _first_peak(x: Tensor) -> Tensor:
     return peak + 0.0  # a group of zeros has the scale of +0, whatever their signs
 
 
-def _signed_byte(x: Tensor) -> tuple[Tensor, Tensor]:
-    d = by_number(x.abs().amax(1, keepdim=True), 127)
-    ratio = x * divided(torch.ones_like(d), d)
+def _half_away(ratio: Tensor) -> Tensor:
+    """Rounded to the nearest integer, halves away from zero."""
     magnitude = ratio.abs()
     whole = magnitude.floor()
-    whole += ((magnitude - whole) * 2).floor_()  # halves away from zero
-    return d, (whole * ratio.sign()).to(torch.int8)
+    whole += ((magnitude - whole) * 2).floor_()
+    return whole * ratio.sign()
 
 
-def _from_peak(x: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+def _of_largest(x: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """The largest magnitude of each row is `top` times d [n, 1]; the integers of x, fp32."""
+    d = by_number(x.abs().amax(1, keepdim=True), top)
+    return d, _half_away(x * divided(torch.ones_like(d), d))
+
+
+def _signed_byte(_fmt: BlockFormat, x: Tensor) -> tuple[Tensor, Tensor]:
+    d, q = _of_largest(x, 127)
+    return d, q.to(torch.int8)
+
+
+def _ternary(_fmt: BlockFormat, x: Tensor) -> tuple[Tensor, Tensor]:
+    d, q = _of_largest(x, 1)
+    return d, (q.clamp_(-1, 1) + 1).to(torch.uint8)
+
+
+def _signs(fmt: BlockFormat, x: Tensor) -> tuple[Tensor, Tensor]:
+    """d is the mean magnitude, its sum in the order of the weights."""
+    sums = torch.zeros_like(x[:, 0])
+    for column in x.abs().unbind(1):
+        sums = sums + column
+    return by_number(sums, fmt.block).unsqueeze(1), (x >= 0).to(torch.uint8)
+
+
+def _from_peak(fmt: BlockFormat, x: Tensor) -> tuple[Tensor, Tensor]:
     """The element of the largest magnitude is -offset times d."""
-    d = _first_peak(x) / -offset
-    codes = x * divided(torch.ones_like(d), d) + (offset + 0.5)
-    return d, codes.trunc_().clamp_(0, 2 * offset - 1).to(torch.uint8)
+    d = _first_peak(x) / -fmt.offset
+    codes = x * divided(torch.ones_like(d), d) + (fmt.offset + 0.5)
+    return d, codes.trunc_().clamp_(0, 2 * fmt.offset - 1).to(torch.uint8)
 
 
 def _from_minimum(x: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,3 +123,42 @@ def _mxfp4_codes() -> Tensor:
     middles = torch.arange(2 * MXFP4_TABLE[7] + 1, dtype=torch.float64) / 2 - 0.25
     distances = (middles.unsqueeze(1) - torch.tensor(MXFP4_TABLE[:8], dtype=torch.float64)).abs()
     return distances.argmin(1).to(torch.uint8)
+
+
+def _nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale, in unsigned E4M3, takes the largest magnitude to that of E2M1, 6: uint8 [n, 1] and codes [n, 16]."""
+    magnitude = x.abs()
+    scale = _unsigned_e4m3(by_number(magnitude.amax(1, keepdim=True), 6))
+    step = e4m3_half(scale)
+    best, codes = magnitude, torch.zeros_like(x, dtype=torch.uint8)
+    for code in range(1, 8):  # of two that are as near the lower one
+        distance = (step * MXFP4_TABLE[code] - magnitude).abs_()
+        codes = torch.where(distance < best, code, codes)
+        best = torch.minimum(distance, best)
+    return scale, codes | ((x < 0) & (codes > 0)).to(torch.uint8) << 3
+
+
+def _unsigned_e4m3(values: Tensor) -> Tensor:
+    """The nearest number of E4M3 for fp32 >= 0, halves up; 448 for what is more."""
+    normal = ((values.view(torch.int32) + (1 << 19)) >> 20) - ((127 - 7) << 3)
+    small = (values * 512 + 0.5).clamp(max=7).int()
+    return torch.where(values < 2.0**-6, small, torch.where(normal >= 120, 0x7E, normal)).to(torch.uint8)
+
+
+Formula = Callable[[BlockFormat, Tensor, int], Groups]
+FORMULAS: Mapping[str, Formula] = MappingProxyType(
+    {
+        "Q8_0": _with_scale(_signed_byte),
+        "Q4_0": _with_scale(_from_peak),
+        "Q5_0": _with_scale(_from_peak),
+        "Q4_1": _quantize_minimum,
+        "Q5_1": _quantize_minimum,
+        "MXFP4": _quantize_mxfp4,
+        "NVFP4": _quantize_nvfp4,
+        "TQ1_0": _with_scale(_ternary),
+        "TQ2_0": _with_scale(_ternary),
+        "Q2_0": _with_scale(_ternary),
+        "Q1_0": _with_scale(_signs),
+    }
+)
+"""Of a format, blocks of its weights fp32 [n, block] and the number of rows that they are of."""

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
+from quengine.kernels.quantize.books import search_books
 from quengine.kernels.quantize.importance import error_weights
 from quengine.kernels.quantize.layout import by_group
 from quengine.kernels.quantize.minimums import search_minimums
 from quengine.kernels.quantize.pack import PACKED, pack
-from quengine.kernels.quantize.plain import quantize_plain
+from quengine.kernels.quantize.plain import FORMULAS, quantize_plain
 from quengine.kernels.quantize.scales import search_scales
 
-PLAIN = frozenset(("Q8_0", "MXFP4"))
+SEARCHED_WITH_IMPORTANCE = frozenset(("Q4_0", "Q4_1", "Q5_0", "Q5_1"))
+"""Types that have a formula's scales without importances."""
+PLAIN = frozenset(FORMULAS) - SEARCHED_WITH_IMPORTANCE
 """Types that no importance changes."""
-_PLAIN_WITHOUT_IMPORTANCE = PLAIN | {"Q4_0", "Q4_1", "Q5_0", "Q5_1"}
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Weights at a time: what a core's cache holds, or what fills a GPU."""
 
@@ -50,11 +52,11 @@ def _as_floats(fmt: BlockFormat, rows: Tensor) -> Tensor:
 
 
 def _quantized(fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> Tensor:
-    if fmt.name in (_PLAIN_WITHOUT_IMPORTANCE if importance is None else PLAIN):
+    if fmt.name in (FORMULAS if importance is None else PLAIN):
         return pack(quantize_plain(fmt, rows))
     x = by_group(rows, fmt)
     weights = error_weights(fmt, rows, x, importance)
-    search = search_minimums if fmt.has_min else search_scales
+    search = search_books if fmt.book else search_minimums if fmt.has_min else search_scales
     return pack(search(fmt, rows, x, weights))
 
 

@@ -18,6 +18,7 @@ from quengine.models.quantize.quantize_file import (
     Plan,
     Progress,
     Quantization,
+    check_importances,
     is_same,
     plan_mix,
     planned,
@@ -71,6 +72,7 @@ def merge(
         deltas = Deltas(checkpoint.config, opened)
         plan, mix = _plan(checkpoint, type, imatrix, deltas)
         _check(plan, deltas, Path(target))
+        check_importances(plan, mix)
         result = planned(plan, mix, Path(target))
         with Quantizer(torch.device(device), threads) as quantizer:
             write_plan(plan, result, Path(target), quantizer, progress)

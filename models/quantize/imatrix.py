@@ -7,7 +7,7 @@ written.
 """
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,6 +115,34 @@ def read_sums(path: Path) -> ImatrixSums:
         datasets = tuple(gguf.require_strings("imatrix.datasets"))
         chunks, size = (gguf.require_int(key) for key in _KEYS[1:])
         return ImatrixSums(sums, datasets, chunks, size)
+
+
+def added_sums(files: Sequence[ImatrixSums]) -> ImatrixSums:
+    """The sums of all files, in chunks of their largest size. Raises EngineError for files of several models."""
+    size = max(each.chunk_size for each in files)
+    sums = dict[str, Sums]()
+    for each in files:
+        for name, found in each.in_chunks_of(size or 1).items():
+            sums[name] = added(name, found, sums[name]) if name in sums else found
+    datasets = dict.fromkeys(name for each in files for name in each.datasets)
+    return ImatrixSums(sums, tuple(datasets), sum(each.chunks for each in files), size)
+
+
+def added(name: str, earlier: Sums, own: Sums) -> Sums:
+    """Sums of a tensor in two files; a file of the older format has one count for all experts.
+
+    Raises EngineError where the numbers of columns differ.
+    """
+    if earlier.squares.size != own.squares.size:
+        raise EngineError(
+            f"{name} has {own.squares.size} columns, and {earlier.squares.size} in the file to add: of another model"
+        )
+    shape = max(earlier.counts.shape, own.counts.shape)
+    first, second = (
+        Sums(each.squares.reshape(shape[0], -1), np.broadcast_to(each.counts, shape))
+        for each in (earlier, own)
+    )
+    return first + second
 
 
 def _dat_sums(path: Path) -> ImatrixSums:

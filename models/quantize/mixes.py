@@ -51,12 +51,29 @@ MIXES: Mapping[str, Mix] = MappingProxyType(
             ("Q6_K", 18, "Q6_K"),
             ("IQ4_NL", 25, "IQ4_NL"),
             ("IQ4_XS", 30, "IQ4_XS"),
+            ("IQ1_S", 24, "IQ1_S"),
+            ("IQ1_M", 31, "IQ1_M"),
+            ("IQ2_XXS", 19, "IQ2_XXS"),
+            ("IQ2_XS", 20, "IQ2_XS"),
+            ("IQ2_S", 28, "IQ2_XS"),
+            ("IQ2_M", 29, "IQ2_S"),
+            ("IQ3_XXS", 23, "IQ3_XXS"),
+            ("IQ3_XS", 22, "IQ3_S"),
+            ("IQ3_S", 26, "IQ3_S"),
+            ("IQ3_M", 27, "IQ3_S"),
+            ("TQ1_0", 36, "TQ1_0"),
+            ("TQ2_0", 37, "TQ2_0"),
+            ("Q1_0", 40, "Q1_0"),
+            ("Q2_0", 41, "Q2_0"),
             ("MXFP4_MOE", 38, "MXFP4"),
         )
     }
 )
 _ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "MXFP4": "MXFP4_MOE"}
-_NOT_WRITTEN = re.compile(r"(IQ[123]|TQ[12]|Q1|Q2_0|NVFP4|Q8_1|Q8_K)(_|$)")
+_IQ2_S = ("IQ2_S", "IQ2_M")
+_LOWEST = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", *_IQ2_S)
+"""Mixes of about two bits, whose rules are their own."""
+_NEEDS_IMPORTANCE = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"))
 TYPES = WRITTEN
 """Types that tensors can be given."""
 
@@ -66,7 +83,8 @@ _FALLBACKS = {
     "Q4_K": "Q5_0",
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
-    "IQ4_XS": "IQ4_NL",
+    **dict.fromkeys((*sorted(_NEEDS_IMPORTANCE), "IQ3_S", "IQ4_XS"), "IQ4_NL"),
+    **dict.fromkeys(("TQ1_0", "TQ2_0", "Q2_0"), "Q4_0"),
 }
 """The type with blocks of 32 for rows that are no multiple of 256."""
 
@@ -101,12 +119,11 @@ _WHOLE_KEPT = ("position_embd.weight", "token_types.weight")
 
 
 def mix_of(name: str) -> Mix:
-    """The mix of a name, in any case. Raises EngineError for one that there is not, or whose types are not written."""
+    """The mix of a name, in any case. Raises EngineError for one that there is not."""
     upper = name.upper()
     upper = _ALIASES.get(upper, upper)
     if upper in MIXES:
         return MIXES[upper]
-    _refuse_unwritten(upper)
     raise EngineError(f"no type {name}: {', '.join(MIXES)}{nearest(upper, MIXES)}")
 
 
@@ -115,13 +132,14 @@ def type_named(name: str) -> str:
     upper = name.upper()
     if upper in TYPES:
         return upper
-    _refuse_unwritten(upper)
     raise EngineError(f"no tensor type {name}: {', '.join(TYPES)}{nearest(upper, TYPES)}")
 
 
-def _refuse_unwritten(name: str) -> None:
-    if _NOT_WRITTEN.match(name):
-        raise EngineError(f"{name}: this type is read, but not written here; written are {', '.join(MIXES)}")
+def needs_importance(name: str, kind: str, mix: str) -> bool:
+    """Whether a tensor of this type is poor without an imatrix (llama-quantize refuses it then)."""
+    if _category(name) in ("output", "token_embd"):
+        return False
+    return kind in _NEEDS_IMPORTANCE or (kind == "Q2_K" and mix == "Q2_K_S")
 
 
 @dataclass(frozen=True)
@@ -165,7 +183,8 @@ class ModelTraits:
 def choose_types(
     tensors: Sequence[GGUFTensor], mix: Mix, traits: ModelTraits, overrides: Overrides, has_imatrix: bool
 ) -> dict[str, str]:
-    """The type of each tensor, in the order of `file_order`, which the rules count in.
+    """The type of each tensor, in the order of `file_order`, which the rules count in; `fitting` says what its rows
+    hold instead where they are no whole blocks of it.
 
     Raises:
         EngineError: a pattern is found in no name.
@@ -232,21 +251,21 @@ def _type_of(tensor: GGUFTensor, mix: Mix, overrides: Overrides, rules: "_Rules"
     named = next((kind for pattern, kind in overrides.patterns if pattern.search(tensor.name)), None)
     if overrides.token_embedding and category == "token_embd":
         if tensor.name != "per_layer_token_embd.weight" or named is None:
-            return _fitting(tensor, overrides.token_embedding)
+            return overrides.token_embedding
     elif overrides.output and category == "output":
-        return _fitting(tensor, overrides.output)
+        return overrides.output
     if not FORMATS[mix.base].is_quantized:
         return mix.base
     if named is not None:
-        return _fitting(tensor, named)
+        return named
     if overrides.pure:
-        return _fitting(tensor, mix.base)
+        return mix.base
     if overrides.output and category == "token_embd" and rules.tied:
-        return _fitting(tensor, overrides.output)
-    return _fitting(tensor, rules.choose(tensor, category))
+        return overrides.output
+    return rules.choose(tensor, category)
 
 
-def _fitting(tensor: GGUFTensor, kind: str) -> str:
+def fitting(tensor: GGUFTensor, kind: str) -> str:
     """The type, or another that rows of this length fit."""
     columns = tensor.shape[-1]
     if columns % TYPE_BY_NAME[kind].block == 0:
@@ -264,7 +283,7 @@ class _Rules:
     has_imatrix: bool
     value_count: int
     tied: bool
-    _seen: dict[str, int] = field(default_factory=lambda: {"value": 0, "ffn_down": 0})
+    _seen: dict[str, int] = field(default_factory=dict)
 
     def choose(self, tensor: GGUFTensor, category: str) -> str:
         name = self.mix.name
@@ -272,30 +291,73 @@ class _Rules:
             return self._output(tensor)
         if name == "MXFP4_MOE":
             return "MXFP4" if len(tensor.shape) > 2 and tensor.shape[-3] > 1 else "Q8_0"
+        if category == "token_embd":
+            return self._token_embedding()
+        if name in _LOWEST:
+            return self._lowest(category)
         if category in _VALUE_LIKE:
             return self._value()
-        if category == "attn_k":
-            return "Q8_0" if self.traits.experts == 8 else self.mix.base
+        if category in ("attn_k", "attn_q"):
+            if category == "attn_k" and self.traits.experts == 8:
+                return "Q8_0"
+            return {"IQ3_XS": "IQ3_XXS", "IQ3_XXS": "IQ2_S"}.get(name, self.mix.base)
         if category == "ffn_down":
-            return self._down(tensor.name)
+            return self._down(self._layer(category, tensor.name))
+        if category in ("ffn_gate", "ffn_up"):
+            return self._gate_or_up(self._layer(category, tensor.name))
         return self._attention_output() if category == "attn_output" else self.mix.base
 
     def _output(self, tensor: GGUFTensor) -> str:
         base = self.mix.base
         if base in ("Q8_0", "MXFP4") or self.traits.architecture == "falcon":
             return "Q8_0"
-        return "Q8_0" if tensor.shape[-1] % TYPE_BY_NAME[base].block else "Q6_K"
+        if tensor.shape[-1] % TYPE_BY_NAME[base].block:
+            return "Q8_0"
+        return "Q5_K" if self.mix.name in (*_LOWEST, "IQ3_XXS") else "Q6_K"
+
+    def _token_embedding(self) -> str:
+        name = self.mix.name
+        if name in (*_IQ2_S, "IQ3_XXS"):
+            return "IQ3_S"
+        if name in _LOWEST:
+            return "Q2_K"
+        return "Q4_K" if name in ("TQ1_0", "TQ2_0", "Q2_0") else self.mix.base
+
+    def _lowest(self, category: str) -> str:
+        base, experts = self.mix.base, self.traits.experts
+        bigger = "IQ3_S" if self.mix.name in _IQ2_S else "Q2_K"
+        if category in _VALUE_LIKE:
+            return "Q4_K" if self.traits.grouping >= 4 or experts >= 4 else bigger
+        if category == "attn_k":
+            return "Q4_K" if experts == 8 else base
+        if category == "ffn_down":
+            return bigger if self._next("ffn_down") < self.traits.layers // 8 else base
+        if category == "attn_output":
+            small = {"IQ1_S": "IQ2_XXS", "IQ1_M": "IQ2_XXS", "IQ2_S": "IQ3_S", "IQ2_M": "IQ3_S"}
+            return "Q5_K" if experts == 8 else small.get(self.mix.name, base)
+        return base
 
     def _next(self, counter: str) -> int:
-        self._seen[counter] += 1
+        self._seen[counter] = self._seen.get(counter, 0) + 1
         return self._seen[counter] - 1
+
+    def _layer(self, category: str, tensor_name: str) -> int:
+        """The layer that a feed-forward matrix counts as."""
+        counted = self._next(category)
+        # The tensors of a layer's experts come in no order that counting gives the layer of.
+        return file_order(tensor_name)[0] if self.traits.experts > 1 else counted
 
     def _value(self) -> str:
         layer, name = self._next("value"), self.mix.name
         grouped = self.traits.grouping >= 4
+        small = "IQ3_XXS" if self.has_imatrix else "IQ3_S"
         kind = {
             "Q2_K": "Q4_K" if grouped else "Q3_K",
             "Q2_K_S": "Q4_K" if grouped else "Q2_K",
+            "IQ3_XXS": "Q4_K" if grouped else small,
+            "IQ3_XS": "Q4_K" if grouped else "IQ3_S",
+            "IQ3_S": "Q4_K" if grouped else "IQ3_S",
+            "IQ3_M": "Q4_K",
             "Q3_K_M": "Q5_K" if layer < 2 else "Q4_K",
             "Q3_K_L": "Q5_K",
             "IQ4_NL": "Q5_K" if grouped else "IQ4_NL",
@@ -308,10 +370,12 @@ class _Rules:
             kind = "Q5_K"
         return "Q8_0" if self.traits.experts == 8 else kind
 
-    def _down(self, tensor_name: str) -> str:
-        counted, name, count = self._next("ffn_down"), self.mix.name, self.traits.layers
-        # The tensors of a layer's experts come in no order that counting gives the layer of.
-        layer = file_order(tensor_name)[0] if self.traits.experts > 1 else counted
+    def _gate_or_up(self, layer: int) -> str:
+        eighth = self.traits.layers // 8, 7 * self.traits.layers // 8
+        return "IQ3_XXS" if self.mix.name == "IQ3_XS" and eighth[0] <= layer < eighth[1] else self.mix.base
+
+    def _down(self, layer: int) -> str:
+        name, count = self.mix.name, self.traits.layers
         first = layer < count // 8
         falcon = self.traits.architecture == "falcon"
         if name in ("Q4_0", "Q5_0"):
@@ -319,6 +383,11 @@ class _Rules:
             return self.mix.base.replace("_0", "_1") if self.has_imatrix and first else self.mix.base
         if name in ("IQ4_NL", "IQ4_XS"):
             return "Q5_K" if first and not self.has_imatrix else self.mix.base
+        if name == "IQ3_XXS" and not self.has_imatrix:
+            return "Q4_K" if first else "Q3_K"
+        if name == "IQ3_M":
+            more = first or (self.traits.experts == 8 and _is_outer(layer, count))
+            return "Q4_K" if more else self.mix.base
         if falcon and name in ("Q3_K_L", "Q4_K_S"):
             return "Q4_K"
         if name == "Q3_K_M":
@@ -343,8 +412,9 @@ class _Rules:
             return "Q4_K" if name == "Q3_K_L" else base
         if self.traits.experts == 8:
             bigger = ("Q2_K", "Q3_K_S", "Q3_K_M", "Q4_K_S", "Q4_K_M", "IQ4_NL", "IQ4_XS")
-            return "Q5_K" if name in bigger else base
-        return {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K"}.get(name, base)
+            return "Q5_K" if name in bigger or name.startswith("IQ3") else base
+        kinds = {"Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_XXS": "IQ3_S", "IQ3_M": "Q4_K"}
+        return kinds.get(name, base)
 
 
 def _is_outer(layer: int, count: int) -> bool:

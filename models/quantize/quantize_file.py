@@ -2,17 +2,18 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.quantize.quantize import PLAIN
+from quengine.kernels.quantize.quantize import PLAIN, SEARCHED_WITH_IMPORTANCE
 from quengine.models.gguf import GGUFFile, GGUFTensor, open_gguf
 from quengine.models.gguf.gguf_tensors import quant_tensor
 from quengine.models.gguf.whole_file import whole_file
@@ -25,7 +26,9 @@ from quengine.models.quantize.mixes import (
     Overrides,
     choose_types,
     file_order,
+    fitting,
     mix_of,
+    needs_importance,
     type_named,
 )
 from quengine.models.quantize.quantizer import Added, Quantizer
@@ -33,18 +36,20 @@ from quengine.models.quantize.quantizer import Added, Quantizer
 QUANTIZATION_VERSION = 2
 """Of the block formats (ggml.h, GGML_QNT_VERSION)."""
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
-_WITHOUT_IMATRIX_UNUSABLE = frozenset(("Q2_K_S",))
-"""Mixes whose matrices need an imatrix (llama-quantize refuses them without)."""
 
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor of the result: its type and bytes before and after."""
+    """A tensor of the result: its type and bytes before and after.
+
+    wanted_type: the type that it has by the mix and the overrides; its rows may be no whole blocks of it.
+    """
 
     name: str
     shape: tuple[int, ...]
     source_type: str
     type_name: str
+    wanted_type: str
     source_bytes: int
     nbytes: int
 
@@ -53,7 +58,9 @@ class QuantizedTensor:
 class Quantization:
     """The result: `tensors` in the file's order, and the sizes of both files in bytes.
 
-    without_imatrix: searched tensors for which the imatrix has no values. merged: those that adapters change.
+    without_imatrix: searched tensors for which the imatrix has no values.
+    needing_imatrix: tensors whose types are not written without such values, as a plan alone has them.
+    merged: tensors that adapters change.
     """
 
     path: Path | None
@@ -62,6 +69,7 @@ class Quantization:
     source_bytes: int
     nbytes: int
     without_imatrix: tuple[str, ...] = ()
+    needing_imatrix: tuple[str, ...] = ()
     merged: tuple[str, ...] = ()
 
     @property
@@ -76,7 +84,11 @@ Progress = Callable[[QuantizedTensor, int, int], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is written. deltas: what adapters add to tensors, whose bytes then follow from the sums."""
+    """What is written.
+
+    deltas: what adapters add to tensors, whose bytes then follow from the sums.
+    wanted: types that tensors do not have, since their rows are no whole blocks of them.
+    """
 
     source: GGUFFile
     order: list[GGUFTensor]
@@ -85,6 +97,7 @@ class Plan:
     fields: Mapping[str, Field]
     alignment: int
     deltas: Deltas | None = None
+    wanted: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def infos(self) -> list[TensorInfo]:
@@ -160,9 +173,11 @@ def _override(text: str) -> tuple[re.Pattern[str], str]:
 def plan_mix(file: GGUFFile, mix: Mix, overrides: Overrides, imatrix: Imatrix | None) -> Plan:
     """The file's tensors in the types of a mix. Raises EngineError: a pattern of `overrides` is found in no name."""
     order = sorted(file.tensors.values(), key=lambda tensor: file_order(tensor.name))
-    types = choose_types(order, mix, _traits(file), overrides, imatrix is not None)
+    chosen = choose_types(order, mix, _traits(file), overrides, imatrix is not None)
+    types = {tensor.name: fitting(tensor, chosen[tensor.name]) for tensor in order}
+    wanted = {name: kind for name, kind in chosen.items() if kind != types[name]}
     alignment = file.get_int("general.alignment") or 32
-    return Plan(file, order, types, imatrix, _fields(file, mix, imatrix), alignment)
+    return Plan(file, order, types, imatrix, _fields(file, mix, imatrix), alignment, wanted=wanted)
 
 
 def _traits(file: GGUFFile) -> ModelTraits:
@@ -205,8 +220,8 @@ def _check(plan: Plan, mix: Mix, allow_requantize: bool, target: str | Path | No
     file = plan.source
     if target is not None and any(is_same(Path(target), path) for path in file.shards):
         raise EngineError(f"{target}: that is the file to be quantized; give the result another name")
-    if target is not None and mix.name in _WITHOUT_IMATRIX_UNUSABLE and plan.imatrix is None:
-        raise EngineError(f"{mix.name} needs an imatrix: --imatrix FILE")
+    if target is not None:
+        check_importances(plan, mix.name)
     for tensor in plan.order:
         changed = plan.types[tensor.name] != tensor.type_name
         if changed and not allow_requantize and tensor.type_name not in ("F32", "F16", "BF16"):
@@ -214,6 +229,15 @@ def _check(plan: Plan, mix: Mix, allow_requantize: bool, target: str | Path | No
             raise file.tensor_error(
                 tensor.name, f"is quantized already ({kinds}): start from F16, or add --allow-requantize"
             )
+
+
+def check_importances(plan: Plan, mix: str) -> None:
+    """Raises EngineError where a tensor is not written in its type without importances, and has none."""
+    for name in _needing_importance(plan, mix):
+        kind = plan.types[name]
+        if plan.imatrix is None:
+            raise EngineError(f"{mix} needs an imatrix, for {name} in {kind}: --imatrix FILE")
+        raise EngineError(f"{plan.imatrix.path}: no values for {name}, which needs them in {kind}")
 
 
 def is_same(target: Path, source: Path) -> bool:
@@ -225,7 +249,15 @@ def planned(plan: Plan, mix: str, target: Path | None) -> Quantization:
     """The result of a plan that is written. mix: its name."""
     infos = plan.infos
     tensors = tuple(
-        QuantizedTensor(info.name, info.shape, tensor.type_name, info.type_name, tensor.nbytes, info.nbytes)
+        QuantizedTensor(
+            info.name,
+            info.shape,
+            tensor.type_name,
+            info.type_name,
+            plan.wanted.get(info.name, info.type_name),
+            tensor.nbytes,
+            info.nbytes,
+        )
         for tensor, info in zip(plan.order, infos, strict=True)
     )
     return Quantization(
@@ -235,8 +267,20 @@ def planned(plan: Plan, mix: str, target: Path | None) -> Quantization:
         plan.source.nbytes,
         file_bytes(plan.fields, infos, plan.alignment),
         tuple(each.name for each in tensors if _misses_importance(plan, each)),
+        tuple(_needing_importance(plan, mix)),
         tuple(each.name for each in tensors if plan.deltas is not None and plan.deltas.changes(each.name)),
     )
+
+
+def _needing_importance(plan: Plan, mix: str) -> list[str]:
+    """Tensors without importances whose types need them."""
+    return [
+        tensor.name
+        for tensor in plan.order
+        if plan.types[tensor.name] != tensor.type_name
+        and needs_importance(tensor.name, plan.types[tensor.name], mix)
+        and (plan.imatrix is None or plan.imatrix.of(tensor.name, tensor.shape) is None)
+    ]
 
 
 def _misses_importance(plan: Plan, tensor: QuantizedTensor) -> bool:
@@ -267,7 +311,7 @@ def _write_tensor(
     if info.type_name == tensor.type_name and not merged:
         file.write(tensor.data.data)
         return
-    importance = None if plan.imatrix is None else plan.imatrix.of(tensor.name, tensor.shape)
+    importance = _importance(plan, tensor, info.type_name, merged)
     experts = 1 if importance is None else len(importance)
     rows, place = len(tensor.data) // experts, 0
     for part, added in _rows(plan, tensor, merged, rows, quantizer.device):
@@ -279,6 +323,17 @@ def _write_tensor(
                 raise plan.source.tensor_error(tensor.name, problem)
             file.write(blocks.numpy().data)
         place += len(part)
+
+
+def _importance(plan: Plan, tensor: GGUFTensor, kind: str, merged: bool) -> NDArray[np.float32] | None:
+    """Of a tensor's columns, [experts or 1, columns]. Without an imatrix those of a tensor that is quantized already
+    are equal: a formula of a block's extremes would miss the grid that its weights lie on, Q5_1's of Q4_1 with errors
+    that make all of them 2% larger."""
+    found = None if plan.imatrix is None else plan.imatrix.of(tensor.name, tensor.shape)
+    on_grid = FORMATS[tensor.type_name].is_quantized and not merged
+    if found is None and on_grid and kind in SEARCHED_WITH_IMPORTANCE:
+        return np.ones((1, tensor.shape[-1]), np.float32)
+    return found
 
 
 def _rows(

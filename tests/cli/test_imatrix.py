@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -30,6 +31,16 @@ def test_a_file_is_written_and_added_to(tmp_path: Path) -> None:
     said = run(*flags, "--chunks", 2).splitlines()
     assert said[0].startswith("14 tensors, 2 chunks of 24 tokens, in ") and said[-1] == f"wrote {out}"
     assert read_sums(out).datasets == (str(text),) and read_sums(out).chunks == 2
+    parts = [tmp_path / "first.imatrix", tmp_path / "second.imatrix"]
+    for place, part in enumerate(parts):
+        run(*flags, "-o", part, "--chunks", 1, "--from-chunk", place)
+    both = tmp_path / "both.imatrix"
+    assert run("--in-file", parts[0], "--in-file", parts[1], "-o", both) == f"2 files added; wrote {both}\n"
+    whole, sums = read_sums(out), read_sums(both)
+    assert (sums.chunks, sums.chunk_size, sums.datasets) == (2, 24, whole.datasets)
+    for name, each in whole.sums.items():
+        assert np.array_equal(sums.sums[name].counts, each.counts)
+        assert np.allclose(sums.sums[name].squares, each.squares, rtol=1e-5)
     said = run(*flags, "--chunks", 3, "--resume", "--save-every", 1).splitlines()
     assert said[0].startswith("14 tensors, 3 chunks of 24 tokens, 2 of them before, in ")
     run(*flags, "--chunks", 1, "--in-file", out)
@@ -41,3 +52,5 @@ def test_what_is_missing_is_said() -> None:
         run("-m", "x", "-o", "y")
     with pytest.raises(EngineError, match=r"no file to write: -o imatrix\.gguf"):
         run("-m", "x", "-f", "y")
+    with pytest.raises(EngineError, match="no model: -m MODEL"):
+        run("-f", "y", "-o", "z")

@@ -73,6 +73,12 @@ def test_a_dry_run_prints_types_and_sizes(model: Path, tmp_path: Path) -> None:
     assert "would write nothing" in said and "8.5" in said
 
 
+def test_a_dry_run_says_what_needs_an_imatrix(model: Path) -> None:
+    code, _, said = run(model, "--type", "IQ2_XXS", "--dry-run")
+    assert code == 0
+    assert "engine: 12 tensors need an imatrix, such as blk.0.attn_k.weight: --imatrix FILE" in said
+
+
 def test_a_file_to_write_must_be_named(model: Path) -> None:
     from quengine.errors import EngineError
 

@@ -78,8 +78,12 @@ def test_more_bits_cost_less(files: tuple[Path, Path], costs: TensorCosts) -> No
         suggest_types(replace(costs, alone=False), *files, 5.0)
 
 
-def test_importances_weigh_errors(files: tuple[Path, Path], costs: TensorCosts, tmp_path: Path) -> None:
+def test_importances_weigh_errors(
+    files: tuple[Path, Path], costs: TensorCosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a tensor of which no column is read much, fewer bits are worth it than of the others."""
+    monkeypatch.setattr(suggested_mix, "CANDIDATES", ("Q2_K", "Q4_K", "Q8_0"))
+    monkeypatch.setattr(suggested_mix, "WITH_IMPORTANCE", ("IQ2_XXS",))
     rng = np.random.default_rng(0)
     with open_gguf(files[0]) as file:
         sums = {
@@ -89,6 +93,12 @@ def test_importances_weigh_errors(files: tuple[Path, Path], costs: TensorCosts, 
         }
     write_sums(tmp_path / "imatrix", ImatrixSums(sums, ("text",), 1, 1))
     weighed = suggest_types(costs, *files, 5.0, tmp_path / "imatrix")
+    small = suggest_types(
+        costs, *files, 2.4, tmp_path / "imatrix"
+    )  # below what is written without importances
+    assert small.bits_per_weight <= 2.4 and "IQ2_XXS" in small.types.values()
+    made = quantize(files[0], None, "Q4_K_M", imatrix=tmp_path / "imatrix", tensor_types=small.tensor_types)
+    assert not made.needing_imatrix
     assert weighed.bits_per_weight <= 5.0 and weighed.kl != suggest_types(costs, *files, 5.0).kl
 
 

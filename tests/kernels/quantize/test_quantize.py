@@ -1,21 +1,27 @@
 """Quantizers against ggml's: the same bytes where the scale is a formula, never a larger error where it is searched."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from quengine.kernels.block_formats import FORMATS, dequantize
+from quengine.kernels.quantize.entries import Book
 from quengine.kernels.quantize.quantize import quantize
 from quengine.models.gguf import open_gguf
 from quengine.models.gguf.gguf_tensors import quant_tensor
 from quengine.models.hub.hub import catalogue, packaged_file
 from tests.llama_cpp_quantize import Floats, ggml_quantize
 
-PLAIN = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
+PLAIN = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "NVFP4", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0")
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 SEARCHED = (*K_QUANTS, "IQ4_NL", "IQ4_XS")
+BOOKS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+WITHOUT_IMPORTANCE = ("IQ1_M", "IQ2_S", "IQ3_XXS", "IQ3_S")
+"""Codebook types that ggml quantizes without an imatrix."""
 COLUMNS = 512
 
 
@@ -71,7 +77,7 @@ def test_formulas_give_ggmls_bytes(name: str, kind: str) -> None:
 
 def test_no_importance_changes_types_without_a_search() -> None:
     rows = drawn("tails")
-    for name in ("Q8_0", "MXFP4"):
+    for name in ("Q8_0", "MXFP4", "NVFP4", "TQ2_0", "Q1_0"):
         assert np.array_equal(ours(name, rows, drawn_importance()), ours(name, rows))
 
 
@@ -82,7 +88,10 @@ def squares(name: str, blocks: np.ndarray, rows: Floats) -> np.ndarray:
 def ggml_weights(name: str, rows: Floats, importance: Floats | None) -> np.ndarray:
     """What ggml's search counts an error by (ggml-quants.c), written for one type after the other."""
     if importance is None:
-        if name in ("Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS"):
+        if name == "IQ2_S":
+            blocks = rows.reshape(len(rows), -1, 256)
+            return (0.5 * (blocks**2).mean(2, keepdims=True) + blocks**2).reshape(rows.shape)
+        if name in ("Q3_K", "Q6_K", "IQ4_NL", "IQ4_XS", *BOOKS):
             return rows**2
         if name == "Q2_K":
             return abs(rows)
@@ -91,9 +100,11 @@ def ggml_weights(name: str, rows: Floats, importance: Floats | None) -> np.ndarr
     if name == "Q6_K":
         return np.broadcast_to(importance, rows.shape)
     columns = rows.shape[1]
-    block = 32 if name == "IQ4_NL" else 256 if name in SEARCHED else columns
+    searched = (*SEARCHED, *BOOKS)
+    block = 32 if name == "IQ4_NL" else 256 if name in searched else columns
     blocks = rows.reshape(len(rows), -1, block)
-    mean = (blocks**2).mean(2, keepdims=True) * (2 if name in SEARCHED and name != "Q2_K" else 1)
+    doubled = name in searched and name not in ("Q2_K", "IQ2_XXS", "IQ2_XS")
+    mean = (blocks**2).mean(2, keepdims=True) * (2 if doubled else 1)
     return importance * np.sqrt(mean + blocks**2).reshape(rows.shape)
 
 
@@ -109,6 +120,64 @@ def test_errors_are_no_larger_than_ggmls(name: str, kind: str, weighted: bool) -
         assert (mine * weights).sum() <= (theirs * weights).sum()
 
 
+Case = tuple[str, Floats, Floats | None]
+
+
+def book_cases(name: str) -> Iterator[Case]:
+    """Names, rows and importances that codebook types are compared for; `ggml_errors.json` has ggml's errors."""
+    for kind in ("normal", "tails", "uneven"):
+        yield f"{kind} imatrix", drawn(kind, 12), drawn_importance()
+        if name in WITHOUT_IMPORTANCE:
+            yield kind, drawn(kind, 12), None
+    importance = drawn_importance()
+    importance[:100] = 0
+    yield "peculiar imatrix", peculiar(), importance
+
+
+def row_errors(name: str, blocks: np.ndarray, rows: Floats, importance: Floats | None) -> list[list[float]]:
+    """The error that ggml's search makes small, and the plain one or that of the outputs, of each row."""
+    error = squares(name, blocks, rows)
+    each = ggml_weights(name, rows, importance), 1 if importance is None else importance
+    return [[float(f"{total:.6g}") for total in (error * weights).sum(1)] for weights in each]
+
+
+@pytest.mark.parametrize("name", BOOKS)
+def test_nor_are_those_of_codebooks(name: str) -> None:
+    recorded = json.loads((Path(__file__).parent / "ggml_errors.json").read_text())
+    for key, rows, importance in book_cases(name):
+        mine, theirs = (
+            np.array(errors)
+            for errors in (
+                row_errors(name, ours(name, rows, importance), rows, importance),
+                recorded[f"{name} {key}"],
+            )
+        )
+        assert (mine.sum(1) <= theirs.sum(1)).all(), key
+        if key.startswith("peculiar"):
+            assert not mine[:, :2].any() and (mine[0] <= theirs[0] * 1.001 + 1e-11).all()
+
+
+def test_ggmls_recorded_errors_are_what_it_gives() -> None:
+    recorded = json.loads((Path(__file__).parent / "ggml_errors.json").read_text())
+    for key, rows, importance in book_cases("IQ3_XXS"):  # whose tables it makes in less than a second
+        theirs = row_errors("IQ3_XXS", ggml_quantize("IQ3_XXS", rows, importance), rows, importance)
+        np.testing.assert_allclose(theirs, recorded[f"IQ3_XXS {key}"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", BOOKS)
+def test_the_entry_of_a_codebook_is_the_nearest_of_all(name: str) -> None:
+    book, draw = Book(FORMATS[name], torch.device("cpu")), torch.Generator().manual_seed(3)
+    shape = book.width, 150
+    ratio = torch.randn(shape, generator=draw) * book.top / 2
+    weights = torch.randn(shape, generator=draw).mul(1.5).exp()
+    (found,) = book.nearest(ratio, weights, False)
+    distances = ((book.values.unsqueeze(1) - ratio.unsqueeze(2)).square() * weights.unsqueeze(2)).sum(0)
+    nearest = distances.gather(1, found.unsqueeze(1))[:, 0]
+    assert (nearest <= distances.amin(1) * 1.001).all()
+    for place, table in enumerate(book.tables(ratio, weights)):
+        assert torch.equal(book.least_by_product(place, table), book.least_by_halves(place, table))
+
+
 @pytest.mark.parametrize("kind", ["normal", "tails", "uneven"])
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_nor_are_those_of_the_older_types_with_an_imatrix(name: str, kind: str) -> None:
@@ -119,7 +188,7 @@ def test_nor_are_those_of_the_older_types_with_an_imatrix(name: str, kind: str) 
     assert (mine * weights).sum() <= (theirs * weights).sum()
 
 
-@pytest.mark.parametrize("name", [*PLAIN, *SEARCHED])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", *SEARCHED])
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "imatrix"])
 def test_peculiar_rows_stay_finite_and_near(name: str, weighted: bool) -> None:
     rows, importance = peculiar(), drawn_importance() if weighted else None
@@ -139,6 +208,12 @@ def test_a_row_has_the_same_bytes_alone_and_among_others(name: str) -> None:
     whole = ours(name, rows, importance)
     for row in (0, 255, 256, 599):
         assert np.array_equal(ours(name, rows[row : row + 1], importance), whole[row : row + 1])
+
+
+@pytest.mark.parametrize("name", BOOKS)
+def test_so_it_has_in_codebooks(name: str) -> None:
+    rows, importance = drawn("uneven", 10), drawn_importance()
+    assert np.array_equal(ours(name, rows[9:], importance), ours(name, rows, importance)[9:])
 
 
 def test_each_row_may_have_its_own_importance() -> None:
@@ -161,7 +236,7 @@ def test_rows_must_be_whole_blocks() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*PLAIN, *SEARCHED])
+@pytest.mark.parametrize("name", [*PLAIN, *SEARCHED, *BOOKS])
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "imatrix"])
 def test_a_gpu_gives_the_same_bytes(name: str, weighted: bool) -> None:
     for rows in (drawn("uneven", 300), peculiar()):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gguf import GGUFWriter
 
 import quengine
@@ -135,6 +136,44 @@ def test_a_plan_alone_has_the_sizes_of_the_file(model: Path, tmp_path: Path) -> 
     assert types["blk.0.ffn_down_exps.weight"] == "Q5_K" and types["output.weight"] == "Q6_K"
 
 
+def test_a_plan_says_what_an_imatrix_is_needed_for(model: Path) -> None:
+    needing = quengine.quantize(model, None, "IQ2_M").needing_imatrix
+    assert needing == ("blk.0.ffn_down_exps.weight", "blk.1.ffn_down.weight")
+    assert not quengine.quantize(model, None, "IQ3_S").needing_imatrix
+
+
+def test_a_plan_has_the_types_that_rows_are_too_short_for(tmp_path: Path) -> None:
+    narrow = write_model(
+        tmp_path / "narrow.gguf", **{"blk.1.ffn_down.weight": np.ones((256, 96), np.float32)}
+    )
+    for mix, kind in (("IQ3_S", "IQ4_NL"), ("TQ1_0", "Q4_0"), ("Q1_0", "F16")):
+        plan = {each.name: each for each in quengine.quantize(narrow, None, mix).tensors}
+        down, others = plan.pop("blk.1.ffn_down.weight"), plan.values()
+        assert (down.type_name, down.wanted_type) == (kind, mix)
+        assert all(each.type_name == each.wanted_type for each in others)
+
+
+@pytest.mark.parametrize("mix", ["IQ1_M", "IQ3_M", "TQ2_0"])
+def test_codebook_and_ternary_mixes_are_files_of_their_types(mix: str, model: Path, tmp_path: Path) -> None:
+    matrix = write_imatrix(tmp_path / "i.gguf", importance())
+    quengine.quantize(model, tmp_path / "out.gguf", mix, imatrix=matrix, tensor_types=["output=nvfp4"])
+    expected = {
+        "IQ1_M": ("Q2_K", "IQ1_M", "IQ1_M"),
+        "IQ3_M": ("IQ3_S", "IQ3_S", "IQ3_S"),
+        "TQ2_0": ("Q4_K", "TQ2_0", "TQ2_0"),
+    }[mix]
+    found = stored(tmp_path / "out.gguf")
+    names = "token_embd.weight", "blk.0.ffn_down_exps.weight", "blk.1.ffn_down.weight"
+    assert tuple(found[name][0] for name in names) == expected
+    assert found["output.weight"][0] == "NVFP4"
+    for name in names[1:]:
+        kind, data = found[name]
+        values = dequantize(FORMATS[kind], torch.from_numpy(data)).numpy()
+        rows = weights()[name].reshape(values.shape)
+        share = {"IQ1_M": 0.6, "IQ3_M": 0.25, "TQ2_0": 1.2}[mix]
+        assert np.abs(values - rows).mean() < share * np.abs(rows).mean()
+
+
 def importance() -> dict[str, Floats]:
     rng = np.random.default_rng(5)
     shapes = {"blk.0.ffn_down_exps.weight": (EXPERTS, 256), "blk.1.ffn_down.weight": (1, 512)}
@@ -219,8 +258,6 @@ def _experts(data: np.ndarray, values: Floats, importances: Floats) -> Any:
 
 
 def _error(kind: str, data: np.ndarray, rows: Floats, importances: Floats) -> float:
-    import torch
-
     difference = dequantize(FORMATS[kind], torch.from_numpy(np.array(data))).numpy() - rows
     return float((difference**2 * importances).sum())
 
@@ -262,6 +299,16 @@ def test_quantized_tensors_are_quantized_again_on_request_alone(model: Path, tmp
     assert only(tmp_path, "model.gguf", "q8.gguf", "out.gguf")
 
 
+def test_what_lies_on_a_grid_of_16_values_is_not_rounded_to_32_others(model: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{kind}.gguf" for kind in ("q4_1", "q5_1")]
+    quengine.quantize(model, paths[0], "Q4_1")
+    quengine.quantize(paths[0], paths[1], "Q5_1", allow_requantize=True)
+    before, after = (stored(path)["blk.1.ffn_down.weight"] for path in paths)
+    values = dequantize(FORMATS["Q4_1"], torch.from_numpy(before[1])).double()
+    error = dequantize(FORMATS["Q5_1"], torch.from_numpy(after[1])).double() - values
+    assert float(error.square().sum() / values.square().sum()) < 1e-5
+
+
 def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     values = weights()["blk.1.ffn_down.weight"]
     values[17, 5] = np.inf
@@ -299,17 +346,23 @@ def test_other_mistakes_are_errors_of_one_line(model: Path, tmp_path: Path) -> N
     (tmp_path / "text.dat").write_bytes(b"\x01\0\0\0\xff\0\0\0short")
     other = write_dat(tmp_path / "other.dat", {"blk.1.ffn_down.weight": np.ones((1, 100), np.float32)})
     negative = write_dat(tmp_path / "negative.dat", {"blk.1.ffn_down.weight": -np.ones((1, 512), np.float32)})
+    without = write_dat(tmp_path / "without.dat", {"blk.1.ffn_down.weight": np.ones((1, 512), np.float32)})
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("Q4_K_M", {"imatrix": tmp_path / "text.dat"}, "not an imatrix file, or cut short at byte 8"),
         ("Q4_K_M", {"imatrix": tmp_path / "no.dat"}, "no imatrix file here"),
         ("Q4_K_M", {"imatrix": model}, "has no imatrix.datasets: not an imatrix file"),
         ("Q4_K_M", {"imatrix": other}, "has 100 values, the tensor 512: an imatrix of another model"),
         ("Q4_K_M", {"imatrix": negative}, "negative or not finite"),
-        ("Q2_K_S", {}, "Q2_K_S needs an imatrix: --imatrix FILE"),
-        ("IQ2_XS", {}, "IQ2_XS: this type is read, but not written here"),
+        ("Q2_K_S", {}, "Q2_K_S needs an imatrix, for blk.0.ffn_down_exps.weight in Q2_K: --imatrix FILE"),
+        ("IQ2_XS", {}, "IQ2_XS needs an imatrix, for blk.0.ffn_down_exps.weight in IQ2_XS: --imatrix FILE"),
+        (
+            "IQ1_S",
+            {"imatrix": without},
+            "no values for blk.0.ffn_down_exps.weight, which needs them in IQ1_S",
+        ),
         ("Q4_K_M", {"tensor_types": ["ffn_down"]}, "must be PATTERN=TYPE, as ffn_down=q6_k"),
         ("Q4_K_M", {"tensor_types": ["ffn_(=q6_k"]}, "is not a regular expression"),
-        ("Q4_K_M", {"tensor_types": ["ffn_down=iq3_s"]}, "IQ3_S: this type is read, but not written here"),
+        ("Q4_K_M", {"tensor_types": ["ffn_down=q8_k"]}, "no tensor type q8_k: F32, "),
     ]
     for mix, options, message in cases:
         with pytest.raises(EngineError, match=message):

@@ -1,0 +1,200 @@
+"""The search for entries of codebooks and scales: w = d*(2n + 1)*q, q an entry's values, with signs or an eighth.
+
+Each group: the nearest entries under several scales, and of them those that least squares bring nearest. Then the
+block: d, of which the scales are odd multiples, and entries for the scales that result; once more for the multiples and
+the d that least squares give these, where the error falls.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.block_formats import BlockFormat, Groups, from_book
+from quengine.kernels.quantize.entries import Book
+from quengine.kernels.quantize.layout import by_number, by_row, divided, root, total
+
+_EVEN = frozenset(("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
+"""Types with an even number of negative signs in each eight weights."""
+_SPREADS = (0.85, 1.1)
+"""A group's scale makes the root mean square of the codebook this multiple of the group's,"""
+_PEAKS = (0.85, 1.0)
+"""or its largest weight this multiple of the largest value; not where values are near -1, 0 and 1 alone (IQ1)."""
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Entries under scales, for each of M groups.
+
+    index   int64 [vectors of a group, M]
+    target  fp32 [group, M]: what the entries' values times the scale are near, magnitudes where signs are apart
+    error, dot, square
+            fp32 [M]: weighted sums of the squared error, of target times value and of the values' squares
+    """
+
+    index: Tensor
+    target: Tensor
+    error: Tensor
+    dot: Tensor
+    square: Tensor
+
+    def or_else(self, other: "_Fit", better: Tensor) -> "_Fit":
+        """This fit in the groups of `better`, bool [M], elsewhere the other."""
+        return _Fit(
+            *(torch.where(better, a, b) for a, b in zip(self._tensors(), other._tensors(), strict=True))
+        )
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.index, self.target, self.error, self.dot, self.square
+
+
+class _Groups:
+    """What is to be approximated: x and the weights of its squared errors, fp32 [group, M]."""
+
+    def __init__(self, fmt: BlockFormat, x: Tensor, weights: Tensor) -> None:
+        self.book = Book(fmt, x.device)
+        self.x, self.weights = x, weights
+        self.vectors = x.shape[0] // fmt.width
+        self._same_eighth = fmt.name == "IQ1_S"  # for all vectors of a group
+        self._magnitude = x if fmt.book == "IQ1" else x.abs()
+        self._odd: Tensor | None = None
+        if fmt.name in _EVEN:
+            self._odd = ((x < 0).view(-1, 8, x.shape[1]).sum(1, keepdim=True) & 1).bool()
+        self._columns = self._by_vector(weights)
+
+    def _by_vector(self, values: Tensor) -> Tensor:
+        """[group, M] as [width, vectors * M]."""
+        parts = values.view(self.vectors, self.book.width, -1)
+        return parts.transpose(0, 1).reshape(self.book.width, -1)
+
+    def _values(self, index: Tensor) -> Tensor:
+        """The values of entries [vectors, M] in the places of their weights: fp32 [group, M]."""
+        found = self.book.numbers(index.reshape(-1)).view(self.book.width, self.vectors, -1)
+        return found.transpose(0, 1).reshape(self.x.shape)
+
+    def target(self, q: Tensor | None) -> Tensor:
+        """Magnitudes; where the negative signs of eight are to be even and are odd, the one that costs least under
+        values q is turned."""
+        if self._odd is None:
+            return self._magnitude
+        cost = self.weights * self._magnitude if q is None else self.weights * self._magnitude * q
+        places = torch.arange(8, dtype=torch.int32, device=cost.device).view(8, 1)
+        order = (cost.view(torch.int32).view(-1, 8, cost.shape[1]) & -8) | places  # no two are equal
+        turned = (order == order.amin(1, keepdim=True)) & self._odd
+        return torch.where(turned.view(cost.shape), -self._magnitude, self._magnitude)
+
+    def negative(self, fit: _Fit) -> Tensor:
+        """The signs of the weights that a fit gives, bool [group, M]."""
+        return (self.x < 0) ^ (fit.target < 0)
+
+    def nearest(self, scale: Tensor, target: Tensor) -> _Fit:
+        """The nearest entries under scales [M]."""
+        ratio = self._by_vector(target * divided(torch.ones_like(scale), scale))
+        first, *rest = self.book.nearest(ratio, self._columns, self._same_eighth).view(
+            -1, self.vectors, len(scale)
+        )
+        fit = self._fit(scale, first)
+        for index in rest:
+            other = self._fit(scale, index)
+            fit = other.or_else(fit, other.error < fit.error)
+        return fit
+
+    def _fit(self, scale: Tensor, index: Tensor) -> _Fit:
+        q = self._values(index)
+        target = self.target(q)
+        weighted = self.weights * q
+        difference = (q * scale).sub_(target)
+        error = total(difference.mul_(difference).mul_(self.weights))
+        return _Fit(index, target, error, total(weighted * target), total(weighted.mul_(q)))
+
+
+def search_books(fmt: BlockFormat, rows: Tensor, x: Tensor, weights: Tensor) -> Groups:
+    """fp32 rows [R, K], with `x` = by_group(rows) and the weights of its errors, as a codebook format."""
+    groups = _Groups(fmt, x.flatten(1), weights.flatten(1))
+    fit, d, sub = _block_fits(fmt, groups, _group_fits(groups), x.shape[1])
+    blocks = rows.shape[0], rows.shape[1] // fmt.block, -1
+    index = by_row(fit.index.view(-1, *sub.shape), rows.shape[0]).view(blocks)
+    stored = by_row(((sub - 1) / 2).to(torch.uint8), rows.shape[0]).view(blocks)
+    signs = None
+    if fmt.book != "IQ1":
+        signs = by_row(_sign_bytes(groups.negative(fit)).view(-1, *sub.shape), rows.shape[0]).view(blocks)
+    return from_book(fmt, index, signs, by_row(d, rows.shape[0]), stored)
+
+
+def _sign_bytes(negative: Tensor) -> Tensor:
+    """bool [group, M] as the bits of bytes, uint8 [group / 8, M]."""
+    places = torch.arange(8, dtype=torch.uint8, device=negative.device).view(8, 1)
+    bits = negative.view(-1, 8, negative.shape[1]).to(torch.uint8) << places
+    return bits.sum(1, dtype=torch.uint8)
+
+
+def _group_fits(groups: _Groups) -> _Fit:
+    """The entries that come nearest with a scale of least squares."""
+    target = groups.target(None)
+    spread = root(divided(total(groups.weights * target * target), total(groups.weights)))
+    peak = target.amax(0) if groups.x is not target else target.abs().amax(0)
+    best: _Fit | None = None
+    gain = torch.empty_like(peak)
+    for scale in _first_scales(groups.book, spread, peak):
+        fit = groups.nearest(scale, target)
+        here = divided(fit.dot, fit.square) * fit.dot
+        best = fit if best is None else fit.or_else(best, here > gain)
+        gain = here if best is fit else torch.maximum(here, gain)
+    assert best is not None
+    return best
+
+
+def _first_scales(book: Book, spread: Tensor, peak: Tensor) -> list[Tensor]:
+    scales = [by_number(spread * share, book.spread) for share in _SPREADS]
+    return scales if book.parts > 1 else scales + [by_number(peak * share, book.top) for share in _PEAKS]
+
+
+def _block_fits(fmt: BlockFormat, groups: _Groups, fit: _Fit, count: int) -> tuple[_Fit, Tensor, Tensor]:
+    """The entries, d fp16 [blocks] and the odd multiples of it that are scales, fp32 [count, blocks]."""
+    top = (1 << fmt.sub_scale_bits) - 1
+
+    def scales(d: Tensor, sub: Tensor) -> Tensor:
+        return (d.float() * fmt.unit * sub).view(-1)
+
+    def by_block(values: Tensor) -> Tensor:
+        return values.view(count, -1)
+
+    d = _common_unit(by_block(fit.dot), by_block(fit.square), fmt.unit, top)
+    sub = _odd_multiples(divided(by_block(fit.dot), by_block(fit.square)), d.float() * fmt.unit, top)
+    fit = groups.nearest(scales(d, sub), fit.target)
+    other = _odd_multiples(divided(by_block(fit.dot), by_block(fit.square)), d.float() * fmt.unit, top)
+    moved = _solved_unit(by_block(fit.dot), by_block(fit.square), other, fmt.unit)
+    there = groups.nearest(scales(moved, other), fit.target)
+    falls = total(by_block(there.error)) < total(by_block(fit.error))
+    return (
+        there.or_else(fit, falls.repeat(count)),
+        torch.where(falls, moved, d),
+        torch.where(falls, other, sub),
+    )
+
+
+def _odd_multiples(scale: Tensor, unit: Tensor, top: int) -> Tensor:
+    """2n + 1 with n from 0 to top, so that unit times it is near the scales [groups, blocks]."""
+    ratio = scale * divided(torch.ones_like(unit), unit)
+    return ratio.sub_(1).mul_(0.5).round_().clamp_(0, top).mul_(2).add_(1)
+
+
+def _solved_unit(dot: Tensor, square: Tensor, sub: Tensor, unit: float) -> Tensor:
+    """d of least squares for entries and the multiples of it, fp16 [blocks]."""
+    return by_number(divided(total(dot * sub), total(square * sub * sub)), unit).half()
+
+
+def _common_unit(dot: Tensor, square: Tensor, unit: float, top: int) -> Tensor:
+    """fp16 [blocks] d: odd multiples of it are near the scales that least squares give groups [groups, blocks]."""
+    scale = divided(dot, square)
+    largest = scale.amax(0)
+    best = torch.full_like(largest, torch.inf)
+    d = torch.zeros_like(largest, dtype=torch.float16)
+    for step in range(-12, 5):
+        first = by_number(largest, unit * (2 * top + 1 + 0.5 * step)).half()
+        sub = _odd_multiples(scale, first.float() * unit, top)
+        here = _solved_unit(dot, square, sub, unit)
+        difference = here.float() * unit * sub - scale
+        error = total(difference * difference * square)
+        d, best = torch.where(error < best, here, d), torch.minimum(error, best)
+    return d

@@ -1,0 +1,150 @@
+"""The entry of a codebook nearest to each of many vectors, exactly and the same on every device.
+
+What a vector's error grows by where a weight becomes this or that level is a table of integers, [levels, weights]. An
+entry is two halves; sums of a half's tables, for all combinations of its levels, are few, and an entry's error is the
+sum of two of them. With the combinations as last digits of the integers the least sum says which entry it is of. A GPU
+has the sums of all weights as a product with a matrix of zeros and ones, exact in fp32.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from quengine.kernels.block_formats import BlockFormat
+from quengine.kernels.codebooks import codebook
+from quengine.kernels.quantize.layout import divided, total
+
+_FARTHEST = 4
+"""Vectors beyond this multiple of the largest level count as there."""
+_COLUMNS = {"cpu": 1 << 12, "cuda": 1 << 17}
+"""Vectors at a time."""
+_ENTRIES = 64
+"""Entries at a time, on the CPU."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Entries whose weights have the same levels, in the order of their combinations.
+
+    levels         fp32 [levels, 1, 1]
+    first, second  int64 [entries]: the combination of levels of each half of an entry
+    number         int64 [combinations of an entry]: its number in the codebook
+    chosen         fp32 [levels * width, entries]: 1 where a weight of the entry has the level, else 0
+    """
+
+    levels: Tensor
+    first: Tensor
+    second: Tensor
+    number: Tensor
+    chosen: Tensor
+
+
+class Book:
+    """A format's codebook, `values` fp32 [width, entries]; that of IQ1 in two parts, an eighth added or taken away.
+
+    `top` is the largest value and `spread` the root mean square of all.
+    """
+
+    def __init__(self, fmt: BlockFormat, device: torch.device) -> None:
+        self.width = fmt.width
+        values, parts = _tables(fmt.book, fmt.table or ())
+        self.values = values.to(device)
+        self.top, self.spread = float(values.abs().max()), float(values.square().mean().sqrt())
+        self._parts = [_Part(*(each.to(device) for each in part)) for part in parts]
+        self.parts = len(parts)
+        self._half = len(parts[0][0]) ** (fmt.width // 2)
+        self._combinations = self._half**2
+        self._digits = self._combinations * self.parts
+        self._largest = (1 << 31) // self._digits - 1 - fmt.width
+
+    def nearest(self, ratio: Tensor, weights: Tensor, each_part: bool) -> Tensor:
+        """The entry with the least weighted squares of its distance to each vector: int64 [1, n].
+
+        ratio, weights  fp32 [width, n]
+        each_part       the nearest entry of each part: [parts, n]
+        """
+        step = _COLUMNS.get(ratio.device.type, 1 << 17)
+        pieces = zip(torch.split(ratio, step, 1), torch.split(weights, step, 1), strict=True)
+        return torch.cat([self._nearest(*piece, each_part) for piece in pieces], 1)
+
+    def _nearest(self, ratio: Tensor, weights: Tensor, each_part: bool) -> Tensor:
+        tables = self.tables(ratio, weights)
+        least = self.least_by_product if ratio.is_cuda else self.least_by_halves
+        found = [
+            least(place, table) + place * self._combinations for place, table in enumerate(tables.unbind(0))
+        ]
+        if not each_part:
+            found = [torch.stack(found).amin(0)]
+        numbers = torch.cat([part.number for part in self._parts])
+        return torch.stack([numbers[(each % self._digits).long()] for each in found])
+
+    def tables(self, ratio: Tensor, weights: Tensor) -> Tensor:
+        """What the error grows by where a weight has a level, whole numbers in fp32: [parts, levels, width, n]."""
+        ratio = ratio.clamp(-_FARTHEST * self.top, _FARTHEST * self.top)
+        costs = torch.stack([(part.levels - ratio).square_().mul_(weights) for part in self._parts])
+        costs -= costs.amin((0, 1))
+        return costs.mul_(
+            divided(torch.full_like(ratio[0], self._largest), total(costs.amax((0, 1))))
+        ).round_()
+
+    def least_by_halves(self, place: int, table: Tensor) -> Tensor:
+        """The least sum of an entry of a part times all combinations, plus its own: int32 [n].
+
+        table  whole numbers in fp32 [levels, width, n]
+        """
+        part, middle = self._parts[place], self.width // 2
+        whole = table.int().mul_(self._digits)
+        first, second = _sums(whole[:, :middle], self._half), _sums(whole[:, middle:], 1)
+        least = None
+        halves = torch.split(part.first, _ENTRIES), torch.split(part.second, _ENTRIES)
+        for one, other in zip(*halves, strict=True):
+            here = first.index_select(0, one).add_(second.index_select(0, other)).amin(0)
+            least = here if least is None else torch.minimum(least, here)
+        assert least is not None
+        return least
+
+    def least_by_product(self, place: int, table: Tensor) -> Tensor:
+        """As `least_by_halves`."""
+        part = self._parts[place]
+        least, entry = torch.min(table.flatten(0, 1).t() @ part.chosen, 1)
+        combination: Tensor = (part.first * self._half + part.second)[entry].int()
+        return combination.add_(least.int(), alpha=self._digits)
+
+    def numbers(self, index: Tensor) -> Tensor:
+        """The values of entries [n]: fp32 [width, n]."""
+        return self.values.index_select(1, index)
+
+
+def _sums(table: Tensor, unit: int) -> Tensor:
+    """Sums for all combinations of levels [levels, weights, n], plus unit times the combination's number: int32
+    [levels ** weights, n]."""
+    sums = table[:, 0]
+    for weight in table.unbind(1)[1:]:
+        sums = (sums.unsqueeze(1) + weight).flatten(0, 1)
+    numbers = torch.arange(len(sums), dtype=torch.int32, device=table.device) * unit
+    return sums + numbers.unsqueeze(1)
+
+
+@cache
+def _tables(name: str, table: tuple[int, ...]) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+    """Values of the entries, [width, entries], and the fields of the codebook's parts."""
+    values = torch.tensor(table, dtype=torch.float32)[codebook(name).int()]
+    parts, start = [], 0
+    for part in values.chunk(2 if name == "IQ1" else 1):
+        parts.append(_part(part, start))
+        start += len(part)
+    return values.t().contiguous(), parts
+
+
+def _part(values: Tensor, start: int) -> tuple[Tensor, ...]:
+    levels, places = torch.unique(values, return_inverse=True)
+    width = values.shape[1]
+    half = len(levels) ** (width // 2)
+    powers = len(levels) ** torch.arange(width).flip(0)
+    combinations, order = (places * powers).sum(1).sort()
+    number = torch.zeros(half * half, dtype=torch.int64)
+    number[combinations] = order + start
+    chosen = torch.nn.functional.one_hot(places[order], len(levels)).permute(2, 1, 0).flatten(0, 1).float()
+    return levels.view(-1, 1, 1), combinations // half, combinations % half, number, chosen.contiguous()
