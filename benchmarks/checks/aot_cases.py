@@ -263,7 +263,7 @@ def given_steps(spec: SyntheticModel) -> Iterator[Step]:
 
 def adapter_steps() -> Iterator[Step]:
     """What adapters add to projections of one row and of several, in each form that a matmul reads rows in."""
-    parts, width, count = (1024, 256, 256), 1024, 2
+    parts, width, count = (1024, 256, 256), 8192, 2
     a, b = empty(len(parts), count, RANKS_AT_ONCE, width), empty(sum(parts), count, RANKS_AT_ONCE)
     of_types = [
         CudaChanges.of(Changes(parts, a.to(dtype), b.to(dtype)), META)

@@ -22,8 +22,8 @@ CHOICES: list[dict[int, float] | None] = [{}, {0: 1.0}, {1: 1.5}, {0: 0.5, 1: -1
 
 
 class Files:
-    def __init__(self, folder: Path) -> None:
-        self.model = write_tiny(folder / "m.gguf", kind="F32", sizes=ModelSizes(context=256))
+    def __init__(self, folder: Path, kind: str = "F32", **sizes: int) -> None:
+        self.model = write_tiny(folder / "m.gguf", kind=kind, sizes=ModelSizes(context=256, **sizes))
         adapters = random_adapters(GGUFCheckpoint(self.model).tensors, STEMS, (4, 20))
         self.lora = [
             write_adapter(folder / f"{name}.gguf", "llama", adapters, number, alpha)
@@ -31,7 +31,8 @@ class Files:
         ]
 
     def load(self, **options: Any) -> LLM:
-        return LLM(self.model, device="cpu", threads=1, lora=[self.lora[0], f"{self.lora[1]}:0.5"], **options)
+        options = {"device": "cpu", "threads": 1, **options}
+        return LLM(self.model, lora=[self.lora[0], f"{self.lora[1]}:0.5"], **options)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,22 @@ def test_a_batch_of_different_adapters_is_each_alone(llm: LLM) -> None:
         (0, "first", 1.0),
         (1, "second", 0.5),
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_steps_of_different_adapters_on_a_gpu(tmp_path: Path) -> None:
+    """Each sequence of a batch as alone, bit by bit, and near the definition."""
+    sizes = {"embedding": 256, "feed_forward": 512, "heads": 4, "kv_heads": 2, "head_dim": 64}
+    files = Files(tmp_path, "Q8_0", **sizes)
+    with files.load(device="cuda", parallel=len(CHOICES), ctx_size=256, deterministic=True) as llm:
+        together = llm.generate([PROMPT] * len(CHOICES), [greedy(lora) for lora in CHOICES])
+        alone = [llm.generate([PROMPT], greedy(lora))[0] for lora in CHOICES]
+        assert [each.tokens for each in together] == [each.tokens for each in alone]
+    with files.load(device="cuda") as llm, files.load(backend="reference") as definition:
+        for decode in (False, True):
+            ours, wanted = (each.logits(PROMPT[:11], decode=decode).double() for each in (llm, definition))
+            assert (ours - wanted).norm() < 2e-2 * wanted.norm()
 
 
 def test_blocks_are_shared_only_under_the_same_scales(files: Files) -> None:

@@ -87,6 +87,11 @@ class Rig:
         batch = decode_batch([9, 8, 7], [len(ids) for ids in IDS], self.tables, torch.device("cpu"))
         return self.decoder.forward(with_adapters(batch, scales), self.cache.layers)
 
+    def next_token(self, scales: list[float]) -> Tensor:
+        """Of the first sequence alone, whose next token is cached already."""
+        batch = decode_batch([9], [len(IDS[0])], self.tables[:1], torch.device("cpu"))
+        return self.decoder.forward(with_adapters(batch, [scales]), self.cache.layers)
+
     def wanted(self, number: int, scales: list[float]) -> tuple[Tensor, Tensor]:
         """Logits after the prompt of a sequence and after its next token, with its adapters merged, in float64."""
         tensors = merged(self.checkpoint.tensors, self.adapters, scales)
@@ -124,6 +129,9 @@ def test_sequences_with_different_adapters_in_one_step(folder: Path, case: str, 
     rig = Rig(path, stems, kind)
     assert not rig.backend.untaken
     prompts, steps = rig.prompts(SCALES).double(), rig.next_tokens(SCALES).double()
+    if not any(group.is_state for group in rig.config.cache_groups):
+        first = rig.next_token(SCALES[0]).double()
+        assert error(first[0], rig.wanted(0, SCALES[0])[1]) < MOST_ERROR[kind]
     apart = 0.0
     for number, scales in enumerate(SCALES):
         after, then = rig.wanted(number, scales)

@@ -8,6 +8,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import OperandLayout, ScaledProduct
 from quengine.kernels.cuda.gemm.matmul import paired_matmul
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.glu import glu_rows
+from quengine.kernels.cuda.layer_inputs import input_glu_quantize
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
 from quengine.kernels.cuda.pointwise import pointwise, pointwise_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
@@ -60,7 +61,9 @@ class AdaptedCuda(Adapted, CudaBackend):
     def stream(self, residual: Residual) -> Tensor:
         return stream_of(residual)
 
-    def glu_of(self, _batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor:
+    def glu_of(self, _batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor | QuantizedActivations:
+        if self._takes_q_dot(len(y)):
+            return input_glu_quantize(y[:, : y.shape[1] // 2], y, 1, activation, self.pdl)
         return glu_rows(y, activation, self.pdl)
 
     def pointwise_of(

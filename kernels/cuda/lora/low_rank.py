@@ -31,7 +31,7 @@ _OUTPUTS = 64
 """Columns of y of a program of `from_rank`."""
 _MANY_ROWS = 64
 """Steps of more rows have programs of more rows."""
-_MOST_SPLITS = 16
+_MOST_SPLITS = 32
 _FIXED_SPLITS = 4
 """Splits where a row's bits are not to depend on the number of rows."""
 

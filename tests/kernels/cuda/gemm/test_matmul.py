@@ -16,7 +16,7 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
     to_fp16_operand,
     to_wgmma_layout,
 )
-from quengine.kernels.cuda.gemm.matmul import matmul, matmul_glu, matmul_norm
+from quengine.kernels.cuda.gemm.matmul import matmul, matmul_glu, matmul_norm, paired_matmul
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.launch.gpu import is_hopper
 from quengine.kernels.cuda.rms_norm import rms_norm_fp16
@@ -616,3 +616,15 @@ def test_buffers_of_few_rows_stay_where_more_of_a_wider_layer_come_later() -> No
     room.product(512, 256)
     assert room.rooms_left == before + 1
     assert room.nbytes == 4 * (128 * 64 + 128 * 256 + 512 * 256)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_gate_and_up_apart_take_some_tiles_at_a_time(device: torch.device, rows: int) -> None:
+    gate, up = (ordinary_weight("Q4_K", 40, 512, seed) for seed in (1, 2))
+    weight = pack([gate, up], device, paired=True)
+    assert weight.paired
+    x = ordinary_activations(rows, 512)
+    operand = to_fp16_operand(x.to(device))
+    y = paired_matmul(operand, weight, MatmulWorkspace(32 * 512, device))
+    exact = torch.cat([x.double() @ dequantize(w.format, w.data).double().T for w in (gate, up)], 1)
+    assert nmse(y.cpu(), exact) < 1e-6
