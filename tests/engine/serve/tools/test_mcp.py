@@ -44,7 +44,7 @@ def stdio(**more: Any) -> dict[str, Any]:
 
 
 def raw(code: str) -> dict[str, Any]:
-    """A server of a few lines, which answer the message `asked` with `say`. Methods that do not belong to tools it refuses."""
+    """A server of a few lines, which answer the message `asked` with `say`; other methods than of tools it refuses."""
     head = (
         "import json, sys, time\n"
         "def say(id, **what): print(json.dumps({'jsonrpc': '2.0', 'id': id, **what}), flush=True)\n"
