@@ -83,7 +83,7 @@ def quantize(
 ) -> None:
     """Quantize a GGUF file, with llama-quantize's mixes and rules; metadata stay.
 
-    OUT appears when it is complete. Types of three bits and fewer need an imatrix (engine imatrix).
+    OUT appears when it is complete. IQ1, IQ2 and IQ3_XXS need an imatrix (engine imatrix).
     """
     from quengine.cli.loading import chosen_device
     from quengine.cli.terminal import write_line
