@@ -1,7 +1,7 @@
 """The LoRA adapters of a loaded model, and how strongly a request applies each."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from struct import pack
 from typing import NamedTuple, TypeAlias
@@ -11,7 +11,7 @@ from quengine.errors import EngineError
 Scales: TypeAlias = tuple[float, ...]
 """Of each adapter of a model, by its number."""
 
-_SALT_BITS = 30
+_SIGN = -(1 << 63)
 
 
 class LoadedAdapter(NamedTuple):
@@ -33,7 +33,6 @@ class AdapterScales:
 
     adapters: tuple[LoadedAdapter, ...] = ()
     always: bool = False
-    _salts: dict[Scales, int] = field(default_factory=dict, compare=False)
 
     def of(self, lora: Mapping[int, float] | None) -> Scales | None:
         """The scales of a request: None where its rows need no adapter.
@@ -58,24 +57,15 @@ class AdapterScales:
             return "the model was loaded without any (--lora)"
         return "there are " + ", ".join(f"{adapter.id} ({adapter.name})" for adapter in self.adapters)
 
-    def salt(self, scales: Scales | None) -> int:
-        """What tells the keys and values of these scales from those of others in the keys of blocks; 0: no adapter."""
-        if scales is None or not any(scales):
-            return 0
-        if scales not in self._salts:
-            digest = sha256(pack(f"<{len(scales)}d", *scales)).digest()
-            self._salts[scales] = int.from_bytes(digest[:4], "little") >> (32 - _SALT_BITS) or 1
-        return self._salts[scales]
-
 
 NO_ADAPTERS = AdapterScales()
 
 
-def salted(ids: list[int], salt: int) -> list[int]:
-    """Ids that identify the contents of blocks, int64, told apart by `salt`."""
-    return ids if not salt else [token ^ (salt << 32) for token in ids]
-
-
-def is_salted(ids: list[int]) -> bool:
-    """Whether ids are those of `salted`, of a text with tokens."""
-    return any(token >> 32 for token in ids if token >= 0)
+def keyed(ids: list[int], scales: Scales | None) -> list[int]:
+    """Ids that identify the contents of blocks, int64, with an id below 0 in place of the first: 63 bits of the SHA-256
+    of it and the scales. A block's key has that of all blocks before it, so the first id tells every block apart. Where
+    the scales are 0 or None the ids stay."""
+    if scales is None or not any(scales) or not ids:
+        return ids
+    digest = sha256(pack(f"<{len(scales)}dq", *scales, ids[0])).digest()
+    return [int.from_bytes(digest[:8], "little", signed=True) | _SIGN, *ids[1:]]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from quengine.context.context_shift import ContextShift
 from quengine.kernels import compile_clock
 from quengine.platform.ranges import ProfilerRange
-from quengine.request.adapter_scales import Scales, salted
+from quengine.request.adapter_scales import Scales, keyed
 from quengine.request.output import Completion, Timings, with_texts
 from quengine.request.pooling import Pool
 from quengine.request.prompt_images import PromptImages
@@ -64,7 +64,6 @@ class Sequence:
         compiled: `compile_clock` at its start, its first token and its last.
         images: of the prompt, whose rows are given as embeddings; None: there are none.
         adapters: the scales of the model's LoRA adapters for its rows; None: it has none.
-        adapter_salt: `AdapterScales.salt` of them.
         num_prefill_tokens: tokens that were not generated token by token: the prompt, or what the last shift has left.
     """
 
@@ -107,7 +106,6 @@ class Sequence:
     discarded_tokens: int = 0
     images: PromptImages | None = None
     adapters: Scales | None = None
-    adapter_salt: int = 0
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
@@ -116,7 +114,7 @@ class Sequence:
     def key_ids(self) -> list[int]:
         """What identifies the contents of its blocks: its tokens, but for the rows of images, and its adapters."""
         ids = self.token_ids if self.images is None else self.images.keyed(self.token_ids)
-        return salted(ids, self.adapter_salt)
+        return keyed(ids, self.adapters)
 
     @property
     def max_positions(self) -> int:

@@ -66,15 +66,13 @@ class SequenceFactory:
         top = params.prompt_logprobs
         if top is not None and images is not None:
             raise EngineError("prompt_logprobs: a prompt with images has no log-probabilities")
-        scales = self.adapters.of(params.lora)
         return Sequence(
             *(ids, params, sampler, stream, end_ids, self.ctx_size),
             shift=shift,
             images=images,
             scores=None if top is None else PromptScores(ids, top),
             opening=self._opening(ids) if self._keeps_states else 0,
-            adapters=scales,
-            adapter_salt=self.adapters.salt(scales),
+            adapters=self.adapters.of(params.lora),
         )
 
     @cached_property

@@ -41,6 +41,7 @@ class FakeSequence:
     context_full: bool = False
     scores: PromptScores | None = None
     images: None = None
+    adapters: None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)

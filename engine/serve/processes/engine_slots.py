@@ -12,7 +12,6 @@ from quengine.context.prefix_file import PrefixFiles
 from quengine.context.saved_prefix import SavedPrefix, erase_prefix, restore_prefix, save_prefix
 from quengine.errors import EngineError
 from quengine.llm import LLM
-from quengine.request.adapter_scales import is_salted
 from quengine.request.sequence import Sequence
 from quengine.serve.processes.shared_engine import Event, SlotAction, SlotDone, failed
 
@@ -28,6 +27,7 @@ class EngineSlots:
         self._files = PrefixFiles(llm.loaded, llm.config.cache_type, llm.config.deterministic)
         self._running: dict[Sequence, int] = {}
         self._held: dict[int, list[int]] = {}
+        self._adapted = set[int]()  # slots whose keys and values adapters computed
         self._thread = ThreadPoolExecutor(1, "slots")
         self._jobs: dict[Future[tuple[SavedPrefix, int]], tuple[SlotAction, float]] = {}
         self._events: list[Event] = []
@@ -38,7 +38,10 @@ class EngineSlots:
 
     def ended(self, sequence: Sequence) -> None:
         """Note what the sequence leaves in its slot."""
-        self._held[self._running.pop(sequence)] = sequence.key_ids[: sequence.num_cached_tokens]
+        slot = self._running.pop(sequence)
+        self._held[slot] = sequence.key_ids[: sequence.num_cached_tokens]
+        adapted = any(sequence.adapters or ())
+        (self._adapted.add if adapted else self._adapted.discard)(slot)
 
     def begin(self, action: SlotAction) -> None:
         """Start an action; what comes of it is an event of a later `finished`.
@@ -57,7 +60,7 @@ class EngineSlots:
             self._events.append(SlotDone(action.id, count))
         elif action.action == "save":
             held = self._held.get(action.slot, [])
-            if is_salted(held):
+            if held and action.slot in self._adapted:
                 raise EngineError(
                     f"slot {action.slot}: its keys and values are those of LoRA adapters, which a file does not name; "
                     "only those of the model alone are saved"
@@ -89,6 +92,7 @@ class EngineSlots:
             if restores:
                 restore_prefix(self._llm.scheduler, self._llm.model_config, saved)
                 self._held[action.slot] = saved.token_ids
+                self._adapted.discard(action.slot)
         except EngineError as error:
             done = "restored from" if restores else "saved as"
             message = f"slot {action.slot} cannot be {done} {Path(action.path).name!r}: {error}"
