@@ -314,6 +314,8 @@ class EngineConfig:
             raise EngineError(f"cache type {self.cache_type!r}: must be {' or '.join(CACHE_TYPES)}")
         check_ranges(self, "{name} {value}")
         given = (self.lora,) if isinstance(self.lora, str | Path) else self.lora
+        if not isinstance(given, list | tuple) or not all(isinstance(each, str | Path) for each in given):
+            raise EngineError(f"lora {given!r}: must be files or folders, each as 'FILE' or 'FILE:SCALE'")
         object.__setattr__(self, "lora", tuple(map(str, given)))
         if self.no_mmproj and self.mmproj is not None:
             raise EngineError(f"mmproj {self.mmproj}: no_mmproj leaves images out; give one of them")

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_RANK = 1 << 13
+MOST_SCALE = 1e9
+"""Of an adapter, and of alpha / r: products of both are far within fp32."""
 
 
 class LowRank(NamedTuple):

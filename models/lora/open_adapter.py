@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from math import isfinite
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
 from quengine.models.gguf.file import open_gguf
-from quengine.models.lora.adapter import Adapter, LowRank
+from quengine.models.lora.adapter import MOST_SCALE, Adapter, LowRank
 from quengine.models.lora.gguf_adapter import check_adapter, read_changes
 from quengine.models.lora.peft import CONFIG, PeftAdapter, in_tiled_order, is_peft
 from quengine.models.tensor_table import holder_of, joined_specs, tensor_specs
@@ -22,12 +21,14 @@ def parse_lora(text: str) -> tuple[Path, float]:
     A path that is there as it stands has no scale.
     """
     path, colon, scale = text.rpartition(":")
-    if not colon or Path(text).exists():
+    if text and (not colon or Path(text).exists()):
         return Path(text), 1.0
     with suppress(ValueError):
-        if isfinite(factor := float(scale)):
+        if path and abs(factor := float(scale)) <= MOST_SCALE:
             return Path(path), factor
-    raise EngineError(f"--lora {text}: must be FILE or FILE:SCALE, as adapter.gguf:0.5, not {scale}")
+    raise EngineError(
+        f"--lora {text!r}: must be FILE or FILE:SCALE, as adapter.gguf:0.5, a scale from -1e9 to 1e9"
+    )
 
 
 def open_adapter(path: Path, config: ModelConfig) -> Adapter:
@@ -35,7 +36,8 @@ def open_adapter(path: Path, config: ModelConfig) -> Adapter:
 
     Raises:
         EngineError: there is none, it is of another model, or has something that is not computed: activated LoRA, DoRA,
-            trained biases, whole matrices, tensors that the model has not, shapes that do not fit.
+            trained biases, whole matrices, tensors that the model has not, shapes that do not fit, a scale that is
+            not finite.
     """
     tiled = config.gated_delta is not None and config.gated_delta.tiled
     if is_peft(path):
@@ -48,6 +50,11 @@ def open_adapter(path: Path, config: ModelConfig) -> Adapter:
             changes = read_changes(file, check_adapter(file, config))
         if not tiled:
             changes = {each: in_tiled_order(config, each, c, back=True) for each, c in changes.items()}
+    for each, change in changes.items():
+        if not abs(change.scale) <= MOST_SCALE:
+            raise EngineError(
+                f"{path}: {each}: a scale (alpha / r) of {change.scale:g} is not from -1e9 to 1e9"
+            )
     if not changes:
         raise EngineError(f"{path}: an adapter that changes nothing: it has no tensors")
     return Adapter(name, path, _of_declared(config, changes))

@@ -151,7 +151,16 @@ def test_what_is_not_computed_is_refused_by_name(files: Files, tmp_path: Path) -
     path = write_adapter(tmp_path / "e.gguf", "llama", type(embedding)(1, flipped), 0, 4.0)
     with pytest.raises(EngineError, match=r"e.gguf: token_embd.weight: a change of this tensor is not"):
         LLM(files.model, device="cpu", threads=1, lora=[path])
+    nan = write_adapter(
+        tmp_path / "nan.gguf", "llama", random_adapters(tensors, ("attn_q",), (4,)), 0, np.nan
+    )
+    with pytest.raises(
+        EngineError, match=r"nan.gguf: .*weight: a scale \(alpha / r\) of nan is not from -1e9"
+    ):
+        LLM(files.model, device="cpu", threads=1, lora=[nan])
     with pytest.raises(EngineError, match=r"of a model that 2 devices share are not implemented"):
         LLM(files.model, device="cpu", threads=2, tensor_parallel=2, lora=files.lora)
     with pytest.raises(EngineError, match="must be FILE or FILE:SCALE"):
         LLM(files.model, device="cpu", threads=1, lora=f"{files.lora[0]}:x")
+    with pytest.raises(EngineError, match=r"lora 5: must be files or folders, each as 'FILE' or"):
+        LLM(files.model, device="cpu", threads=1, lora=5)

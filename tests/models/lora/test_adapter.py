@@ -145,10 +145,9 @@ def test_a_path_may_end_in_a_scale(tmp_path: Path) -> None:
     assert parse_lora("a.gguf") == (Path("a.gguf"), 1.0)
     assert parse_lora("a.gguf:-0.5") == (Path("a.gguf"), -0.5)
     assert parse_lora(f"{tmp_path}/a:2") == (tmp_path / "a:2", 1.0)
-    with pytest.raises(EngineError, match=r"--lora a:b: must be FILE or FILE:SCALE"):
-        parse_lora("a:b")
-    with pytest.raises(EngineError, match=r"--lora a:inf: .* inf"):
-        parse_lora("a:inf")
+    for wrong in ("a:b", "a:inf", "a:nan", "a:1e10", "a:", ":1", ""):
+        with pytest.raises(EngineError, match=rf"--lora '{wrong}': must be FILE or FILE:SCALE, .* to 1e9"):
+            parse_lora(wrong)
 
 
 KEYS: list[tuple[dict[str, Any], str]] = [
@@ -161,6 +160,7 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: 'pissa_niter_4' changes the base model too"),
     ({"r": 8}, "rank 4, and adapter_config.json gives 8"),
     ({"lora_alpha": "large"}, "lora_alpha: 'large' is not a number"),
+    ({"lora_alpha": 1e300}, r"weight: a scale \(alpha / r\) of 2.5e\+299 is not from -1e9 to 1e9"),
 ]
 
 
