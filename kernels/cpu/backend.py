@@ -69,7 +69,7 @@ class CpuBackend(PlainRows):
         return CpuWeight((part.first_rows(rows),))
 
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> CpuWeight:
-        return self.weight([gate, up])
+        return CpuWeight((gate, up))
 
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return torch.cat([dequantize(part.format, part.data).flatten() for part in parts])
@@ -80,7 +80,7 @@ class CpuBackend(PlainRows):
         return place_embeddings(rows, batch.embeds)
 
     def row_table(self, table: QuantTensor) -> CpuWeight:
-        return self.weight([table])
+        return CpuWeight((table,))
 
     def layer_inputs(
         self, batch: ForwardBatch, projected: Tensor, norm: RMSNorm, table: CpuWeight, scale: float

@@ -134,7 +134,6 @@ class Adapted:
             given = self.adapters.changes.get(name, [None] * self.adapters.count)
             found.append([None if change is None else change.of_rows(taken[name], rows) for change in given])
             taken[name] += rows
-        base = _base(base)  # the CPU's loads gate and up by `weight`
         if all(change is None for of_part in found for change in of_part):
             return base
         return AdaptedWeight(base, self.placed(stacked(found, [rows for _, rows in held], parts[0].cols)))

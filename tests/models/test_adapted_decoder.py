@@ -114,6 +114,13 @@ def test_what_layers_get_of_tokens_beside_the_stream(tmp_path: Path, kind: str) 
         assert error(prompts[number], rig.wanted(number, scales)[0]) < MOST_ERROR[kind]
 
 
+@pytest.mark.parametrize("kind", ["reference", "cpu", "cuda"])
+def test_a_table_of_rows_is_no_matrix_that_adapters_change(tmp_path: Path, kind: str) -> None:
+    path = write_synthetic(tmp_path / "m.gguf", "gemma-4-e-tiny")
+    rig = Rig(path, ("attn_q", "per_layer_token_embd"), kind)
+    assert rig.backend.untaken == {"per_layer_token_embd.weight"}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("adapted")
