@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
-from quengine.kernels.lora.low_rank import Adapters, LowRank
+from quengine.kernels.lora.low_rank import Adapters, LowRank, padded_rank
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.lora.adapter import Adapter
 from quengine.models.lora.open_adapter import open_adapter, parse_lora
@@ -25,13 +25,19 @@ class OpenAdapters:
     files: tuple[Adapter, ...] = ()
 
     def nbytes(self, chunk: int) -> int:
-        """Bytes of memory that they take, with the products of a chunk of `chunk` tokens of a prompt: of gate and up,
-        and their activation, which are then not computed at once."""
-        changes = {} if self.weights is None else self.weights.changes
-        held = [c for each in changes.values() for c in each if c is not None]
-        of_layers = (c for name, each in changes.items() for c in each if c is not None and "blk." in name)
-        widest = max((len(c.b) for c in of_layers), default=0)
-        return sum(4 * (c.a.numel() + c.b.numel()) for c in held) + 3 * 4 * chunk * widest
+        """Bytes of memory that they take in fp32, each with the rank of the largest that changes the same matrix, and
+        the products of a chunk of `chunk` tokens of a prompt: A x of query, key and value, and gate and up with their
+        activation, which are then not computed at once."""
+        if self.weights is None:
+            return 0
+        held = ranks = widest = 0
+        for name, each in self.weights.changes.items():
+            rank = padded_rank(each) * len(each)
+            rows, cols = next((len(c.b), c.a.shape[1]) for c in each if c is not None)
+            held += rank * (rows + cols)
+            ranks = max(ranks, rank)
+            widest = max(widest, rows if "blk." in name else 0)
+        return 4 * (held + 3 * chunk * (widest + ranks))
 
     @property
     def notes(self) -> list[str]:

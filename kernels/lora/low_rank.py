@@ -5,8 +5,9 @@ step has scales s_m of its own. W is not changed. Source: Hu et al. 2021, "LoRA:
 Models".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -63,10 +64,15 @@ class Changes:
         return Changes(self.parts, self.a.to(device, dtype), self.b.to(device, dtype))
 
 
+def padded_rank(changes: Iterable[LowRank | None]) -> int:
+    """The rank R of `Changes` of these."""
+    most = max(len(change.a) for change in changes if change is not None)
+    return -(-most // RANKS_AT_ONCE) * RANKS_AT_ONCE
+
+
 def stacked(changes: Sequence[Sequence[LowRank | None]], rows: Sequence[int], cols: int) -> Changes:
     """The changes [P][M] of matrices [rows_p, cols], fp32. Raises ValueError where one does not fit its matrix."""
-    found = [change for of_part in changes for change in of_part if change is not None]
-    rank = -(-max(len(change.a) for change in found) // RANKS_AT_ONCE) * RANKS_AT_ONCE
+    rank = padded_rank(chain.from_iterable(changes))
     count = len(changes[0])
     a = torch.zeros(len(rows), count, rank, cols)
     b = torch.zeros(sum(rows), count, rank)

@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from quengine import LLM, SamplingParams
+from quengine.config import EngineConfig
 from quengine.errors import EngineError
+from quengine.kernels.cpu.lora import AdaptedCpu
+from quengine.kernels.lora.low_rank import Changes
+from quengine.loading.open_adapters import open_adapters
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from tests.gguf_builder import ModelSizes
 from tests.llama_cpp_logits import LlamaCpp
@@ -100,6 +104,23 @@ def test_blocks_are_shared_only_under_the_same_scales(files: Files) -> None:
     assert [each.tokens for each in again] == [each.tokens for each in fresh]
     with LLM(files.model, device="cpu", threads=1) as plain:
         assert plain.generate([PROMPT], greedy(None))[0].tokens == fresh[0].tokens
+
+
+def test_memory_is_planned_for_padded_ranks(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = list[int]()
+
+    def noted(_backend: AdaptedCpu, changes: Changes) -> Changes:
+        placed.append(changes.nbytes)
+        return changes
+
+    monkeypatch.setattr(AdaptedCpu, "placed", noted)
+    with files.load() as llm:
+        assert len(llm.adapters) == 2
+    checkpoint = GGUFCheckpoint(files.model)
+    opened = open_adapters(EngineConfig(lora=tuple(map(str, files.lora))), checkpoint)
+    assert opened.nbytes(0) == sum(placed) > sum(path.stat().st_size for path in files.lora)
+    widest = max(checkpoint.tensors[f"blk.0.{stem}.weight"].rows for stem in STEMS[:-1])
+    assert opened.nbytes(8) - opened.nbytes(0) == 4 * 3 * 8 * (widest + 2 * 32)
 
 
 def test_drafts_are_of_the_adapted_model(files: Files) -> None:
