@@ -467,6 +467,7 @@ def _cuda_runner(
         pending=draft_tokens(config, "cuda") if drafts else PENDING,
         slots=rows if drafts else config.parallel,
         takes_embeds=takes_images,
+        adapted=not drafts,  # a layer that drafts is on the backend of the model
     )
     communicator = decoder.backend.communicator
     if isinstance(communicator, CudaCommunicator):

@@ -74,6 +74,7 @@ class CudaGraphs:
         capture: `graph_capture.capture_step`.
         slots: most sequences that run at once; None: one for each row.
         takes_embeds: whether rows of captured prefill steps may be given as embeddings.
+        adapted: whether rows may have the LoRA adapters of the backend's weights.
 
     `drafted`: `history` of the graphs of a model that drafts for this one, set before a step is captured; None: the
     host gives all drafts.
@@ -92,6 +93,7 @@ class CudaGraphs:
         capture: Callable[[Callable[[], Tensor], Callable[[], Tensor], Any], CapturedStep] = capture_step,
         slots: int | None = None,
         takes_embeds: bool = False,
+        adapted: bool = True,
     ) -> None:
         assert isinstance(decoder.backend, CudaBackend)
         device = decoder.backend.device
@@ -101,7 +103,7 @@ class CudaGraphs:
         slots = self.rows if slots is None else slots
         turns = takes_embeds and bool(decoder.config.rope_axes)
         backend = decoder.backend
-        self.adapters = backend.adapter_count if isinstance(backend, Adapted) else 0
+        self.adapters = backend.adapter_count if adapted and isinstance(backend, Adapted) else 0
         self.inputs = DecodeInputs(
             self.rows, slots, blocks_for(cache.ctx_size), len(cache.pools), device, turns, self.adapters
         )

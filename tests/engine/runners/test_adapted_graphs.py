@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from quengine.block_pool import CachePool
+from quengine.config import EngineConfig
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.lora.backend import AdaptedCuda
 from quengine.kernels.sampling import sample
 from quengine.kv_cache import KVCache
+from quengine.loading.machine import _cuda_runner
 from quengine.model_runner import ModelRunner
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
@@ -89,6 +91,14 @@ def test_prompts_with_different_adapters_in_one_captured_step(runner: ModelRunne
     without = [part._replace(adapters=None) for part in chunks()]
     plain = runner.forward("prefill", without)
     assert torch.equal(plain[1], expected[1]) and not torch.equal(plain[0], expected[0])
+
+
+def test_a_layer_that_drafts_has_no_captured_steps_with_adapters(runner: ModelRunner) -> None:
+    config, given = EngineConfig(lora=("a.gguf",)), (runner.decoder, runner.cache)
+    for drafts in (False, True):
+        made = _cuda_runner(config, *given, drafts=drafts, takes_images=False).graphs
+        assert isinstance(made, CudaGraphs)
+        assert {key.adapted for key in made.keys} == ({False} if drafts else {False, True})
 
 
 @pytest.mark.cuda_kernel
