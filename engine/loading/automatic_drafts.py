@@ -58,7 +58,9 @@ def _why_not(
         return "experts are in host memory"
     if takes_images and shape.rope_axes:
         return "rows of images have three positions"
-    if not may_draft_on_device(config) or not states_can_wait(shape):
+    if not may_draft_on_device(config):
+        return "the model has LoRA adapters" if config.lora else "steps are to be deterministic"
+    if not states_can_wait(shape):
         return "states of the model do not wait for what is accepted"
     return None
 

@@ -59,6 +59,7 @@ def test_a_layer_that_is_there_drafts_on_a_cuda_device(
         ("qwen3.5-mtp-tiny", {"draft_ngram": 3}, "cuda", False),
         ("qwen3.5-mtp-tiny", {"draft_model": "m.gguf"}, "cuda", False),
         ("qwen3.5-mtp-tiny", {"deterministic": True}, "cuda", False),
+        ("qwen3.5-mtp-tiny", {"lora": ("a.gguf",)}, "cuda", False),
         ("qwen3.5-mtp-tiny", {"tensor_parallel": 2}, "cuda", False),
         ("qwen3.5-mtp-tiny", {"tensor_parallel": 2, "split": "layer"}, "cuda", False),
         ("qwen3.5moe-mtp-tiny", {"n_cpu_moe": 1}, "cuda", False),
@@ -74,6 +75,20 @@ def test_nothing_drafts_where_its_steps_cannot_or_others_do(
     if "draft_mtp" not in options:
         with pytest.raises(EngineError, match=r"draft_vocab 64: .* does not here: .*\(--draft-mtp\)"):
             settle_drafts(replace(given, draft_vocab=64), models(preset), torch.device(device), images)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"deterministic": True}, "steps are to be deterministic"),
+        ({"lora": ("a",)}, "the model has LoRA adapters"),
+    ],
+)
+def test_the_reason_names_the_option(
+    models: Callable[[str], Checkpoint], options: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(EngineError, match=f"by default it does not here: {why}; request"):
+        settle_drafts(EngineConfig(draft_vocab=64, **options), models("qwen3.5-mtp-tiny"), CUDA, False)
 
 
 def test_images_with_three_axes_leave_drafts_out(models: Callable[[str], Checkpoint]) -> None:
