@@ -10,6 +10,9 @@ from torch import Tensor
 
 from quengine.block_pool import CachePool
 from quengine.kernels.cpu.lora import AdaptedCpu
+from quengine.kernels.cuda.gemm import workspace
+from quengine.kernels.cuda.gemm.matmul import paired_matmul
+from quengine.kernels.cuda.lora import backend as lora_backend
 from quengine.kernels.cuda.lora.backend import AdaptedCuda
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.lora.low_rank import Adapters
@@ -119,6 +122,32 @@ def test_a_table_of_rows_is_no_matrix_that_adapters_change(tmp_path: Path, kind:
     path = write_synthetic(tmp_path / "m.gguf", "gemma-4-e-tiny")
     rig = Rig(path, ("attn_q", "per_layer_token_embd"), kind)
     assert rig.backend.untaken == {"per_layer_token_embd.weight"}
+
+
+@pytest.mark.cuda_kernel
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the limit is one of the interpreter's backend here")
+def test_last_rows_of_a_prompt_for_cublas_are_few_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer's feed-forward reads the last row of each of several prompts, which together have more rows than
+    a fused matmul takes."""
+    monkeypatch.setattr(workspace, "fused_limit", lambda _hopper: 8)
+    apart = list[int]()
+
+    def noted(x: Any, *rest: Any) -> Tensor:
+        apart.append(x.rows)
+        return paired_matmul(x, *rest)
+
+    monkeypatch.setattr(lora_backend, "paired_matmul", noted)
+    path = write_tiny(tmp_path / "m.gguf", kind="Q8_0")
+    rig = Rig(path, ("ffn_gate", "ffn_up"), "cuda")
+    last, every = rig.prompts(SCALES).double(), rig.prompts(SCALES, all_logits=True).double()
+    assert apart == [15] * (2 * rig.config.block_count - 1)  # the last layer of the first step has 3
+    ends = torch.tensor([len(ids) for ids in IDS]).cumsum(0) - 1
+    assert sum(map(len, IDS)) > 8 >= len(IDS)
+    assert error(last, every[ends]) < 1e-2
+    for number, scales in enumerate(SCALES):
+        assert error(last[number], rig.wanted(number, scales)[0]) < MOST_ERROR["cuda"]
 
 
 @pytest.fixture(scope="module")

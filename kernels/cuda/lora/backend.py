@@ -4,7 +4,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import Branch
 from quengine.kernels.cuda.backend import CudaBackend, Residual, Rows, begun_norm, stream_of
-from quengine.kernels.cuda.gemm.fp16_operand import OperandLayout, ScaledProduct
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct
 from quengine.kernels.cuda.gemm.matmul import paired_matmul
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.glu import glu_rows
@@ -43,7 +43,8 @@ class AdaptedCuda(Adapted, CudaBackend):
     ) -> Tensor:
         if isinstance(x, QuantizedActivations):
             return self._matmul(batch, x, weight, None if bias is None else bias.view(1, -1))
-        if weight.paired and self._room().layout(len(batch)) is OperandLayout.ROW_MAJOR:
+        rows = x.rows if isinstance(x, Fp16Operand) else len(x)
+        if weight.paired and self._room().layout(rows) is OperandLayout.ROW_MAJOR:
             assert bias is None, "gates have no biases"
             return paired_matmul(x, weight, self._room(), self.pdl)
         return self._matmul(batch, x, weight, bias)
