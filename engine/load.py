@@ -63,7 +63,7 @@ class LoadedModel:
     vision: makes images rows of prompts, from the file or folder `projector`; None: the model reads text.
     kept_images: bytes of the device's memory for encoded images.
     config: the options, with what was chosen for drafts.
-    adapters: the LoRA adapters, and how requests apply them.
+    adapters: the LoRA adapters, and how requests apply them. adapter_bytes: their memory, at most.
     """
 
     path: Path
@@ -83,6 +83,7 @@ class LoadedModel:
     kept_images: int = 0
     config: EngineConfig = field(default_factory=EngineConfig)
     adapters: AdapterScales = NO_ADAPTERS
+    adapter_bytes: int = 0
 
     @property
     def decoder(self) -> Decoder:
@@ -94,10 +95,11 @@ class LoadedModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of weights and caches, the draft model's included."""
+        """Bytes of weights, adapters and caches, the draft model's included."""
         drafts = 0 if self.draft is None else self.draft.cache_bytes
         files = (self.checkpoint, self.draft_checkpoint)
-        return sum(file.nbytes for file in files if file is not None) + self.cache.nbytes + drafts
+        weights = sum(file.nbytes for file in files if file is not None) + self.adapter_bytes
+        return weights + self.cache.nbytes + drafts
 
     def close(self) -> None:
         """Ends the other ranks, gives up what was captured, and unmaps the files."""
@@ -173,7 +175,7 @@ def load_model(
     return LoadedModel(
         *(path, checkpoint, tokenizer.result(), runner, device, threads, load_s, notes, experts),
         *(drafts, draft, runner.ranks, vision, None if vision is None else projector_path(config, path)),
-        *(kept_images, config, adapters.scales),
+        *(kept_images, config, adapters.scales, adapters.nbytes(0)),
     )
 
 

@@ -116,6 +116,7 @@ def test_memory_is_planned_for_padded_ranks(files: Files, monkeypatch: pytest.Mo
     monkeypatch.setattr(AdaptedCpu, "placed", noted)
     with files.load() as llm:
         assert len(llm.adapters) == 2
+        assert llm.loaded.nbytes == llm.loaded.checkpoint.nbytes + llm.loaded.cache.nbytes + sum(placed)
     checkpoint = GGUFCheckpoint(files.model)
     opened = open_adapters(EngineConfig(lora=tuple(map(str, files.lora))), checkpoint)
     assert opened.nbytes(0) == sum(placed) > sum(path.stat().st_size for path in files.lora)
