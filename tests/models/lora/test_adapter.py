@@ -184,7 +184,10 @@ def test_configurations_that_are_not_computed_are_refused(
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 A = f"{Q}.lora_A.weight"
 TENSORS: list[tuple[dict[str, tuple[int, ...] | torch.Tensor | None], str]] = [
-    ({A: torch.zeros(4, 64).to(torch.float8_e4m3fn)}, "q_proj: torch.float8_e4m3fn and .* only F64, F32, F16"),
+    (
+        {A: torch.zeros(4, 64).to(torch.float8_e4m3fn)},
+        "q_proj: torch.float8_e4m3fn and .* only F64, F32, F16",
+    ),
     ({A: torch.full((4, 64), torch.nan)}, "q_proj: has weights that are not finite"),
     ({A: torch.full((4, 64), 1e300, dtype=torch.float64)}, "q_proj: has weights that are not finite"),
     ({A: torch.full((4, 64), 3e38)}, "q_proj: scale 1.5: its product with the weights overflows fp32"),
