@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from quengine.errors import EngineError
 from quengine.kernels.block_formats import BlockFormat, dequantize
 from quengine.kernels.quantize.quantize import quantize
 
@@ -36,10 +37,15 @@ class UnfitWeightsError(ValueError):
 
 
 class Quantizer:
-    """Within `with`, torch computes an operation in one thread: the threads here have pieces of their own."""
+    """Within `with`, torch computes an operation in one thread: the threads here have pieces of their own.
+
+    Raises EngineError for a number of threads below 1.
+    """
 
     def __init__(self, device: torch.device, threads: int | None) -> None:
         self.device = device
+        if threads is not None and threads < 1:
+            raise EngineError(f"threads {threads}: must be 1 or more")
         self._threads = 1 if device.type == "cuda" else threads or len(os.sched_getaffinity(0))
         self._pool = ThreadPoolExecutor(self._threads)
 

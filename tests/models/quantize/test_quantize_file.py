@@ -365,6 +365,7 @@ def test_other_mistakes_are_errors_of_one_line(model: Path, tmp_path: Path) -> N
     negative = write_dat(tmp_path / "negative.dat", {"blk.1.ffn_down.weight": -np.ones((1, 512), np.float32)})
     without = write_dat(tmp_path / "without.dat", {"blk.1.ffn_down.weight": np.ones((1, 512), np.float32)})
     cases: list[tuple[str, dict[str, Any], str]] = [
+        ("Q4_K_M", {"threads": 0}, "threads 0: must be 1 or more"),
         ("Q4_K_M", {"imatrix": tmp_path / "text.dat"}, "not an imatrix file, or cut short at byte 8"),
         ("Q4_K_M", {"imatrix": tmp_path / "no.dat"}, "no imatrix file here"),
         ("Q4_K_M", {"imatrix": model}, "has no imatrix.datasets: not an imatrix file"),
