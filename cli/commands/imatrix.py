@@ -70,7 +70,7 @@ def imatrix(
     """Importances of columns, from a text: what each matrix of the model reads, squared and summed.
 
     Values are llama-imatrix's. FILE appears when it is complete; with --save-every also on the way, so that --resume
-    goes on from there after an interruption. Without a text FILE has the sums of all --in-file, and no model is needed.
+    goes on from there after an interruption. Without -f, FILE has the sums of all --in-file; no model is needed.
     """
     from quengine.models.quantize.imatrix import added_sums, read_sums, write_sums
 
