@@ -36,7 +36,7 @@ def convert(
         typer.Option(
             "--base",
             metavar="FOLDER",
-            help="Of a LoRA adapter its model's folder, of which config.json alone is read.",
+            help="The folder of the model of a LoRA adapter; only config.json is read.",
             show_default="the one that adapter_config.json names",
         ),
     ] = None,
@@ -45,11 +45,11 @@ def convert(
         typer.Option(
             *("--target", "--target-model-dir"),
             metavar="FOLDER",
-            help="Of an EAGLE-3 draft model the folder of the model that it drafts for.",
+            help="The folder of the model that an EAGLE-3 draft model drafts for.",
         ),
     ] = None,
     mmproj: Annotated[
-        bool, typer.Option("--mmproj", help="Of a model with vision its projector, not the text model.")
+        bool, typer.Option("--mmproj", help="Write the projector of a model with vision, not its text model.")
     ] = False,
     split_max_size: Annotated[
         str | None,
@@ -64,7 +64,7 @@ def convert(
 ) -> None:
     """Convert a Hugging Face folder to GGUF: tensors and metadata as llama.cpp's converter writes them.
 
-    A folder of PEFT becomes an adapter's file. OUT appears when it is complete. Other types: engine quantize.
+    A folder of PEFT becomes a GGUF adapter. OUT appears when it is complete. Other types: engine quantize.
     """
     from quengine.cli.progress import ProgressLine
     from quengine.models.convert.convert_folder import convert as convert_folder

@@ -48,6 +48,15 @@ class ImatrixFlags:
         check_ranges(self, "--{name} {value}")
         if not self.files and not self.earlier:
             raise EngineError("no text: give one with -f FILE, or files to add with --in-file FILE")
+        if not self.files:
+            for flag, given in (
+                ("--chunks", self.chunks is not None),
+                ("--from-chunk", self.from_chunk),
+                ("--save-every", self.save_every),
+                ("--resume", self.resume),
+            ):
+                if given:
+                    raise EngineError(f"{flag} is of a text, and there is none: -f FILE")
         if self.output is None:
             raise EngineError("no file to write: -o imatrix.gguf")
 
@@ -61,13 +70,15 @@ def imatrix(
     """Importances of columns, from a text: what each matrix of the model reads, squared and summed.
 
     Values are llama-imatrix's. FILE appears when it is complete; with --save-every also on the way, so that --resume
-    goes on from there after an interruption. Without a text FILE has the sums of all --in-file, and no model is needed.
+    goes on from there after an interruption. Without -f, FILE has the sums of all --in-file; no model is needed.
     """
     from quengine.models.quantize.imatrix import added_sums, read_sums, write_sums
 
     assert flags.output is not None
     if flags.files and not model:
         raise EngineError("no model: -m MODEL")
+    if model and not flags.files:
+        raise EngineError(f"-m {model}: no text for it: -f FILE; files are added without a model")
     text = joined_texts(flags.files) if flags.files else ""
     before = [read_sums(path) for path in flags.earlier]
     if not text:

@@ -17,7 +17,7 @@ def merge(
         typer.Option(
             "--lora",
             metavar="FILE[:SCALE]",
-            help="An adapter, a GGUF file or a folder of PEFT, and its scale, or 1; repeatable.",
+            help="An adapter (GGUF file or folder of PEFT) and its scale (1 where left out); repeatable.",
         ),
     ],
     output: Annotated[

@@ -15,7 +15,7 @@ import numpy as np
 
 from quengine.errors import EngineError
 from quengine.models.gguf.whole_file import check_disk
-from quengine.models.quantize.imatrix import ImatrixSums, Sums, added, read_sums, write_sums
+from quengine.models.quantize.imatrix import ImatrixSums, Sums, added_sums, read_sums, write_sums
 from quengine.scoring.perplexity import DEFAULT_CTX, text_chunks
 from quengine.scoring.prompt_logits import ScoredTokens
 
@@ -129,7 +129,7 @@ def _compute(llm: "LLM", ids: list[int]) -> None:
 def _resumed(path: Path, datasets: Seq[str], ctx: int) -> ImatrixSums:
     """The sums of an unfinished file of these texts, those of added files first."""
     found = read_sums(path)
-    if found.chunk_size != ctx or found.datasets != tuple(datasets):
+    if found.chunk_size != ctx or found.datasets != tuple(dict.fromkeys(datasets)):
         names = ", ".join(found.datasets) or "no text"
         raise EngineError(
             f"{path}: is of {names} in chunks of {found.chunk_size}, not of {', '.join(datasets)} in chunks of {ctx}: "
@@ -149,13 +149,8 @@ def _sums(
     for name, sums in own.items():
         if not np.isfinite(sums.squares).all():
             raise EngineError(f"activations before {name} are not finite: the model is damaged, or overflows")
-    datasets = list[str]()
-    for each in earlier:
-        for name, sums in each.in_chunks_of(ctx).items():
-            own[name] = added(name, sums, own[name]) if name in own else sums
-        datasets += each.datasets
-        chunks += each.chunks
-    return ImatrixSums(own, (*datasets, *(() if resumed else (dataset,))), chunks, ctx)
+    mine = ImatrixSums(own, () if resumed else (dataset,), chunks, ctx)
+    return added_sums([*earlier, mine], ctx)
 
 
 def _untouched(collector: "Collector") -> int:

@@ -41,6 +41,8 @@ class AdapterFile:
             changes |= of_latent(self.config, name, changes.pop(name))
         if not changes:
             raise adapter.error("has no changes to convert")
+        if not any(change.scale for change in changes.values()):
+            raise adapter.error("its scale is 0, so that it changes nothing")
         self.alpha = alpha_of(changes.values())
         self.tensors = halves(changes, self.alpha, kind)
 
@@ -55,8 +57,9 @@ def _base_config(adapter: PeftAdapter, base: Path | None) -> ModelConfig:
 
 
 def alpha_of(changes: Iterable[LowRank]) -> float:
-    """The scale times the rank of most changes."""
-    return Counter(change.scale * change.rank for change in changes).most_common(1)[0][0]
+    """The scale times the rank of most changes, some of which have one; files have 0 for a scale of 1."""
+    found = Counter(change.scale * change.rank for change in changes if change.scale)
+    return found.most_common(1)[0][0]
 
 
 def halves(changes: Mapping[str, LowRank], alpha: float, kind: str) -> list[FileTensor]:

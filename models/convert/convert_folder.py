@@ -29,7 +29,7 @@ from quengine.models.hf.hf_checkpoint import HFCheckpoint
 from quengine.models.hf.hf_headers import read_config
 from quengine.models.lora.peft import CONFIG, is_peft
 from quengine.models.quantize.mixes import file_order
-from quengine.models.quantize.quantizer import Quantizer
+from quengine.models.quantize.quantizer import Quantizer, UnfitWeightsError
 
 _ALIGNMENT = 32
 
@@ -86,6 +86,7 @@ def convert(
         raise EngineError(
             f"no type {name}: {', '.join(TYPES)}; for others quantize the file: engine quantize"
         )
+    _check_flags(path, mmproj, target_folder, base, split_max_size)
     if mmproj:
         return _convert_projector(path, Path(target), kind, threads, progress)
     if target_folder is not None:
@@ -110,6 +111,22 @@ def convert(
         return _converted(path, config.architecture, files, threads, progress)
     finally:
         checkpoint.close()
+
+
+def _check_flags(
+    folder: Path,
+    mmproj: bool,
+    target_folder: str | Path | None,
+    base: str | Path | None,
+    split_max_size: int | None,
+) -> None:
+    """Raises EngineError for arguments that have no effect beside each other."""
+    given = {"--mmproj": mmproj, "--target": target_folder is not None, "--base": base is not None}
+    flags = [flag for flag, is_given in given.items() if is_given]
+    if len(flags) > 1:
+        raise EngineError(f"{' and '.join(flags)}: give one of them, each is for files of another kind")
+    if split_max_size is not None and (flags or is_peft(folder)):
+        raise EngineError("--split-max-size: projectors, draft models and adapters are one file")
 
 
 @dataclass(frozen=True)
@@ -206,6 +223,9 @@ def _split_fields(number: int, count: int, tensors: int) -> dict[str, Field]:
 
 def _write(folder: Path, files: Sequence[_File], quantizer: Quantizer, progress: Progress | None) -> int:
     """Writes all of them, which take their places together; returns their bytes."""
+    for file in files:
+        if file.path.suffix != ".gguf" and file.path.exists() and file.path.parent.samefile(folder):
+            raise EngineError(f"{file.path}: a file of the folder itself; give the result another name")
     total, place, count = 0, 0, sum(len(file.tensors) for file in files)
     sizes = [file_bytes(file.fields, file.infos, _ALIGNMENT) for file in files]
     with ExitStack() as stack:
@@ -231,8 +251,9 @@ def _write_tensor(file: BinaryIO, folder: Path, tensor: FileTensor, quantizer: Q
         if piece.format.name == fmt.name:
             file.write(piece.data.numpy().data)
             continue
-        for blocks in quantizer.blocks(piece.format, piece.data, fmt, None):
-            if blocks is None:
-                raise EngineError(f"{folder}: tensor {piece.name} has weights that are not finite")
-            file.write(blocks.numpy().data)
+        try:
+            for blocks in quantizer.blocks(piece.format, piece.data, fmt, None):
+                file.write(blocks.numpy().data)
+        except UnfitWeightsError as error:
+            raise EngineError(f"{folder}: tensor {piece.name} {error}") from None
     write_padding(file, tensor.info.nbytes, _ALIGNMENT)

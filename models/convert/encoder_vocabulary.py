@@ -12,9 +12,10 @@ from typing import Any
 from quengine.errors import EngineError
 from quengine.models.config import ModelConfig
 from quengine.models.convert.sentencepiece_file import read_spaces
-from quengine.models.convert.vocabulary import Writer, add_bpe, looks_special, role_texts
+from quengine.models.convert.vocabulary import Writer, add_bpe, add_special_tokens, looks_special, role_texts
 from quengine.models.hf.hf_headers import read_config, read_tokenizer_config
 from quengine.models.hf.json_file import read_json
+from quengine.models.tokenizer.from_hf import read_hf_tokenizer
 from quengine.models.tokenizer.vocabulary import TokenType
 
 _SPACE = "\u2581"
@@ -27,13 +28,14 @@ def add_encoder_vocabulary(writer: Writer, folder: Path, config: ModelConfig) ->
     """Adds `tokenizer.*`.
 
     Raises:
-        EngineError: there is no tokenizer.json, or it is of another kind.
+        EngineError: there is no tokenizer.json, or it is damaged or of another kind.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise EngineError(f"{folder} has no tokenizer.json, of which an encoder's tokenizer is converted")
+    read_hf_tokenizer(folder)  # checks what is read here without a check
     parts = read_json(path)
-    kind = (parts.get("model") or {}).get("type")
+    kind = parts["model"].get("type")
     if kind == "WordPiece":
         _add_wordpiece(writer, path, parts, config.vocab_size)
     elif kind == "Unigram":
@@ -51,8 +53,6 @@ def add_encoder_vocabulary(writer: Writer, folder: Path, config: ModelConfig) ->
 
 def _add_wordpiece(writer: Writer, path: Path, parts: Mapping[str, Any], rows: int) -> None:
     """The vocabulary as llama.cpp has it: what begins a word has a space's mark, what continues one has none."""
-    from gguf import SpecialVocab
-
     texts, types = [f"[PAD{i}]" for i in range(rows)], [TokenType.UNUSED] * rows
     _check_rows(path, parts, parts["model"]["vocab"].values(), rows)
     for text, i in parts["model"]["vocab"].items():
@@ -65,7 +65,7 @@ def _add_wordpiece(writer: Writer, path: Path, parts: Mapping[str, Any], rows: i
     writer.add_tokenizer_pre(_WORDPIECE_PRE)
     writer.add_token_list([_marked(text, kind) for text, kind in zip(texts, types, strict=True)])
     writer.add_token_types(types)
-    SpecialVocab(path.parent, n_vocab=rows).add_to_gguf(writer)
+    add_special_tokens(writer, path.parent, n_vocab=rows)
     _add_normalizer(writer, parts.get("normalizer"))
 
 
@@ -90,8 +90,6 @@ def _marked(text: str, kind: TokenType) -> str:
 
 
 def _add_unigram(writer: Writer, path: Path, parts: Mapping[str, Any], rows: int) -> None:
-    from gguf import SpecialVocab
-
     pieces, settings = parts["model"]["vocab"], read_tokenizer_config(path.parent)
     _check_rows(path, parts, range(len(pieces)), rows)
     texts: list[bytes] = [f"[PAD{i}]".encode() for i in range(rows)]
@@ -120,7 +118,7 @@ def _add_unigram(writer: Writer, path: Path, parts: Mapping[str, Any], rows: int
     writer.add_remove_extra_whitespaces(without)
     if charsmap := _charsmap(path, parts.get("normalizer")):
         writer.add_precompiled_charsmap(charsmap)
-    SpecialVocab(path.parent, n_vocab=rows).add_to_gguf(writer)
+    add_special_tokens(writer, path.parent, n_vocab=rows)
 
 
 def _spaces(settings: Mapping[str, Any]) -> tuple[bool, bool]:

@@ -17,6 +17,7 @@ from quengine.models.config import ModelConfig
 from quengine.models.convert.sentencepiece_file import read_pieces
 from quengine.models.hf.hf_headers import read_config, read_tokenizer_config
 from quengine.models.hf.json_file import read_json
+from quengine.models.tokenizer.from_hf import read_hf_tokenizer
 from quengine.models.tokenizer.vocabulary import TokenType
 
 Writer = Any
@@ -67,7 +68,7 @@ def add_vocabulary(writer: Writer, folder: Path, config: ModelConfig) -> None:
     else:
         add_bpe(writer, folder, config.vocab_size)
     _add_glm_roles(writer, folder)
-    _add_suppressed(writer, folder)
+    _add_suppressed(writer, folder, config.vocab_size)
     if config.architecture == "hunyuan-dense" and isinstance(
         end := read_config(folder).get("eod_token_id"), int
     ):
@@ -81,12 +82,27 @@ def add_vocabulary(writer: Writer, folder: Path, config: ModelConfig) -> None:
         raise EngineError(f"{folder}: Code Llama's tokenizer is not converted yet")
 
 
-def _add_suppressed(writer: Writer, folder: Path) -> None:
+def add_special_tokens(writer: Writer, folder: Path, **settings: Any) -> None:
+    """Adds the ids of tokens with roles, the chat template and merges, as the `gguf` package reads them.
+
+    settings: its own. Raises EngineError for an id or a template that is none.
+    """
+    from gguf import SpecialVocab
+
+    try:
+        SpecialVocab(folder, **settings).add_to_gguf(writer)
+    except ValueError as error:
+        raise EngineError(f"{folder}: {error}") from None
+
+
+def _add_suppressed(writer: Writer, folder: Path, rows: int) -> None:
     """The tokens that Gemma 4 12B never generates."""
     path = folder / "generation_config.json"
     if read_config(folder).get("model_type") != "gemma4_unified" or not path.is_file():
         return
     if tokens := read_json(path).get("suppress_tokens"):
+        if not isinstance(tokens, list) or not all(type(i) is int and 0 <= i < rows for i in tokens):
+            raise EngineError(f"{path}: suppress_tokens: must be ids from 0 to {rows - 1}")
         writer.add_array("tokenizer.ggml.suppress_tokens", tokens)
 
 
@@ -115,13 +131,12 @@ def _has_byte_fallback(folder: Path) -> bool:
 
 def _add_gemma4(writer: Writer, folder: Path, rows: int) -> None:
     """Gemma 4's own kind: merges of characters, and bytes where a character is no token."""
-    from gguf import SpecialVocab
-
     path = folder / "tokenizer.json"
     parts = read_json(path)
     model = parts["model"]
     if model.get("type") != "BPE":
         raise EngineError(f"{path}: its model is {model.get('type')}, not BPE with byte fallback")
+    read_hf_tokenizer(folder)  # checks what is read here without a check
     base, special = dict(model["vocab"]), role_texts(read_tokenizer_config(folder))
     added = {token["content"]: token["id"] for token in parts.get("added_tokens", ())}
     ids = {i: text for text, i in {**base, **added}.items()}
@@ -144,15 +159,13 @@ def _add_gemma4(writer: Writer, folder: Path, rows: int) -> None:
     writer.add_token_list([ids[i] for i in range(len(ids))])
     writer.add_token_scores([-1000.0] * len(ids))
     writer.add_token_types(types)
-    SpecialVocab(folder, load_merges=True).add_to_gguf(writer)
+    add_special_tokens(writer, folder, load_merges=True)
     writer.add_add_space_prefix(False)
     writer.add_add_bos_token(True)
 
 
 def add_bpe(writer: Writer, folder: Path, rows: int) -> None:
     """Byte-level BPE from tokenizer.json. Raises EngineError: there is none, or it is of another kind."""
-    from gguf import SpecialVocab
-
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise EngineError(f"{folder} has neither tokenizer.json nor tokenizer.model")
@@ -162,7 +175,7 @@ def add_bpe(writer: Writer, folder: Path, rows: int) -> None:
     writer.add_tokenizer_pre(pre_tokenizer_name(path, parts))
     writer.add_token_list(texts)
     writer.add_token_types(types)
-    SpecialVocab(folder, load_merges=True).add_to_gguf(writer)
+    add_special_tokens(writer, folder, load_merges=True)
 
 
 def _bpe_tokens(
@@ -172,6 +185,7 @@ def _bpe_tokens(
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         kind = "BPE with byte fallback" if model.get("byte_fallback") else model.get("type")
         raise EngineError(f"{path}: its model is {kind}, not byte-level BPE, and there is no tokenizer.model")
+    read_hf_tokenizer(folder)  # checks what is read here without a check
     texts, types = [f"[PAD{i}]" for i in range(rows)], [TokenType.UNUSED] * rows
     largest = max((*model["vocab"].values(), *(token["id"] for token in parts.get("added_tokens", ()))))
     if largest >= rows:
@@ -204,8 +218,6 @@ def looks_special(text: str) -> bool:
 
 
 def _add_sentencepiece(writer: Writer, folder: Path, rows: int) -> None:
-    from gguf import SpecialVocab
-
     texts: list[bytes] = [f"[PAD{i}]".encode() for i in range(rows)]
     scores, types = [-10000.0] * rows, [TokenType.UNUSED] * rows
     for i, piece in enumerate(read_pieces(folder / "tokenizer.model")[:rows]):
@@ -220,7 +232,7 @@ def _add_sentencepiece(writer: Writer, folder: Path, rows: int) -> None:
     writer.add_token_list(texts)
     writer.add_token_scores(scores)
     writer.add_token_types(types)
-    SpecialVocab(folder, n_vocab=rows).add_to_gguf(writer)
+    add_special_tokens(writer, folder, n_vocab=rows)
 
 
 def _added_tokens(folder: Path) -> list[tuple[int, str, TokenType]]:

@@ -102,7 +102,7 @@ _REFUSED = (
 
 _PROJECTOR = "the vision or audio part of a model; give the model's own GGUF file, which runs without it"
 _OTHER_FILES: Mapping[str, str] = {
-    "adapter": "a LoRA adapter, not a model; merge it into its model and convert the result",
+    "adapter": "a LoRA adapter, not a model: run its model with --lora FILE, or engine merge them",
     "mmproj": _PROJECTOR,
     "clip": _PROJECTOR,
     "eagle3": "an EAGLE-3 draft model; give it beside the model that it drafts for, with --draft-model",

@@ -58,6 +58,8 @@ def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
         EngineError: a value is missing, of the wrong type, out of range or at odds with another; or an architecture, or
             a trait of one, that the decoder does not implement.
     """
+    if not isinstance(names := config.get("architectures") or [], list):
+        raise config_error("architectures", f"{names!r:.60} is no array")
     if other := _as_other(config):
         return read_hf_config(other)
     architecture, model_type, text = _text_model(config)

@@ -71,7 +71,7 @@ def packaged_file(entry: CatalogueEntry) -> Path | None:
 
 
 _OTHER_FOLDERS = {
-    "adapter_config.json": "a LoRA adapter, not a model; merge it into its model and save that",
+    "adapter_config.json": "a LoRA adapter, not a model: run its model with --lora FOLDER, or engine merge them",
     "params.json": "a folder in Mistral's own format, without config.json; take one in Hugging Face's, or a GGUF file",
     "model_index.json": "a folder of a diffusion model, which is not supported",
 }

@@ -15,6 +15,9 @@ MOST_RANK = 1 << 13
 MOST_SCALE = 1e9
 """Of an adapter, and of alpha / r: products of both are far within fp32."""
 
+_MOST = 2.0**127
+"""Near the largest number of fp32."""
+
 
 class LowRank(NamedTuple):
     """What is added to a matrix [rows, columns]: scale * b @ a.
@@ -35,6 +38,17 @@ class LowRank(NamedTuple):
     def delta(self) -> "Tensor":
         """What is added, fp32, in the matrix's shape."""
         return self.scale * (self.b @ self.a)
+
+    def problem(self) -> str | None:
+        """What makes the change unusable, for an error's line: numbers that are not finite or may overflow fp32."""
+        if not bool(self.a.isfinite().all() and self.b.isfinite().all()):
+            return "has weights that are not finite"
+        if not abs(self.scale) <= MOST_SCALE:
+            return f"a scale (alpha / r) of {self.scale:g} is not from -1e9 to 1e9"
+        most = abs(self.scale) * self.rank  # alpha in files, fp32 too
+        for half in (self.a, self.b):
+            most *= max(1.0, float(half.abs().max()))
+        return None if most < _MOST else f"scale {self.scale:g}: its product with the weights overflows fp32"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from quengine.errors import EngineError
 from quengine.kernels.quantize.quantize import WRITTEN
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.gguf.writer import Field
+from quengine.models.lora.adapter import Adapter
 from quengine.models.lora.deltas import Deltas
 from quengine.models.lora.open_adapter import open_adapter, parse_lora
 from quengine.models.quantize.imatrix import read_imatrix
@@ -54,8 +56,8 @@ def merge(
         threads: of the CPU; None: one for each processor.
 
     Raises:
-        EngineError: a file or adapter that cannot be used (`open_adapter`); an adapter that changes nothing the file
-            holds; a changed tensor of a type that is not written; sums that are not finite.
+        EngineError: a file, adapter or scale that cannot be used (`open_adapter`); a changed tensor of a type that is
+            not written; sums that are not finite, or larger than a type holds.
         CannotRunError: too little free disk.
     """
     path = Path(source)
@@ -66,12 +68,16 @@ def merge(
     if not adapters:
         raise EngineError("no adapter to merge: --lora FILE")
     given = [parse_lora(str(each)) if not isinstance(each, tuple) else each for each in adapters]
+    for each, scale in given:
+        if not isfinite(scale):
+            raise EngineError(f"{each}: a scale of {scale} is no number")
     checkpoint = GGUFCheckpoint(path)
     try:
         opened = [(open_adapter(Path(each), checkpoint.config), scale) for each, scale in given]
         deltas = Deltas(checkpoint.config, opened)
         plan, mix = _plan(checkpoint, type, imatrix, deltas)
-        _check(plan, deltas, Path(target))
+        _check_target(Path(target), plan, opened)
+        _check_types(plan, deltas)
         check_importances(plan, mix)
         result = planned(plan, mix, Path(target))
         with Quantizer(torch.device(device), threads) as quantizer:
@@ -100,9 +106,14 @@ def _plan(
     return Plan(file, order, types, importance, fields, alignment, deltas), "as stored"
 
 
-def _check(plan: Plan, deltas: Deltas, target: Path) -> None:
+def _check_target(target: Path, plan: Plan, opened: Sequence[tuple[Adapter, float]]) -> None:
     if any(is_same(target, path) for path in plan.source.shards):
         raise EngineError(f"{target}: that is the model itself; give the result another name")
+    if any(is_same(target, adapter.path) for adapter, _ in opened if adapter.path.is_file()):
+        raise EngineError(f"{target}: that is an adapter; give the result another name")
+
+
+def _check_types(plan: Plan, deltas: Deltas) -> None:
     for tensor in plan.order:
         kind = plan.types[tensor.name]
         if not deltas.changes(tensor.name):

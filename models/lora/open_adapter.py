@@ -50,11 +50,6 @@ def open_adapter(path: Path, config: ModelConfig) -> Adapter:
             changes = read_changes(file, check_adapter(file, config))
         if not tiled:
             changes = {each: in_tiled_order(config, each, c, back=True) for each, c in changes.items()}
-    for each, change in changes.items():
-        if not abs(change.scale) <= MOST_SCALE:
-            raise EngineError(
-                f"{path}: {each}: a scale (alpha / r) of {change.scale:g} is not from -1e9 to 1e9"
-            )
     if not changes:
         raise EngineError(f"{path}: an adapter that changes nothing: it has no tensors")
     return Adapter(name, path, _of_declared(config, changes))

@@ -11,7 +11,6 @@ GGUF has, as those of a checkpoint do (hf/hf_checkpoint.py).
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from math import sqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +41,7 @@ _HALVES = {
     ".lora_embedding_A": "embedding A",
     ".lora_embedding_B": "embedding B",
 }
+_FLOATS = frozenset((torch.float64, torch.float32, torch.float16, torch.bfloat16))
 _NOT_COMPUTED: Mapping[str, str] = {
     "use_dora": "DoRA",
     "modules_to_save": "whole matrices trained beside the adapter",
@@ -82,7 +82,9 @@ class PeftAdapter:
         self.modules: dict[str, dict[str, Tensor]] = {}
         for name, tensor in held.items():
             module, half = self._half(name)
-            self.modules.setdefault(module, {})[half] = tensor
+            if half in (halves := self.modules.setdefault(module, {})):
+                raise self.error(f"{module}: has {half} twice, {name!r} and under another name")
+            halves[half] = tensor
         for module, halves in self.modules.items():
             self._check_halves(module, halves)
 
@@ -148,24 +150,28 @@ class PeftAdapter:
             raise self.error(f"{module}: has {', '.join(sorted(halves))} alone, not both halves of a change")
         a, b = (halves[half] for half in sorted(halves))
         shapes = f"{list(a.shape)} and {list(b.shape)}"
-        if not a.is_floating_point() or not b.is_floating_point():
-            raise self.error(f"{module}: {a.dtype} and {b.dtype} are not implemented, only floats are")
+        if not {a.dtype, b.dtype} <= _FLOATS:
+            raise self.error(
+                f"{module}: {a.dtype} and {b.dtype} are not implemented, only F64, F32, F16 and BF16 are"
+            )
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or not 1 <= len(a) <= MOST_RANK:
             raise self.error(f"{module}: A and B are {shapes}, not [r, columns] and [rows, r]")
-        if not bool(a.isfinite().all() and b.isfinite().all()):
-            raise self.error(f"{module}: has weights that are not finite")
 
     def _of_module(self, module: str, pattern_key: str, key: str, default: float) -> float:
         """The value of `key` for a module: that of the first pattern that its name ends in, or the adapter's."""
-        patterns = self.keys.get(pattern_key) or {}
-        given = self.keys.get(key, default)
-        for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
-            with suppress(re.error):
+        path, given = self.folder / CONFIG, self.keys.get(key, default)
+        if not isinstance(patterns := self.keys.get(pattern_key) or {}, dict):
+            raise EngineError(f"{path}: {pattern_key}: must be an object, not {str(patterns)[:60]}")
+        for pattern, value in patterns.items():
+            try:
                 if re.match(rf"(.*\.)?({pattern})$", module):
                     given = value
                     break
+            except re.error as error:
+                problem = f"{pattern!r} is not a regular expression: {error}"
+                raise EngineError(f"{path}: {pattern_key}: {problem}") from None
         if isinstance(given, bool) or not isinstance(given, int | float):
-            raise EngineError(f"{self.folder / CONFIG}: {key}: {given!r} is not a number")
+            raise EngineError(f"{path}: {key}: {given!r} is not a number")
         return float(given)
 
     def _placed(self, module: str, place: "_Place") -> LowRank:
@@ -173,6 +179,8 @@ class PeftAdapter:
         halves = self.modules[module]
         a, b = (halves[half].float() for half in sorted(halves))
         scale = self.scale(module, len(a))
+        if (problem := LowRank(a, b, scale).problem()) is not None:
+            raise self.error(f"{module}: {problem}")
         if "embedding A" in halves:
             a, b = b.T, a.T
         if place.rows is not None:

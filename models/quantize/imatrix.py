@@ -22,6 +22,7 @@ from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_by
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _KEYS = ("imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size")
 _ALIGNMENT = 32
+_MOST_CHUNKS = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class Sums:
     def __add__(self, other: "Sums") -> "Sums":
         """Raises ValueError where the shapes differ."""
         return Sums(self.squares + other.squares, self.counts + other.counts)
+
+    def of_experts(self, experts: int) -> "Sums":
+        """The same with a count for each expert, where there may be one for all."""
+        counts = np.broadcast_to(self.counts, (experts,))
+        return Sums(self.squares.reshape(experts, -1), counts)
 
 
 @dataclass(frozen=True)
@@ -117,32 +123,32 @@ def read_sums(path: Path) -> ImatrixSums:
         return ImatrixSums(sums, datasets, chunks, size)
 
 
-def added_sums(files: Sequence[ImatrixSums]) -> ImatrixSums:
-    """The sums of all files, in chunks of their largest size. Raises EngineError for files of several models."""
-    size = max(each.chunk_size for each in files)
+def added_sums(files: Sequence[ImatrixSums], chunk_size: int | None = None) -> ImatrixSums:
+    """The sums of all files, whose texts are named once. chunk_size: None: their largest.
+
+    Raises EngineError for files of several models.
+    """
+    size = max(each.chunk_size for each in files) if chunk_size is None else chunk_size
     sums = dict[str, Sums]()
     for each in files:
         for name, found in each.in_chunks_of(size or 1).items():
-            sums[name] = added(name, found, sums[name]) if name in sums else found
+            sums[name] = _added(name, sums[name], found) if name in sums else found
     datasets = dict.fromkeys(name for each in files for name in each.datasets)
-    return ImatrixSums(sums, tuple(datasets), sum(each.chunks for each in files), size)
+    if (chunks := sum(each.chunks for each in files)) > _MOST_CHUNKS:
+        raise EngineError(f"{chunks} chunks: an imatrix file counts at most {_MOST_CHUNKS}")
+    return ImatrixSums(sums, tuple(datasets), chunks, size)
 
 
-def added(name: str, earlier: Sums, own: Sums) -> Sums:
-    """Sums of a tensor in two files; a file of the older format has one count for all experts.
-
-    Raises EngineError where the numbers of columns differ.
-    """
-    if earlier.squares.size != own.squares.size:
-        raise EngineError(
-            f"{name} has {own.squares.size} columns, and {earlier.squares.size} in the file to add: of another model"
-        )
-    shape = max(earlier.counts.shape, own.counts.shape)
-    first, second = (
-        Sums(each.squares.reshape(shape[0], -1), np.broadcast_to(each.counts, shape))
-        for each in (earlier, own)
-    )
-    return first + second
+def _added(name: str, first: Sums, second: Sums) -> Sums:
+    """Sums of a tensor in two files; a file of the older format has one count for all experts."""
+    experts = max(first.counts.size, second.counts.size)
+    if first.squares.size != second.squares.size or not {first.counts.size, second.counts.size} <= {
+        1,
+        experts,
+    }:
+        sizes = " and ".join(f"{each.squares.size} of {each.counts.size}" for each in (first, second))
+        raise EngineError(f"{name}: columns of experts to add differ, {sizes}: of different models")
+    return first.of_experts(experts) + second.of_experts(experts)
 
 
 def _dat_sums(path: Path) -> ImatrixSums:
@@ -207,6 +213,8 @@ def _stored_sums(file: GGUFFile, name: str) -> tuple[NDArray[np.float32], NDArra
     if counts is None or sums.type_name != "F32" or counts.type_name != "F32":
         raise file.tensor_error(name + _SUMS, f"must be F32, with its {_COUNTS} in F32 beside it")
     numbers = counts.data.view("<f4").reshape(-1, 1).round()
+    if not np.isfinite(numbers).all() or (numbers < 0).any():
+        raise file.tensor_error(name + _COUNTS, "has counts that are negative or not finite")
     total = sums.data.view("<f4")
     if total.size % numbers.size:
         raise file.tensor_error(name + _COUNTS, f"{numbers.size} counts for {total.size} sums")

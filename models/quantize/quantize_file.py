@@ -31,7 +31,7 @@ from quengine.models.quantize.mixes import (
     needs_importance,
     type_named,
 )
-from quengine.models.quantize.quantizer import Added, Quantizer
+from quengine.models.quantize.quantizer import Added, Quantizer, UnfitWeightsError
 
 QUANTIZATION_VERSION = 2
 """Of the block formats (ggml.h, GGML_QNT_VERSION)."""
@@ -317,11 +317,12 @@ def _write_tensor(
     for part, added in _rows(plan, tensor, merged, rows, quantizer.device):
         values = None if importance is None else torch.from_numpy(importance[place // rows].copy())
         stored, fmt = FORMATS[tensor.type_name], FORMATS[info.type_name]
-        for blocks in quantizer.blocks(stored, part, fmt, values, added):
-            if blocks is None:
-                problem = "has weights that are not finite: nothing to quantize"
-                raise plan.source.tensor_error(tensor.name, problem)
-            file.write(blocks.numpy().data)
+        try:
+            for blocks in quantizer.blocks(stored, part, fmt, values, added):
+                file.write(blocks.numpy().data)
+        except UnfitWeightsError as error:
+            problem = f"with what adapters add {error}" if merged else str(error)
+            raise plan.source.tensor_error(tensor.name, problem) from None
         place += len(part)
 
 

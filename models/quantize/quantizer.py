@@ -1,5 +1,6 @@
 """Quantizes rows piece by piece: on the CPU by threads, each with a piece that its cache holds; on a GPU large ones."""
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from quengine.errors import EngineError
 from quengine.kernels.block_formats import BlockFormat, dequantize
 from quengine.kernels.quantize.quantize import quantize
 
@@ -17,15 +19,33 @@ _PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
 _PIECES_AHEAD = 4
 """Pieces of each thread that are quantized before the first of them is written."""
 
+_LARGEST_HALF = 65504.0
+_LARGEST = {
+    "F32": math.inf,
+    "BF16": torch.finfo(torch.bfloat16).max,
+    "MXFP4": math.inf,
+    "NVFP4": 448.0 * 6,
+}
+"""The largest weights of types whose scales are not in fp16, of which the largest number is the limit of all others."""
+
 Added: TypeAlias = Callable[[int, int], Tensor]
 """What is added to rows: given the first one and their number, fp32 [rows, K] on the quantizer's device."""
 
 
+class UnfitWeightsError(ValueError):
+    """Weights that a type does not hold; the text goes after the tensor's name."""
+
+
 class Quantizer:
-    """Within `with`, torch computes an operation in one thread: the threads here have pieces of their own."""
+    """Within `with`, torch computes an operation in one thread: the threads here have pieces of their own.
+
+    Raises EngineError for a number of threads below 1.
+    """
 
     def __init__(self, device: torch.device, threads: int | None) -> None:
         self.device = device
+        if threads is not None and threads < 1:
+            raise EngineError(f"threads {threads}: must be 1 or more")
         self._threads = 1 if device.type == "cuda" else threads or len(os.sched_getaffinity(0))
         self._pool = ThreadPoolExecutor(self._threads)
 
@@ -47,11 +67,12 @@ class Quantizer:
         fmt: BlockFormat,
         importance: Tensor | None,
         added: Added | None = None,
-    ) -> Iterator[Tensor | None]:
+    ) -> Iterator[Tensor]:
         """The rows `data`, uint8 [R, row_bytes] of format `stored`, as blocks of `fmt` on the CPU, in order.
 
-        importance: of their columns, fp32 [K], or None. added: to the rows. None is yielded for rows with weights that
-        are not finite.
+        importance: of their columns, fp32 [K], or None. added: to the rows.
+
+        Raises UnfitWeightsError: weights are not finite, or larger than `fmt` holds.
         """
         values = None if importance is None else importance.to(self.device)
         step = max(1, _PIECE.get(self.device.type, 1 << 26) // stored.cols(data.shape[1]))
@@ -71,10 +92,16 @@ class Quantizer:
         fmt: BlockFormat,
         values: Tensor | None,
         added: Added | None,
-    ) -> Tensor | None:
+    ) -> Tensor:
         rows = dequantize(stored, data.to(self.device))
         if added is not None:
             rows = rows + added(first, len(rows))
-        if not bool(rows.isfinite().all()):
-            return None
+        low, high = torch.aminmax(rows)  # NaN, where a weight is
+        largest = max(abs(float(low)), abs(float(high)))
+        if not math.isfinite(largest):
+            raise UnfitWeightsError("has weights that are not finite")
+        if largest > (most := _LARGEST.get(fmt.name, _LARGEST_HALF)):
+            raise UnfitWeightsError(
+                f"has weights up to {largest:g}, and {fmt.name} holds {most:g} at most: choose F32 or BF16"
+            )
         return quantize(fmt, rows, values).cpu()

@@ -83,12 +83,18 @@ def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
 
 
 def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
-    """The image in whole pooled patches, as many as the settings have rows, [1, 3, H, W]."""
+    """The image in whole pooled patches, as many as the settings have rows, [1, 3, H, W].
+
+    Raises ImageError: a side has no pixels then, or more patches than the table has places.
+    """
     step = settings.patch * settings.merge
     rows = settings.features["rows"]
     if settings.max_pixels:
         rows = max(1, min(rows, settings.max_pixels // (step * step)))
     height, width = _sized(image.height, image.width, step, rows)
+    if (needed := max(height, width) // settings.patch) > (places := settings.features["positions"]):
+        problem = f"need {needed} patches in a row, and the projector has places for {places}"
+        raise ImageError(f"image: {image.width} x {image.height} pixels {problem}")
     image = resized(image, height, width, settings.resample)
     pixels = normalized(image, settings.mean, settings.std, settings.rescale)
     return Arranged(pixels[None], ("<|image>", height // step * (width // step), "<image|>"))

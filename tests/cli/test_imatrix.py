@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from quengine.cli import main
 from quengine.errors import EngineError
-from quengine.models.quantize.imatrix import read_sums
+from quengine.models.quantize.imatrix import ImatrixSums, Sums, read_sums, write_sums
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -54,3 +54,29 @@ def test_what_is_missing_is_said() -> None:
         run("-m", "x", "-f", "y")
     with pytest.raises(EngineError, match="no model: -m MODEL"):
         run("-f", "y", "-o", "z")
+    with pytest.raises(EngineError, match="-m x: no text for it: -f FILE; files are added without a model"):
+        run("-m", "x", "--in-file", "y", "-o", "z")
+    for flags in (("--chunks", 2), ("--from-chunk", 1), ("--save-every", 1), ("--resume",)):
+        with pytest.raises(EngineError, match=f"{flags[0]} is of a text, and there is none: -f FILE"):
+            run(*flags, "--in-file", "y", "-o", "z")
+
+
+def test_files_of_different_models_are_not_added(tmp_path: Path) -> None:
+    def write(name: str, experts: int, columns: int, count: float = 1, chunks: int = 2) -> Path:
+        sums = Sums(np.ones((experts, columns)), np.full(experts, count))  # type: ignore[arg-type]
+        write_sums(tmp_path / name, ImatrixSums({"blk.0.ffn_up_exps.weight": sums}, (name,), chunks, 512))
+        return tmp_path / name
+
+    eight = write("eight", 8, 4)
+    for other, problem in (
+        (
+            write("four", 4, 8),
+            "blk.0.ffn_up_exps.weight: .* differ, 32 of 8 and 32 of 4: of different models",
+        ),
+        (write("wide", 8, 8), "differ, 32 of 8 and 64 of 8: of different models"),
+        (write("nan", 8, 4, np.nan), "blk.0.ffn_up_exps.weight.counts .* negative or not finite"),
+        (write("long", 8, 4, chunks=(1 << 31) - 1), "4294967296 chunks: an imatrix file counts at most"),
+    ):
+        with pytest.raises(EngineError, match=problem):
+            run("--in-file", eight, *("--in-file", other) * 2, "-o", tmp_path / "sum")
+    assert not (tmp_path / "sum").exists()

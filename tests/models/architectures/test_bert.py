@@ -1,6 +1,7 @@
 """BERT as a folder and as GGUF: rows and scores of `transformers`, WordPiece, the engine's vectors, refusals."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from quengine.models.encoder import Encoder
 from quengine.models.gguf import GGUFError, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
 from quengine.models.hf.config_hf import read_hf_config
+from tests.each_case import each_case
 from tests.gguf_builder import ModelSizes, model_builder
 from tests.llama_cpp_convert import Conversion, convert
 from tests.llama_cpp_embeddings import llama_cpp_embedding
@@ -133,6 +135,37 @@ def test_converted_files_are_llama_cpps(root: Path, tmp_path: Path) -> None:
     for name in ("plain", "cased"):
         convert_folder(root / name, tmp_path / "ours.gguf", "f32", threads=1)
         check_equal(tmp_path / "ours.gguf", root / f"{name}.gguf")
+
+
+DAMAGES: list[tuple[str, tuple[str, ...], Any, str]] = [
+    ("tokenizer.json", ("model", "vocab"), "x", "tokenizer.json: "),
+    ("tokenizer.json", ("model", "vocab", "the"), "x", "tokenizer.json: "),
+    ("tokenizer.json", ("added_tokens",), -1, "added_tokens is no array"),
+    ("tokenizer.json", ("normalizer", "lowercase"), "x", "tokenizer.json: "),
+    ("config.json", ("bos_token_id",), -1, "invalid value for special token type bos: -1"),
+    ("config.json", ("architectures",), 5, "architectures: 5 is no array"),
+]
+
+
+@each_case(("file", "path", "value", "problem"), DAMAGES)
+def test_damaged_folders_are_not_converted(
+    root: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    file: str,
+    path: tuple[str, ...],
+    value: Any,
+    problem: str,
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged") / "folder"
+    shutil.copytree(root / "plain", folder)
+    parts = place = json.loads((folder / file).read_text())
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    (folder / file).write_text(json.dumps(parts))
+    with pytest.raises(EngineError, match=problem):
+        convert_folder(folder, folder.parent / "out.gguf", threads=1)
+    assert [each.name for each in folder.parent.iterdir()] == ["folder"]
 
 
 @pytest.mark.parametrize("name", ["plain", "cased"])

@@ -355,6 +355,22 @@ def test_other_types_are_what_quantize_is_for(root: Path, tmp_path: Path) -> Non
         quengine.convert(root / "qwen2", tmp_path / "out.gguf", "q4_k")
 
 
+def test_arguments_for_other_files_and_the_folders_own_are_refused(root: Path, tmp_path: Path) -> None:
+    folder, out = root / "qwen3", tmp_path / "out.gguf"
+    given: list[tuple[dict[str, Any], str]] = [
+        ({"mmproj": True, "base": "x"}, "--mmproj and --base: give one of them"),
+        ({"target_folder": "x", "base": "x"}, "--target and --base: give one of them"),
+        ({"mmproj": True, "split_max_size": 1}, "--split-max-size: projectors, .* are one file"),
+    ]
+    for arguments, problem in given:
+        with pytest.raises(EngineError, match=problem):
+            quengine.convert(folder, out, **arguments)
+    before = (folder / "model.safetensors").read_bytes()
+    with pytest.raises(EngineError, match=r"model.safetensors: a file of the folder itself"):
+        quengine.convert(folder, folder / "model.safetensors", threads=1)
+    assert (folder / "model.safetensors").read_bytes() == before and not out.exists()
+
+
 def test_ctrl_c_leaves_no_part_of_a_split(root: Path, tmp_path: Path) -> None:
     def interrupt(_tensor: object, place: int, _count: int) -> None:
         if place == 15:

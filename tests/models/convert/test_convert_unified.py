@@ -4,7 +4,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 import quengine
+from quengine.errors import EngineError
 from tests.llama_cpp_convert import VOCAB, Conversion, convert
 from tests.models.convert.test_convert import check_equal, contents, write_gemma4_tokenizer
 from tests.models.vision.test_gemma4uv import CASE
@@ -33,3 +36,7 @@ def test_the_file_is_llama_cpps(tmp_path: Path) -> None:
     quengine.convert(folder, tmp_path / "ours.gguf", "f32", threads=1)
     check_equal(tmp_path / "ours.gguf", tmp_path / "theirs.gguf")
     assert contents(tmp_path / "ours.gguf")[0]["tokenizer.ggml.suppress_tokens"] == ("array of int32", [5, 7])
+    for damaged in ([5, VOCAB], ["x"], 5):
+        (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": damaged}))
+        with pytest.raises(EngineError, match=f"suppress_tokens: must be ids from 0 to {VOCAB - 1}"):
+            quengine.convert(folder, tmp_path / "none.gguf", "f32", threads=1)

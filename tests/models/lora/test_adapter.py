@@ -2,6 +2,8 @@
 those of the folder whose weights have the products added."""
 
 import json
+import math
+import struct
 from contextlib import closing
 from importlib import import_module
 from pathlib import Path
@@ -160,7 +162,9 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: 'pissa_niter_4' changes the base model too"),
     ({"r": 8}, "rank 4, and adapter_config.json gives 8"),
     ({"lora_alpha": "large"}, "lora_alpha: 'large' is not a number"),
-    ({"lora_alpha": 1e300}, r"weight: a scale \(alpha / r\) of 2.5e\+299 is not from -1e9 to 1e9"),
+    ({"lora_alpha": 1e300}, r"lm_head: a scale \(alpha / r\) of 2.5e\+299 is not from -1e9 to 1e9"),
+    ({"rank_pattern": ["q_proj"]}, r"rank_pattern: must be an object, not \['q_proj'\]"),
+    ({"alpha_pattern": {"(": 3}}, r"alpha_pattern: '\(' is not a regular expression: missing \)"),
 ]
 
 
@@ -177,7 +181,16 @@ def test_configurations_that_are_not_computed_are_refused(
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
-TENSORS: list[tuple[dict[str, tuple[int, ...] | None], str]] = [
+A = f"{Q}.lora_A.weight"
+TENSORS: list[tuple[dict[str, tuple[int, ...] | torch.Tensor | None], str]] = [
+    (
+        {A: torch.zeros(4, 64).to(torch.float8_e4m3fn)},
+        "q_proj: torch.float8_e4m3fn and .* only F64, F32, F16",
+    ),
+    ({A: torch.full((4, 64), torch.nan)}, "q_proj: has weights that are not finite"),
+    ({A: torch.full((4, 64), 1e300, dtype=torch.float64)}, "q_proj: has weights that are not finite"),
+    ({A: torch.full((4, 64), 3e38)}, "q_proj: scale 1.5: its product with the weights overflows fp32"),
+    ({A.replace("A.", "A.default."): (4, 64)}, "q_proj: has A twice, .* and under another name"),
     ({f"{Q}.lora_A.weight": None}, "layers.0.self_attn.q_proj: has B alone"),
     ({f"{Q}.lora_A.weight": (3, 64)}, r"q_proj: A and B are \[3, 64\] and \[64, 4\]"),
     (
@@ -200,7 +213,7 @@ TENSORS: list[tuple[dict[str, tuple[int, ...] | None], str]] = [
 def test_tensors_that_are_not_computed_are_refused(
     root: Path,
     tmp_path_factory: pytest.TempPathFactory,
-    tensors: dict[str, tuple[int, ...] | None],
+    tensors: dict[str, tuple[int, ...] | torch.Tensor | None],
     problem: str,
 ) -> None:
     folder = written(root, "llama")
@@ -209,10 +222,34 @@ def test_tensors_that_are_not_computed_are_refused(
     for name, shape in tensors.items():
         held.pop(name, None)
         if shape is not None:
-            held[name] = torch.zeros(shape)
+            held[name] = shape if isinstance(shape, torch.Tensor) else torch.zeros(shape)
     save_file(held, adapter / "adapter_model.safetensors")
     with closing(open_checkpoint(folder)) as checkpoint, pytest.raises(EngineError, match=problem):
         open_adapter(adapter, checkpoint.config)
+
+
+def test_scales_of_zero_and_of_no_number(root: Path, tmp_path: Path) -> None:
+    """A file's alpha of 0 is a scale of 1, so that a folder's 0 is not written."""
+    folder, q = written(root, "llama"), "layers.0.self_attn.q_proj"
+    adapter = write_adapter(tmp_path / "zero", folder, lora_alpha=0)
+    with pytest.raises(EngineError, match="zero: its scale is 0, so that it changes nothing"):
+        quengine.convert(adapter, tmp_path / "zero.gguf", base=folder, threads=1)
+    one = write_adapter(tmp_path / "one", folder, lora_alpha=0, alpha_pattern={q: ALPHA})
+    quengine.convert(one, tmp_path / "one.gguf", base=folder, threads=1)
+    merged = write_merged(tmp_path / "merged", folder, one, lambda m: ALPHA / RANK if m.endswith(q) else 0.0)
+    check_changes(folder, merged, tmp_path / "one.gguf")
+    raw = (tmp_path / "one.gguf").read_bytes()
+    key = b"adapter.lora.alpha"
+    place = raw.index(key) + len(key) + 4
+    damaged = raw[:place] + struct.pack("<f", math.nan) + raw[place + 4 :]
+    (tmp_path / "nan.gguf").write_bytes(damaged)
+    with (
+        closing(open_checkpoint(folder)) as checkpoint,
+        pytest.raises(
+            EngineError, match=r"nan.gguf: tensor .*lora_a .* a scale \(alpha / r\) of nan is not from"
+        ),
+    ):
+        open_adapter(tmp_path / "nan.gguf", checkpoint.config)
 
 
 def test_names_with_the_adapters_and_other_files_of_tensors(root: Path, tmp_path: Path) -> None:

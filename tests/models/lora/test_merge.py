@@ -1,6 +1,7 @@
 """Files with adapters merged are those of the folder whose weights have the products added; in quantized types they are
 what the gguf package makes of the sums."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,9 @@ def test_mistakes_are_errors_that_leave_nothing(root: Path, tmp_path: Path) -> N
         ((model, [tmp_path], out), "no adapter: there is no adapter_config.json"),
         ((model, [model], out), "general.type.*: model is not implemented, only adapter is"),
         ((model, [adapter], model), "that is the model itself"),
+        ((model, [adapter], adapter), "first.gguf: that is an adapter; give the result another name"),
+        ((model, [(adapter, math.nan)], out), "first.gguf: a scale of nan is no number"),
+        ((model, [(adapter, 1e7)], out, "f16"), "tensor .* with what adapters add has weights up to .* F16"),
         ((model, [adapter], out, "Q9"), "no type Q9"),
     ):
         with pytest.raises(EngineError, match=problem):

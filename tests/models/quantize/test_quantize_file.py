@@ -318,6 +318,23 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     assert only(tmp_path, "inf.gguf")
 
 
+def test_weights_that_a_type_does_not_hold_are_no_infinities(tmp_path: Path) -> None:
+    values = weights()["blk.1.ffn_down.weight"]
+    values[17, 5] = -70000.0
+    source = write_model(tmp_path / "large.gguf", np.float32, **{"blk.1.ffn_down.weight": values})
+    for mix, types, kind, most in (
+        ("F16", (), "F16", "65504"),
+        ("Q8_0", (), "Q8_0", "65504"),
+        ("Q8_0", ("ffn_down=iq4_nl",), "IQ4_NL", "65504"),
+        ("Q8_0", ("ffn_down=nvfp4",), "NVFP4", "2688"),
+    ):
+        problem = f"blk.1.ffn_down.weight .*has weights up to 70000, and {kind} holds {most} at most: choose"
+        with pytest.raises(EngineError, match=problem):
+            quengine.quantize(source, tmp_path / "out.gguf", mix, tensor_types=types, threads=1)
+    assert only(tmp_path, "large.gguf")
+    quengine.quantize(source, tmp_path / "out.gguf", "BF16", threads=1)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, OSError(28, "No space left on device")])
 def test_nothing_is_left_of_a_file_that_was_not_finished(model: Path, tmp_path: Path, error: Any) -> None:
     (tmp_path / "out.gguf").write_bytes(b"before")
@@ -348,6 +365,7 @@ def test_other_mistakes_are_errors_of_one_line(model: Path, tmp_path: Path) -> N
     negative = write_dat(tmp_path / "negative.dat", {"blk.1.ffn_down.weight": -np.ones((1, 512), np.float32)})
     without = write_dat(tmp_path / "without.dat", {"blk.1.ffn_down.weight": np.ones((1, 512), np.float32)})
     cases: list[tuple[str, dict[str, Any], str]] = [
+        ("Q4_K_M", {"threads": 0}, "threads 0: must be 1 or more"),
         ("Q4_K_M", {"imatrix": tmp_path / "text.dat"}, "not an imatrix file, or cut short at byte 8"),
         ("Q4_K_M", {"imatrix": tmp_path / "no.dat"}, "no imatrix file here"),
         ("Q4_K_M", {"imatrix": model}, "has no imatrix.datasets: not an imatrix file"),

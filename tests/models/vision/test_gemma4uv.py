@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quengine.errors import EngineError
+from quengine.models.images.decode import ImageError
 from quengine.models.vision import load_processor, load_vision
 from quengine.models.vision.blocks import patches
 from tests.models.vision import test_gemma4v
@@ -72,6 +73,8 @@ def test_features(saved: tuple[Path, Any], tmp_path: Path) -> None:
     assert_same_features([folder, file], [png(picture(100, 70)), png(picture(20, 90))], reference)
     prepared = load_vision(file, "cpu").prepare(png(picture(20, 20)))
     assert prepared.bidirectional and prepared.rows <= 280
+    with pytest.raises(ImageError, match=r"2000 x 10 pixels need 236 patches in a row, .* places for 80"):
+        load_vision(file, "cpu").prepare(png(picture(2000, 10)))
 
 
 def test_a_table_shorter_than_an_image_is_refused(saved: tuple[Path, Any], tmp_path: Path) -> None:
