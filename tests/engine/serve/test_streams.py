@@ -128,6 +128,7 @@ def test_a_reader_that_sleeps_is_cut_off_and_the_others_go_on(caplog: pytest.Log
         # The connection is closed before the line is written.
         assert served.wait_until(lambda: "a write was not taken within 0.5 s" in caplog.text)
         assert served.wait_until(lambda: idle(served))
+    assert "ASGI callable" not in caplog.text
 
 
 def test_a_failed_engine_fails_what_runs_is_replaced_and_serves_again() -> None:
