@@ -249,6 +249,31 @@ def test_a_model_that_is_unloaded_counts_as_loaded_until_it_has_gone() -> None:
     assert seen == [{"a": "loaded"}]
 
 
+def test_lists_go_on_where_the_engine_of_a_model_fails_that_leaves(asking: ThreadPoolExecutor) -> None:
+    device, seen = Device(), list[int]()
+    original = device.launch
+
+    def launch(wanted, make_room, check):  # type: ignore[no-untyped-def]
+        engine = original(wanted, make_room, check)
+        close = engine.close
+        paths = ("/slots", "/v1/models", "/api/ps", "/api/tags")
+        engine.close = lambda: (seen.extend(client.get(path).status_code for path in paths), close())
+        return engine
+
+    device.launch = launch  # type: ignore[method-assign]
+    with serving_models(device, spec("a"), spec("b")) as served, served.http() as client:
+        host = served.server.models.hosts[0]
+        assert ask(served, "a").status_code == 200
+        device.computes.clear()
+        crashed = asking.submit(ask, served, "a", prompt=CRASHING_PROMPT)
+        assert served.wait_until(lambda: host.worker.running == 1)
+        client.post("/models/unload", json={"model": "a"})
+        assert served.wait_until(lambda: host.state == "draining")
+        device.computes.set()
+        assert crashed.result(120).status_code == 500
+        assert served.wait_until(lambda: len(seen) >= 4) and set(seen) == {200}
+
+
 def test_without_autoload_a_request_is_refused_until_its_model_is_loaded() -> None:
     with serving_models(Device(), spec("a"), autoload=False) as served, served.http() as client:
         assert ask(served, "a").status_code == 400
