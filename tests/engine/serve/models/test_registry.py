@@ -376,6 +376,10 @@ def test_lists_state_and_counters_tell_the_models_apart() -> None:
         assert props["role"] == "router" and props["default_generation_settings"]["params"]["n_predict"] == 8
         assert client.get("/props", params={"model": "a"}).json()["model_alias"] == "a"
         assert client.get("/props", params={"model": "b"}).status_code == 400
+        assert client.get("/lora-adapters").json() == client.get("/lora-adapters?model=a").json() == []
+        unnamed = client.post("/lora-adapters", json=[])
+        assert unnamed.status_code == 400 and "names no model" in unnamed.json()["error"]["message"]
+        assert client.post("/lora-adapters?model=a", json=[]).json() == {"success": True}
         assert {slot["model"] for slot in client.get("/slots").json()} == {"a"}
         text = client.get("/metrics").text
         assert 'quengine_generated_tokens_total{model="a"} 3.0' in text
