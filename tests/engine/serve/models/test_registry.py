@@ -361,6 +361,19 @@ def test_an_engine_that_fails_is_replaced_without_another_models_leaving() -> No
         assert states(served) == {"slow": "loaded", "b": "loaded"} and device.loads == ["slow", "b", "slow"]
 
 
+def test_the_end_of_a_server_is_no_failure_of_an_engine_that_is_made_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device = Device()
+    device.gate.set()
+    with serving_models(device, spec("slow")) as served:
+        assert ask(served, "slow").status_code == 200
+        device.gate.clear()
+        assert ask(served, "slow", prompt=CRASHING_PROMPT).status_code == 500
+        assert served.wait_until(lambda: device.loads == ["slow", "slow"])
+    assert "the engine has failed" in caplog.text and "cannot be started again" not in caplog.text
+
+
 def test_lists_state_and_counters_tell_the_models_apart() -> None:
     models = spec("a", 2, "aa", model_tags=("small",)), spec("b", 3)
     with serving_models(Device(), *models) as served, served.http() as client:
