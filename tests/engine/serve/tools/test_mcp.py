@@ -224,6 +224,20 @@ def test_a_server_that_ignores_what_it_does_not_know_is_probed_once(monkeypatch:
         assert tool(client, "ignoring_t")["plain_text_response"] == "initialize tools/call"
 
 
+def test_a_server_that_never_answers_holds_up_no_tool_of_another() -> None:
+    works = raw(
+        "if method == 'initialize': begin(id)\n"
+        "elif method == 'tools/list': say(id, result={'tools': [{'name': 't', 'inputSchema': {'type': 'object'}}]})\n"
+        "elif method == 'tools/call': say(id, result={'content': [{'type': 'text', 'text': 'done'}]})\n"
+    )
+    servers = {"silent": raw("pass", refuses=False), "works": works}
+    with serving(settings={"tools": config(**servers)}) as served, served.http() as client:
+        tools = served.tools.toolset
+        assert served.wait_until(lambda: "works" in tools._found)
+        assert tool(client, "works_t") == {"plain_text_response": "done"}
+        assert tools._finding is not None and not tools._finding.done()
+
+
 def test_an_idle_server_is_ended_and_started_again_for_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp_session, "_IDLE_SECONDS", 0.5)
     before = children()
