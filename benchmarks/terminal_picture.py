@@ -33,7 +33,8 @@ def printed(command: str) -> Iterator[tuple[str, str]]:
     environment = os.environ | {"COLUMNS": str(COLUMNS), "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
     pipe = subprocess.PIPE
     with (
-        subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, env=environment) as process,
+        # Unbuffered: lines that Python held back would be shown after later ones of the other stream.
+        subprocess.Popen(words, stdout=pipe, stderr=pipe, bufsize=0, env=environment) as process,
         selectors.DefaultSelector() as arrived,
     ):
         for stream, colour in ((process.stdout, TEXT), (process.stderr, FAINT)):
@@ -43,7 +44,7 @@ def printed(command: str) -> Iterator[tuple[str, str]]:
             for key, _ in arrived.select():
                 stream, colour = key.data
                 if line := stream.readline():
-                    yield colour, line.rstrip("\n")
+                    yield colour, line.decode().rstrip("\n")
                 else:
                     arrived.unregister(stream)
     if process.returncode:

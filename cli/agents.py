@@ -128,7 +128,7 @@ def _aider(endpoint: Endpoint, folder: Path) -> Start:
 
 def _cline(endpoint: Endpoint, folder: Path) -> Start:
     """It has its settings from a folder alone, which its own command writes, all but the context: it would take 128,000
-    tokens. Raises CannotRunError where the command fails."""
+    tokens. Raises CannotRunError where the command fails, or writes another form."""
     where = ("--data-dir", str(folder))
     given = ("-p", "openai", "-k", endpoint.key, "-m", endpoint.model, "-b", endpoint.openai)
     made = subprocess.run(
@@ -138,9 +138,12 @@ def _cline(endpoint: Endpoint, folder: Path) -> Start:
         said = " ".join((made.stderr or made.stdout).split())[-200:]
         raise CannotRunError(f"cline auth has ended ({made.returncode}): {said or 'it printed nothing'}")
     file = folder / "settings" / "providers.json"
-    written = json.loads(file.read_text("utf-8"))
-    for provider in written["providers"].values():
-        provider["settings"]["contextWindow"] = endpoint.context
+    try:
+        written = json.loads(file.read_text("utf-8"))
+        for provider in written["providers"].values():
+            provider["settings"]["contextWindow"] = endpoint.context
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise CannotRunError("cline auth has written no settings/providers.json as Cline 3.0 does") from None
     file.write_text(json.dumps(written), "utf-8")
     return Start({}, (*where, "-P", "openai", "-m", endpoint.model))
 

@@ -441,11 +441,16 @@ class LLM(Configured):
             self._cancel_dropped_now()
 
     def embedding_sequence(
-        self, ids: list[int], pooling: Pooling | Literal["rank"], task: str | None = None
+        self,
+        ids: list[int],
+        pooling: Pooling | Literal["rank"],
+        task: str | None = None,
+        lora: Mapping[int, float] | None = None,
     ) -> Sequence:
-        """A sequence for the scheduler whose prompt is pooled. Raises EngineError as `embed` does."""
+        """A sequence for the scheduler whose prompt is pooled, with adapters as `SamplingParams.lora` has them. Raises
+        EngineError as `embed` does."""
         self._lock.check_process()
-        sequence = self._sequences.make(ids, SamplingParams(temperature=0), answers=False)
+        sequence = self._sequences.make(ids, SamplingParams(temperature=0, lora=lora), answers=False)
         sequence.pool = Pool(pooling, task)
         return sequence
 

@@ -145,7 +145,9 @@ def _asked(served: Served, requests: Any, engine: str) -> dict[str, Any]:
             answer = client.request(method, path, json=body)
             kind = answer.headers.get("content-type", "")
             told = {"status": answer.status_code, "type": kind, "body": _steady(kind, answer.text)}
-            record[f"{engine} {method} {path} {json.dumps(body)[:200]}"] = told
+            name = f"{engine} {method} {path} {json.dumps(body)[:200]}"
+            assert name not in record, f"two requests are called {name}"
+            record[name] = told
     return record
 
 

@@ -306,5 +306,5 @@ async def send_within(seconds: float, connection: Connection | None, send: Send,
     except TimeoutError:
         if transport is not None:
             transport.abort()
+            await asyncio.sleep(0)  # uvicorn learns of it before the application returns
         raise SlowReaderError(f"a write was not taken within {seconds:g} s") from None
-        await asyncio.sleep(0)  # uvicorn learns of it before the application returns

@@ -184,6 +184,6 @@ class Resumable:
         """Whether a request wants a stream; its body is read again by the route. Raises ApiError."""
         try:
             body = msgspec.json.decode(await read_raw(request, self.limits), type=_Streamed)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):  # which the route explains
             return False
         return body.stream is True

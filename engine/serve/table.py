@@ -34,7 +34,7 @@ from quengine.serve.http import EVENTS
 from quengine.serve.models.registry import Models
 from quengine.serve.page.files import page, page_file
 from quengine.serve.routes.openapi import document
-from quengine.serve.routes.route import COMPUTES, NOTHING, READS, READS_ALONE, OfModel, OfServer
+from quengine.serve.routes.route import COMPUTES, NOTHING, QUERIES, READS, READS_ALONE, OfModel, OfServer
 from quengine.serve.schemas.fields import Schema
 
 _ANTHROPICS = (*READS_ALONE, 404, 500, 529)
@@ -56,10 +56,10 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
     OfServer("GET /page/{name}", page_file, _SCRIPT, errors=(404,), keyless=True),
     OfServer("GET /openapi.json", openapi, apps=True),
     OfServer("GET /health /v1/health", status.health, errors=(503,), apps=True, keyless=True),
-    OfServer("GET /metrics", status.metrics, CONTENT_TYPE_LATEST, errors=(501,)),
-    OfServer("GET /props", status.props, errors=(503,), apps=True),
+    OfServer("GET /metrics", status.metrics, CONTENT_TYPE_LATEST, errors=(404, 501)),
+    OfServer("GET /props", status.props, errors=QUERIES, apps=True),
     OfServer("POST /props", status.change_props, errors=(501,)),
-    OfServer("GET /slots", slots.slots, errors=(501, 503)),
+    OfServer("GET /slots", slots.slots, errors=(*QUERIES, 501)),
     OfModel(
         "POST /slots/{id_slot}",
         slots.slot_action,
@@ -68,8 +68,8 @@ ROUTES: tuple[OfModel | OfServer, ...] = (
         query=_ACTION,
         apps=False,
     ),
-    OfServer("GET /lora-adapters", status.lora_adapters),
-    OfServer("POST /lora-adapters", status.change_lora_adapters, request="LoraScales", errors=READS_ALONE),
+    OfServer("GET /lora-adapters", status.lora_adapters, errors=QUERIES),
+    OfServer("POST /lora-adapters", status.change_lora_adapters, request="LoraScales", errors=READS),
     OfServer("GET /models /v1/models", llama_models.models, errors=(503,), apps=True),
     OfServer("GET /v1/models/{name:path}", llama_models.model, errors=(404, 503), apps=True),
     OfServer("POST /models/load", llama_models.load, errors=READS),

@@ -35,6 +35,8 @@ if sys.argv[1:2] == ["auth"]:
     os.mkdir(given["--data-dir"] + "/settings")
     with open(given["--data-dir"] + "/settings/providers.json", "w") as file:
         json.dump(dict(providers={{"openai-compatible": dict(settings=settings)}}), file)
+    if "OTHER_FORM" in os.environ:
+        os.truncate(file.name, 3)
 with open(os.environ["STARTED"], "w") as file:
     json.dump([sys.argv[1:], dict(os.environ)], file)
 sys.exit(int(os.environ.get("AUTH", 0)) if sys.argv[1:2] == ["auth"] else 7)
@@ -143,6 +145,15 @@ def test_an_agent_that_cannot_be_set_up_is_not_started(
 ) -> None:
     monkeypatch.setenv("AUTH", "3")
     with pytest.raises(CannotRunError, match=r"cline auth has ended \(3\): it printed nothing"):
+        AGENTS["cline"].start(Endpoint("http://127.0.0.1:1", "a-key", "a-model", 40000), tmp_path)
+
+
+@pytest.mark.usefixtures("started")
+def test_settings_of_another_form_are_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTHER_FORM", "1")
+    with pytest.raises(CannotRunError, match="as Cline 3"):
         AGENTS["cline"].start(Endpoint("http://127.0.0.1:1", "a-key", "a-model", 40000), tmp_path)
 
 

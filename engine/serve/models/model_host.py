@@ -343,11 +343,11 @@ class ModelHost:
 
     @property
     def shown(self) -> ServedModel:
-        """The model as lists of several describe it: while its engine is replaced, as it was before.
+        """The model as lists of several describe it: as it was last, where its engine is replaced or has ended.
 
         Raises ApiError where there is none.
         """
-        last = self._latest if self.replaced and not self.alone else None
+        last = self._latest if self.loaded and not self.alone else None
         return last or self.model
 
     def verbose(self, body: ChatRequest | CompletionRequest) -> bool:

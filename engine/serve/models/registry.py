@@ -293,8 +293,9 @@ class Models:
         """End all workers, with what they compute and load. May be called from any thread."""
         self.draining = True
         for host in self.hosts:
-            host.cancelled = host.ending = True
-            host.worker.stop()
+            host.ending = True
+            host.worker.stop()  # before its load is cancelled, which is no failure then
+            host.cancelled = True
 
     async def join(self, seconds: float) -> None:
         """Wait for the ends of the workers, at most so long, and of what is beside."""

@@ -92,7 +92,8 @@ class LLMEngine:
             self._start(request.id, self._sender.sequence(request))
             return
         if request.pooling is not None:
-            sequence = self._llm.embedding_sequence(list(request.prompt), request.pooling, request.task)
+            ids, lora = list(request.prompt), request.params.lora
+            sequence = self._llm.embedding_sequence(ids, request.pooling, request.task, lora)
         else:
             if request.images and request.id not in self._prompts:
                 self.prepare_images(request)

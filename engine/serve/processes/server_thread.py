@@ -250,6 +250,8 @@ class Worker:
             try:
                 return self._make_engine()
             except Exception:
+                if self._stopping:
+                    return None
                 failures += 1
                 if failures >= MAX_RESTARTS:
                     raise

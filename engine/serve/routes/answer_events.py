@@ -51,7 +51,7 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Answer:
-    """One completion as it grows.
+    """One completion as it grows. `model` computes it, also where its engine is replaced before the end is written.
 
     Args:
         request: what the engine computes.
@@ -71,8 +71,8 @@ class Answer:
     ) -> None:
         self.request = request
         self.use = use or ToolUse()
-        self._host, self._model = host, host.model
-        self._choice = choice
+        self._host, self.model = host, host.model
+        self.choice = choice
         self._form = form
         self._prompt = prompt
         self._parser = None if form is None else form.parser(self.use, prompt)
@@ -86,7 +86,7 @@ class Answer:
         return (
             0
             if form is None
-            else form.reasoning_tokens(self.use, self._tokens, self._model.decode, self._prompt)
+            else form.reasoning_tokens(self.use, self._tokens, self.model.decode, self._prompt)
         )
 
     def part(self, piece: Piece) -> Part:
@@ -96,14 +96,14 @@ class Answer:
         else:
             self._tokens += piece.tokens
             deltas = self._parser.push(piece.text)
-        return Part(self._choice, piece, self._held(deltas))
+        return Part(self.choice, piece, self._held(deltas))
 
     def end(self, finished: Finished) -> End:
         """The event of the end."""
         deltas = [] if self._parser is None else self._held(self._parser.finish())
         called = self._parser is not None and self._parser.calls and finished.reason == "stop"
         reason: Any = "tool_calls" if called else finished.reason
-        return End(self._choice, finished, deltas, reason, self._violation(finished))
+        return End(self.choice, finished, deltas, reason, self._violation(finished))
 
     def _held(self, deltas: list[Delta]) -> list[Delta]:
         if self.request.params.constraint is not None:

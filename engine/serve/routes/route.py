@@ -23,10 +23,11 @@ H = TypeVar("H", ModelHost, Models)
 
 NOTHING = ""
 """The answer of a route that has none (204)."""
+QUERIES = (400, 404, 503)
 READS_ALONE = (400, 408, 413, 415)
 READS = (*READS_ALONE, 404, 503)
 COMPUTES = (*READS, 429, 500)
-"""Statuses of the errors of routes that read a body; of a model; and compute."""
+"""Statuses of the errors of routes that name a model in the query; read a body; of a model; and compute."""
 
 
 @dataclass(frozen=True)

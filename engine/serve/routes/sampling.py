@@ -72,7 +72,7 @@ async def sampling_params(
 
 def adapter_scales(given: Sequence[LoraAdapter], model: ServedModel) -> dict[int, float]:
     """The scales of adapters by number; those that are not given are 0. Raises ApiError for one that there is not."""
-    scales = {each.id: each.scale for each in given if each.scale}
+    scales = {number: scale for number, scale in {each.id: each.scale for each in given}.items() if scale}
     try:
         model.adapters.of(scales)
     except EngineError as error:

@@ -89,7 +89,7 @@ async def embedded(
             key,
             "over_limit",
         )
-    params = SamplingParams(temperature=0).with_seed()
+    params = SamplingParams(temperature=0, lora=host.lora).with_seed()
     requests = [GenerationRequest(prompt, params, pooling=pooling, task=task) for prompt in prompts]
     return await answered(host, requests, host.vectors)
 

@@ -18,7 +18,9 @@ from quengine.serve.tools.tool import Answer, ServerTool, ToolError, ToolInput
 
 logger = logging.getLogger("quengine.serve.mcp")
 
-_CONNECT_SECONDS = 10.0
+_CONNECT_SECONDS = 30.0
+"""For a start and the handshake, before which the SDK waits for 10 s where a server ignores requests that it does not
+know, as `server/discover` is to those of before 2026."""
 _END_SECONDS = 5.0
 _IDLE_SECONDS = 300.0
 _COOLDOWN_SECONDS = 5.0
@@ -41,6 +43,7 @@ class McpSession:
         self.server = server
         self._lock = asyncio.Lock()
         self._client: Any = None
+        self._mode = "auto"
         self._process: Any = None
         self._owner: asyncio.Task[None] | None = None
         self._leave = asyncio.Event()
@@ -135,17 +138,22 @@ class McpSession:
             await self.close()
             if not isinstance(error, Exception):
                 raise
+            self._mode = "auto"
             self._failed = (time.monotonic(), problem)
             raise ToolError(problem) from None
 
     async def _own(self, ready: "asyncio.Future[Any]") -> None:
         """The task that a session lives in, from its beginning to its end."""
         from mcp import Client
+        from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
 
         try:
             async with AsyncExitStack() as held:
-                client = Client(await self._transport(held), read_timeout_seconds=self.server.seconds)
+                transport = await self._transport(held)
+                client = Client(transport, mode=self._mode, read_timeout_seconds=self.server.seconds)
                 async with client:
+                    if client.protocol_version in HANDSHAKE_PROTOCOL_VERSIONS:
+                        self._mode = "legacy"  # started again, it is not probed again
                     self._used_at = time.monotonic()
                     ready.set_result(client)
                     await self._idle_or_left()

@@ -61,7 +61,7 @@ class ToolRoom:
         """
         del models
         check_page(request)
-        tools = await self.toolset.tools()
+        tools = await self.toolset.tools(body.tool)
         _check_runtime(request.headers.get("x-tool-runtime", ""))
         tool = tools.get(body.tool)
         if tool is None:

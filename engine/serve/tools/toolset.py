@@ -84,14 +84,20 @@ class Toolset:
         missing = [each for each in self._sessions if each.server.name not in self._found]
         await asyncio.gather(*map(ask, missing))
 
-    async def tools(self) -> dict[str, ServerTool]:
-        """By name; of several of one name there is the first. Raises ApiError (403) where there are none."""
+    async def tools(self, wanted: str = "") -> dict[str, ServerTool]:
+        """By name; of several of one name there is the first. MCP servers that have not been listed yet are waited for,
+        unless the tool that is `wanted` is there. Raises ApiError (403) where there are none."""
         if not self._own and not self._sessions:
             raise ApiError(403, "this server was started without --tools and --mcp-servers-config")
+        if wanted in (tools := self._listed()):
+            return tools
         if len(self._found) < len(self._sessions) and self._end is None:
             if self._finding is None or self._finding.done():
                 self._finding = asyncio.create_task(self._find())
             await asyncio.shield(self._finding)
+        return self._listed()
+
+    def _listed(self) -> dict[str, ServerTool]:
         tools = dict(self._own)
         for session in self._sessions:
             for tool in self._found.get(session.server.name, ()):

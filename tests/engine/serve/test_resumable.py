@@ -119,6 +119,8 @@ def test_a_request_that_fails_leaves_no_stream(client: httpx.Client) -> None:
     answer = client.post(CHAT, json={"stream": True}, headers={"X-Conversation-Id": "bad"})
     assert answer.status_code == 400
     assert again(client, "bad").status_code == 404
+    deep = client.post(CHAT, content=b'{"stream": ' + b"[" * 5000, headers={"X-Conversation-Id": "bad"})
+    assert deep.status_code == 400 and "more than 100 levels" in deep.json()["error"]["message"]
     long = client.post(CHAT, json=body(1), headers={"X-Conversation-Id": "x" * 600})
     assert long.status_code == 400
 

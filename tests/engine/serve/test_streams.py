@@ -13,6 +13,7 @@ import pytest
 
 from quengine.serve.connections import Connection
 from quengine.serve.processes import server_handle
+from quengine.serve.processes.shared_engine import Event, Finished
 from quengine.serve.routes import streaming
 from quengine.serve.settings import Limits
 from tests.engine.serve.fake_engine import FAILING_PROMPT, FakeEngine, FakeModel, expected_tokens
@@ -128,6 +129,7 @@ def test_a_reader_that_sleeps_is_cut_off_and_the_others_go_on(caplog: pytest.Log
         # The connection is closed before the line is written.
         assert served.wait_until(lambda: "a write was not taken within 0.5 s" in caplog.text)
         assert served.wait_until(lambda: idle(served))
+    assert "ASGI callable" not in caplog.text
 
 
 def test_a_failed_engine_fails_what_runs_is_replaced_and_serves_again() -> None:
@@ -148,6 +150,35 @@ def test_a_failed_engine_fails_what_runs_is_replaced_and_serves_again() -> None:
         assert served.wait_until(lambda: client.get("/health").status_code == 200)
         assert client.post("/v1/completions", json={"prompt": "abc"}).status_code == 200
         assert len(made) == 2
+
+
+def test_an_answer_that_is_complete_does_not_depend_on_its_engine() -> None:
+    """The engine is gone before the end of an answer, which has come from it, is written."""
+
+    class Gone(FakeEngine):
+        def step(self) -> list[Event]:
+            events = super().step()
+            if any(isinstance(event, Finished) for event in events):
+                worker.engine = None
+            return events
+
+    engine = Gone(step_s=0.0)
+    chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "verbose": True}
+    requests = (
+        ("/completion", {"prompt": "a", "n_probs": 2, "n_predict": 3}, '"stop":true'),
+        ("/v1/chat/completions", {**chat, "max_tokens": 3}, "__verbose"),
+        ("/v1/completions", {"prompt": "a", "verbose": True, "max_tokens": 3}, "__verbose"),
+        ("/api/chat", {**chat, "options": {"num_predict": 3}}, '"done":true'),
+    )
+    with serving(lambda: engine) as served, served.http() as client:
+        worker = served.server.worker
+        for path, body, end in requests:
+            for stream in (False, True):
+                assert served.wait_until(lambda: worker.idle)
+                worker.engine = engine
+                answer = client.post(path, json={**body, "stream": stream})
+                assert answer.status_code == 200 and end in answer.text and "error" not in answer.text
+        worker.engine = engine
 
 
 def test_an_engine_that_fails_again_and_again_ends_the_server() -> None:

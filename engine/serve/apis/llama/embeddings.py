@@ -25,8 +25,8 @@ async def native_embeddings(host: ModelHost, body: NativeEmbeddingRequest) -> Re
     if given is None:
         raise wrong_value(NativeEmbeddingRequest, "input", None)
     prompts = await read_prompts(host, given, key, body.parse_special, ended=True)
-    vectors = await embedded(host, prompts, pooling, key)
     width = host.model.facts["n_embd"]
+    vectors = await embedded(host, prompts, pooling, key)
     return await off_loop(
         lambda: json_response(
             [

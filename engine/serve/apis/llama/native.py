@@ -17,7 +17,7 @@ from quengine.serve.apis.llama.schemas import (
     NativeFields,
 )
 from quengine.serve.models.model_host import ModelHost
-from quengine.serve.processes.shared_engine import Finished, GenerationRequest
+from quengine.serve.processes.shared_engine import Finished
 from quengine.serve.processes.shared_model import ServedModel
 from quengine.serve.routes.answer_events import Answer, End, Part, text_answers
 from quengine.serve.routes.answers import LiveTimings, prompt_tokens, timings_body
@@ -52,17 +52,17 @@ async def native_form(host: ModelHost, body: Native, prompt: Any, parse_special:
 
 
 def native_result(
-    host: ModelHost, index: int, request: GenerationRequest, end: Finished, text: str, tokens: Sequence[int]
+    host: ModelHost, answer: Answer, end: Finished, text: str, tokens: Sequence[int]
 ) -> NativeCompletion:
     """llama-server's own answer for one completion. The newest token is not in the cache. `truncated`: the context was
     full, and ended the text or was shifted; no prompt is ever cut."""
-    model = host.model
+    model, request = answer.model, answer.request
     prompt, generated = prompt_tokens(request, end), end.timings.generated_tokens
     held = prompt + generated - end.timings.discarded_tokens
     word = end.stop_text
     kind: Any = "word" if word is not None else "limit" if end.reason == "length" else "eos"
     return NativeCompletion(
-        index=index,
+        index=answer.choice,
         content=text,
         tokens=tokens,
         id_slot=request.slot,
@@ -85,15 +85,15 @@ def verbose_result(
 ) -> dict[str, Any]:
     """What `verbose` adds to an answer in OpenAI's form: llama-server's own one; an array of several completions."""
     results = [
-        native_result(host, part.choice, answer.request, end.finished, part.piece.text, part.piece.tokens)
+        native_result(host, answer, end.finished, part.piece.text, part.piece.tokens)
         for answer, (part, end) in zip(answers, outputs, strict=True)
     ]
     return {"verbose": results if len(results) > 1 else results[0]}
 
 
-def verbose_chunk(host: ModelHost, index: int, request: GenerationRequest, end: Finished) -> dict[str, Any]:
+def verbose_chunk(host: ModelHost, answer: Answer, end: Finished) -> dict[str, Any]:
     """The same for the last chunk of a stream's completion, whose text has been sent."""
-    return {"verbose": native_result(host, index, request, end, "", ())}
+    return {"verbose": native_result(host, answer, end, "", ())}
 
 
 def _chosen(answer: NativeCompletion, fields: Sequence[str]) -> NativeCompletion | NativeFields:
@@ -130,8 +130,8 @@ class NativeForm(AnswerForm):
 
     def _written(self, part: Part, end: End) -> NativeCompletion | NativeFields:
         choice, piece = part.choice, part.piece
-        request, given = self.requests[choice], piece.tokens if self.tokens else ()
-        answer = native_result(self.host, choice, request, end.finished, piece.text, given)
+        given = piece.tokens if self.tokens else ()
+        answer = native_result(self.host, self.answers[choice], end.finished, piece.text, given)
         answer.schema_violation = end.violation
         answer.completion_probabilities = self._probabilities(choice, piece.logprobs)
         return _chosen(answer, self.fields)
@@ -151,7 +151,7 @@ class NativeForm(AnswerForm):
 
     def finished(self, end: End) -> bytes:
         choice = end.choice
-        last = native_result(self.host, choice, self.requests[choice], end.finished, "", ())
+        last = native_result(self.host, self.answers[choice], end.finished, "", ())
         last.schema_violation, last.has_new_line = end.violation, choice in self._lines
         return data(_chosen(last, self.fields))
 
@@ -167,10 +167,10 @@ class NativeForm(AnswerForm):
         )
 
     def _probabilities(self, choice: int, entries: Sequence[Any]) -> list[ScoredToken] | UnsetType:
-        params = self.requests[choice].params
-        if params.logprobs is None:
+        answer = self.answers[choice]
+        if answer.request.params.logprobs is None:
             return UNSET
-        return scored_tokens(entries, self.host.model, params.post_sampling_probs)
+        return scored_tokens(entries, answer.model, answer.request.params.post_sampling_probs)
 
 
 def generation_settings(

@@ -48,9 +48,11 @@ async def rerank(host: ModelHost, request: Request, body: RerankRequest) -> Resp
     if documents is None:
         raise wrong_value(RerankRequest, "documents", None)
     texts = [each.text if isinstance(each, Document) else each for each in documents]
-    scores, tokens = await (_by_head if host.model.ranks else _by_cosine)(host, body.query, texts, key)
+    by_head = host.model.ranks
+    scores, tokens = await (_by_head if by_head else _by_cosine)(host, body.query, texts, key)
     order = sorted(range(len(documents)), key=lambda index: -scores[index])[: body.top_n]
-    headers = {"X-Rerank-Method": _method(host)}
+    method = HEAD if by_head else COSINE
+    headers = {"X-Rerank-Method": method}
     if key == "texts":
         with_text = body.return_text
         scored = [
@@ -61,7 +63,7 @@ async def rerank(host: ModelHost, request: Request, body: RerankRequest) -> Resp
     with_text, v2 = body.return_documents, request.url.path == "/v2/rerank"
     answer = RankedDocuments(
         model=host.name,
-        method=_method(host),
+        method=method,
         usage=RankingUsage(tokens, tokens),
         results=[
             Ranked(
@@ -114,7 +116,3 @@ async def _decoder_pairs(host: ModelHost, query: str, texts: list[str], key: str
 async def _read(host: ModelHost, query: str, texts: list[str], key: str) -> list[list[int]]:
     given = [query, *texts]
     return await read_prompts(host, given, key, parse_special=False, ended=True)
-
-
-def _method(host: ModelHost) -> str:
-    return HEAD if host.model.ranks else COSINE

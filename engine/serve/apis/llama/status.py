@@ -1,6 +1,7 @@
 """The state of the server and of its models: health, metrics, properties, adapters. None of it loads a model."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from msgspec import UNSET, UnsetType
@@ -96,8 +97,9 @@ async def props(models: Models, request: Request) -> Props:
     def text_of(token: int | None) -> str:
         return "" if token is None else served.token_bytes(token).decode(errors="replace")
 
+    settings = host.spec.settings
     return _props(
-        host.spec.settings,
+        replace(settings, defaults=replace(settings.defaults, lora=host.lora)),
         served,
         total_slots=host.worker.slots,
         model_alias=host.name,
@@ -158,9 +160,11 @@ async def lora_adapters(models: Models, request: Request) -> list[Adapter]:
 
 
 async def change_lora_adapters(models: Models, request: Request) -> Success:
-    """Set the scales of LoRA adapters for requests that give none; those that are left out become 0."""
+    """Set the scales of LoRA adapters for requests that give none; those that are left out become 0.
+
+    Of several models the query names one.
+    """
     given = read_part(list[LoraAdapter], await read_array(request, models.settings.limits), "adapters")
-    host = models.queried(request.query_params.get("model", ""))
-    if host is not None:
-        host.lora = adapter_scales(given, host.model)
+    host = models.named(request.query_params.get("model", ""))
+    host.lora = adapter_scales(given, host.model)
     return Success()

@@ -108,7 +108,7 @@ class AnswerLines(AnswerForm):
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
         if self._request.params.logprobs is None or not piece.logprobs:
             return {}
-        return {"logprobs": scored_tokens(piece.logprobs, self.host.model)}
+        return {"logprobs": scored_tokens(piece.logprobs, self.answers[0].model)}
 
     def _tail(self, end: End) -> dict[str, Any]:
         timings = end.finished.timings

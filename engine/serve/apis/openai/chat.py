@@ -111,7 +111,7 @@ class ChatForm(AnswerForm):
         usage = None if self.include_usage else UNSET
         self._whole = ChatChunk(**self._head, choices=[], usage=usage)
         self._with_logprobs = self.requests[0].params.logprobs is not None
-        self._model = host.model
+        self._model = answers[0].model
 
     def whole(self, outputs: Sequence[tuple[Part, End]]) -> ChatCompletion:
         choices = [
@@ -150,7 +150,7 @@ class ChatForm(AnswerForm):
         held = b"".join(self._chunk(choice, _delta(each, self.functions), None) for each in end.deltas)
         more = {} if self.include_usage else {"timings": timings_body(end.finished.timings)}
         if self.verbose:
-            more |= verbose_chunk(self.host, choice, self.requests[choice], end.finished)
+            more |= verbose_chunk(self.host, self.answers[choice], end.finished)
         return held + self._chunk(
             choice, ChatDelta(), _reason(end, self.functions), more=more, violation=end.violation
         )

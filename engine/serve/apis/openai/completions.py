@@ -46,7 +46,7 @@ class CompletionForm(AnswerForm):
 
     def __init__(self, host: ModelHost, answers: Sequence[Answer], body: CompletionRequest) -> None:
         super().__init__(host, answers, body.stream)
-        self._model = host.model
+        self._model = answers[0].model
         self.echoed = [self._model.decode(each.prompt) if body.echo else "" for each in self.requests]
         """What each completion begins with: its prompt, or nothing."""
         self.include_usage = body.stream_options.include_usage
@@ -104,7 +104,7 @@ class CompletionForm(AnswerForm):
         request = self.requests[end.choice]
         more = {} if self.include_usage else answer_tail([request], [end.finished])
         if self.verbose:
-            more |= verbose_chunk(self.host, end.choice, request, end.finished)
+            more |= verbose_chunk(self.host, self.answers[end.choice], end.finished)
         return self._chunk(end.choice, "", None, _reason(end), more, end.violation)
 
     def end(self, ends: Sequence[Finished]) -> bytes:

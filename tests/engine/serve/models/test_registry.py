@@ -249,6 +249,31 @@ def test_a_model_that_is_unloaded_counts_as_loaded_until_it_has_gone() -> None:
     assert seen == [{"a": "loaded"}]
 
 
+def test_lists_go_on_where_the_engine_of_a_model_fails_that_leaves(asking: ThreadPoolExecutor) -> None:
+    device, seen = Device(), list[int]()
+    original = device.launch
+
+    def launch(wanted, make_room, check):  # type: ignore[no-untyped-def]
+        engine = original(wanted, make_room, check)
+        close = engine.close
+        paths = ("/slots", "/v1/models", "/api/ps", "/api/tags")
+        engine.close = lambda: (seen.extend(client.get(path).status_code for path in paths), close())
+        return engine
+
+    device.launch = launch  # type: ignore[method-assign]
+    with serving_models(device, spec("a"), spec("b")) as served, served.http() as client:
+        host = served.server.models.hosts[0]
+        assert ask(served, "a").status_code == 200
+        device.computes.clear()
+        crashed = asking.submit(ask, served, "a", prompt=CRASHING_PROMPT)
+        assert served.wait_until(lambda: host.worker.running == 1)
+        client.post("/models/unload", json={"model": "a"})
+        assert served.wait_until(lambda: host.state == "draining")
+        device.computes.set()
+        assert crashed.result(120).status_code == 500
+        assert served.wait_until(lambda: len(seen) >= 4) and set(seen) == {200}
+
+
 def test_without_autoload_a_request_is_refused_until_its_model_is_loaded() -> None:
     with serving_models(Device(), spec("a"), autoload=False) as served, served.http() as client:
         assert ask(served, "a").status_code == 400
@@ -336,6 +361,19 @@ def test_an_engine_that_fails_is_replaced_without_another_models_leaving() -> No
         assert states(served) == {"slow": "loaded", "b": "loaded"} and device.loads == ["slow", "b", "slow"]
 
 
+def test_the_end_of_a_server_is_no_failure_of_an_engine_that_is_made_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device = Device()
+    device.gate.set()
+    with serving_models(device, spec("slow")) as served:
+        assert ask(served, "slow").status_code == 200
+        device.gate.clear()
+        assert ask(served, "slow", prompt=CRASHING_PROMPT).status_code == 500
+        assert served.wait_until(lambda: device.loads == ["slow", "slow"])
+    assert "the engine has failed" in caplog.text and "cannot be started again" not in caplog.text
+
+
 def test_lists_state_and_counters_tell_the_models_apart() -> None:
     models = spec("a", 2, "aa", model_tags=("small",)), spec("b", 3)
     with serving_models(Device(), *models) as served, served.http() as client:
@@ -351,6 +389,10 @@ def test_lists_state_and_counters_tell_the_models_apart() -> None:
         assert props["role"] == "router" and props["default_generation_settings"]["params"]["n_predict"] == 8
         assert client.get("/props", params={"model": "a"}).json()["model_alias"] == "a"
         assert client.get("/props", params={"model": "b"}).status_code == 400
+        assert client.get("/lora-adapters").json() == client.get("/lora-adapters?model=a").json() == []
+        unnamed = client.post("/lora-adapters", json=[])
+        assert unnamed.status_code == 400 and "names no model" in unnamed.json()["error"]["message"]
+        assert client.post("/lora-adapters?model=a", json=[]).json() == {"success": True}
         assert {slot["model"] for slot in client.get("/slots").json()} == {"a"}
         text = client.get("/metrics").text
         assert 'quengine_generated_tokens_total{model="a"} 3.0' in text

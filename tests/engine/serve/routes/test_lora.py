@@ -57,6 +57,11 @@ def completion(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     return dict(client.post("/completion", json=body).raise_for_status().json())
 
 
+def vector(client: httpx.Client) -> list[float]:
+    answer = client.post("/v1/embeddings", json={"input": PROMPT}).raise_for_status().json()
+    return list(answer["data"][0]["embedding"])
+
+
 def test_requests_choose_adapters_and_others_have_the_servers(
     client: httpx.Client, wanted: dict[tuple[float, float], list[int]]
 ) -> None:
@@ -90,9 +95,20 @@ def test_scales_of_all_requests_are_changed(
         assert [each["scale"] for each in client.get("/lora-adapters").json()] == [0.0, 1.5]
         assert completion(client)["tokens"] == wanted[0.0, 1.5]
         assert completion(client, lora=before)["tokens"] == wanted[1.0, 0.0]
+        shown = client.get("/props").json()["default_generation_settings"]["params"]
+        assert shown["lora"] == [{"id": 1, "scale": 1.5}]
+        changed = vector(client)
     finally:
         client.post("/lora-adapters", json=before)
     assert completion(client)["tokens"] == wanted[1.0, 0.0]
+    assert vector(client) != changed
+
+
+def test_the_last_scale_of_an_adapter_holds(
+    client: httpx.Client, wanted: dict[tuple[float, float], list[int]]
+) -> None:
+    twice = [{"id": 0, "scale": 1.0}, {"id": 0, "scale": 0}]
+    assert completion(client, lora=twice)["tokens"] == wanted[0.0, 0.0]
 
 
 @pytest.mark.parametrize(

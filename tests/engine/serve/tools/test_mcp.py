@@ -29,6 +29,7 @@ from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.tools.own_children import children, runs
 
 pytest.importorskip("mcp", reason="no MCP SDK: pip install -e '.[test]'")
+CONNECT_SECONDS = mcp_session._CONNECT_SECONDS
 PROGRAM = str(Path(__file__).with_name("mcp_tools.py"))
 PACKAGES = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 """The packages of this process, for its children."""
@@ -43,8 +44,13 @@ def stdio(**more: Any) -> dict[str, Any]:
     return {"command": sys.executable, "args": [PROGRAM], "env": PACKAGES, **more}
 
 
-def raw(code: str) -> dict[str, Any]:
+def raw(code: str, refuses: bool = True) -> dict[str, Any]:
     """A server of a few lines, which answer the message `asked` with `say`; other methods than of tools it refuses."""
+    refusal = (
+        "    if method not in ('initialize', 'tools/list', 'tools/call'):\n"
+        "        say(id, error={'code': -32601, 'message': 'no such method'})\n"
+        "        continue\n"
+    )
     head = (
         "import json, sys, time\n"
         "def say(id, **what): print(json.dumps({'jsonrpc': '2.0', 'id': id, **what}), flush=True)\n"
@@ -54,10 +60,8 @@ def raw(code: str) -> dict[str, Any]:
         "    asked = json.loads(line)\n"
         "    id, method = asked.get('id'), asked.get('method')\n"
         "    if id is None: continue\n"
-        "    if method not in ('initialize', 'tools/list', 'tools/call'):\n"
-        "        say(id, error={'code': -32601, 'message': 'no such method'})\n"
-        "        continue\n"
     )
+    head += refusal if refuses else ""
     return {
         "command": sys.executable,
         "args": ["-c", head + "".join(f"    {line}\n" for line in code.splitlines())],
@@ -194,6 +198,44 @@ def test_noise_and_notifications_are_passed_over() -> None:
         assert listed["tool"] == "noisy_a b"
         assert listed["definition"]["function"]["parameters"] == {"type": "object", "properties": {}}
         assert tool(client, "noisy_a b") == {"plain_text_response": "a b"}
+
+
+def test_a_server_that_ignores_what_it_does_not_know_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SDK's probe waits for its whole time; a session began with it has to have more."""
+    from mcp.client import session as sdk
+
+    assert CONNECT_SECONDS >= 2 * sdk.DISCOVER_TIMEOUT_SECONDS
+    monkeypatch.setattr(sdk, "DISCOVER_TIMEOUT_SECONDS", 0.2)
+    ignoring = raw(
+        "seen = globals().get('seen', []) + [method]\n"
+        "if method == 'initialize': begin(id)\n"
+        "elif method == 'tools/list': say(id, result={'tools': [{'name': 't', 'inputSchema': {'type': 'object'}}]})\n"
+        "elif method == 'tools/call': say(id, result={'content': [{'type': 'text', 'text': ' '.join(seen)}]})\n",
+        refuses=False,
+    )
+    before = children()
+    with serving(settings={"tools": config(ignoring=ignoring)}) as served, served.http() as client:
+        called = tool(client, "ignoring_t")["plain_text_response"]
+        assert called == "server/discover initialize tools/list tools/call"
+        (session,) = served.tools.toolset._sessions
+        (process,) = children() - before
+        process.kill()
+        assert served.wait_until(lambda: session._process.ended)
+        assert tool(client, "ignoring_t")["plain_text_response"] == "initialize tools/call"
+
+
+def test_a_server_that_never_answers_holds_up_no_tool_of_another() -> None:
+    works = raw(
+        "if method == 'initialize': begin(id)\n"
+        "elif method == 'tools/list': say(id, result={'tools': [{'name': 't', 'inputSchema': {'type': 'object'}}]})\n"
+        "elif method == 'tools/call': say(id, result={'content': [{'type': 'text', 'text': 'done'}]})\n"
+    )
+    servers = {"silent": raw("pass", refuses=False), "works": works}
+    with serving(settings={"tools": config(**servers)}) as served, served.http() as client:
+        tools = served.tools.toolset
+        assert served.wait_until(lambda: "works" in tools._found)
+        assert tool(client, "works_t") == {"plain_text_response": "done"}
+        assert tools._finding is not None and not tools._finding.done()
 
 
 def test_an_idle_server_is_ended_and_started_again_for_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
