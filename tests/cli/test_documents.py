@@ -205,6 +205,15 @@ def test_so_do_the_examples(known: dict[str, set[str]]) -> None:
             check(words, known)
 
 
+def test_named_aliases_are_in_the_catalogue() -> None:
+    catalogue = tomllib.loads((ROOT / "models/hub/catalogue.toml").read_text())
+    texts = [path.read_text() for path in (*DOCS, *(ROOT / "examples").iterdir()) if path.is_file()]
+    texts += [example for entry in main.COMMANDS.values() for example in entry.examples]
+    named = {name for text in texts for name in re.findall(r"(?<![\w/.-])[a-z][\w.-]*-q(?:4k|8)\b", text)}
+    assert len(named) > 40
+    assert named <= set(catalogue), named - set(catalogue)
+
+
 def test_named_flags_are_there(known: dict[str, set[str]]) -> None:
     """Also where no command stands before them."""
     flags = set(FOREIGN).union(OTHERS, *known.values())
