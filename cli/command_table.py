@@ -165,7 +165,7 @@ COMMANDS = {
         "launch",
         RUN,
         (
-            "engine launch claude -m qwen3-coder-30b-a3b-q4k -c 65536",
+            "engine launch claude -m qwen3-coder-next-q4k -c 65536",
             "engine launch codex                  # on the server that runs",
             'engine launch opencode -m qwen3-8b-q4k -- run "Explain this repository"',
         ),
