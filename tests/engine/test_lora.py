@@ -177,7 +177,7 @@ def test_what_is_not_computed_is_refused_by_name(files: Files, tmp_path: Path) -
         tmp_path / "nan.gguf", "llama", random_adapters(tensors, ("attn_q",), (4,)), 0, np.nan
     )
     with pytest.raises(
-        EngineError, match=r"nan.gguf: .*weight: a scale \(alpha / r\) of nan is not from -1e9"
+        EngineError, match=r"nan.gguf: tensor .* a scale \(alpha / r\) of nan is not from -1e9"
     ):
         LLM(files.model, device="cpu", threads=1, lora=[nan])
     with pytest.raises(EngineError, match=r"of a model that 2 devices share are not implemented"):

@@ -25,8 +25,8 @@ class Twisted(ReferenceBackend):
         super().__init__(keep=True)
         self.twist = twist
 
-    def weight(self, parts):
-        return super().weight([self.twist(part) if part.format.is_quantized else part for part in parts])
+    def _loaded(self, parts):
+        return super()._loaded([self.twist(part) if part.format.is_quantized else part for part in parts])
 
 
 def edited(part, edit):
