@@ -41,9 +41,9 @@ class FakeRunner:
 
     def forward(self, phase: Phase, rows: Seq[SequenceRows]) -> None:
         assert phase == "prefill"
-        for ids, start, (table,), _ in rows:
-            self.write(ids, start, table)
-            self.computed.append(len(ids))
+        for each in rows:
+            self.write(each.ids, each.start, each.block_tables[0])
+            self.computed.append(len(each.ids))
 
     def write(self, ids: Seq[int], start: int, table: Seq[int]) -> None:
         for position, token in enumerate(ids, start):
