@@ -8,9 +8,9 @@ from quengine.models.config import ModelConfig
 from quengine.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from quengine.kernels.lora.change import LowRank
     from quengine.kernels.quant_tensor import QuantTensor
     from quengine.models.draft_layer import DraftTensors
-    from quengine.models.lora.adapter import LowRank
     from quengine.models.template.chat_template import ChatTemplate
 
 

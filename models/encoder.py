@@ -16,6 +16,7 @@ from quengine.kernels.backend import Backend, Hidden, LayerState
 from quengine.kernels.encoder_attention import EncoderAttentionSpec
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.layer_norm import LayerNorm, layer_norm
+from quengine.kernels.lora.change import LowRank
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rope import rope_table
 from quengine.models.architectures import layers_of
@@ -24,7 +25,6 @@ from quengine.models.blocks.encoder import BidirectionalAttention, EncoderAttent
 from quengine.models.blocks.feed_forward import FeedForward
 from quengine.models.config import PROJECTIONS, EncoderSizes, ModelConfig, no_text
 from quengine.models.layers import FeedForwardLayer, LayerTensors, MixerLayer, qkv_names
-from quengine.models.lora.adapter import LowRank
 from quengine.models.rotation import Rotation
 
 

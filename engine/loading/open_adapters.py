@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
-from quengine.kernels.lora.low_rank import Adapters, LowRank, padded_rank
+from quengine.kernels.lora.change import LowRank
+from quengine.kernels.lora.low_rank import Adapters, padded_rank
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.lora.adapter import Adapter
 from quengine.models.lora.open_adapter import open_adapter, parse_lora
@@ -103,7 +104,7 @@ def _weights(checkpoint: Checkpoint, files: tuple[Adapter, ...]) -> Adapters:
     changes: dict[str, list[LowRank | None]] = {}
     for number, file in enumerate(files):
         for name, change in file.changes.items():
-            changes.setdefault(name, [None] * len(files))[number] = LowRank(*change)
+            changes.setdefault(name, [None] * len(files))[number] = change
     joined: dict[str, list[tuple[str, int]]] = {}
     for name, spec in tensor_specs(checkpoint.config).items():
         holder = holder_of(name)

@@ -17,7 +17,8 @@ from quengine.kernels.backend import Branch, Hidden
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Gating
 from quengine.kernels.layer_norm import Norm
-from quengine.kernels.lora.low_rank import Adapters, Changes, LowRank, stacked
+from quengine.kernels.lora.change import LowRank
+from quengine.kernels.lora.low_rank import Adapters, Changes, stacked
 from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm

@@ -8,26 +8,14 @@ Models".
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quengine.kernels.lora.change import LowRank
+
 RANKS_AT_ONCE = 16
 """Ranks are padded with zeros to a multiple of this, so that kernels take whole tiles."""
-
-
-class LowRank(NamedTuple):
-    """One adapter's change of one matrix [N, K]: a [r, K], b [N, r], and the scale alpha / r of their product."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-
-    def of_rows(self, first: int, count: int) -> "LowRank":
-        """The change of `count` rows of the matrix from row `first` on; past its last row it begins anew."""
-        first %= len(self.b)
-        return self._replace(b=self.b[first : first + count])
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from pathlib import Path
 from torch import Tensor
 
 from quengine.errors import EngineError
+from quengine.kernels.lora.change import LowRank
 from quengine.models.config import ModelConfig
 from quengine.models.convert.tensors import FileTensor
 from quengine.models.gguf.tensor_types import TYPE_BY_NAME
 from quengine.models.gguf.writer import TensorInfo
 from quengine.models.hf.config_hf import read_hf_config
 from quengine.models.hf.hf_headers import read_config
-from quengine.models.lora.adapter import LowRank
 from quengine.models.lora.gguf_adapter import EMBEDDING
 from quengine.models.lora.open_adapter import of_latent
 from quengine.models.lora.peft import CONFIG, PeftAdapter

@@ -10,11 +10,11 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quengine.kernels.lora.change import LowRank
 from quengine.models.architectures import DECLARED
 from quengine.models.draft_layer import DraftTensors, no_draft_layer, tensors_of_gguf
 from quengine.models.gguf import GGUFTensor, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
-from quengine.models.lora.adapter import LowRank
 from quengine.models.lora.task_files import read_tasks, with_tasks
 from quengine.models.tensor_table import (
     check_tensors,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.lora.change import LowRank
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.architectures import DECLARED
 from quengine.models.architectures.architecture import HFPart
@@ -35,7 +36,6 @@ from quengine.models.hf.hf_shards import HFShards, StoredTensor, listed
 from quengine.models.hf.ranker_folder import read_ranker
 from quengine.models.hf.sentence_modules import read_pooling, read_projections
 from quengine.models.hf.task_adapters import FolderAdapters
-from quengine.models.lora.adapter import LowRank
 from quengine.models.tensor_table import (
     draft_note,
     draft_tensors,

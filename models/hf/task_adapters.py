@@ -9,11 +9,12 @@ al. 2024, "jina-embeddings-v3"; the format of llama.cpp's converter, which makes
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from quengine.kernels.lora.change import LowRank
 from quengine.models.config import ModelConfig
 from quengine.models.hf.hf_keys import config_error, number
 from quengine.models.hf.hf_names import HFNames
 from quengine.models.hf.hf_shards import HFShards
-from quengine.models.lora.adapter import MOST_RANK, LowRank
+from quengine.models.lora.adapter import MOST_RANK
 from quengine.models.lora.gguf_adapter import EMBEDDING
 from quengine.models.lora.task_files import ADAPTED, TYPES
 from quengine.models.tensor_table import joined_specs, tensor_specs

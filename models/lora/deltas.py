@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quengine.kernels.lora.change import LowRank
 from quengine.models.config import ModelConfig
-from quengine.models.lora.adapter import Adapter, LowRank
+from quengine.models.lora.adapter import Adapter
 from quengine.models.tensor_table import holder_of, tensor_specs
 
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")

@@ -8,10 +8,11 @@ of the token embedding [vocabulary, r] and [width, r].
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from quengine.kernels.lora.change import LowRank
 from quengine.models.blocks.block import TensorSpec
 from quengine.models.config import ModelConfig
 from quengine.models.gguf.file import GGUFFile
-from quengine.models.lora.adapter import MOST_RANK, LowRank
+from quengine.models.lora.adapter import MOST_RANK
 from quengine.models.tensor_table import MATRIX_TYPES, joined_specs, tensor_specs
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from quengine.errors import EngineError
+from quengine.kernels.lora.change import MOST_SCALE, LowRank
 from quengine.models.config import ModelConfig
 from quengine.models.gguf.file import open_gguf
-from quengine.models.lora.adapter import MOST_SCALE, Adapter, LowRank
+from quengine.models.lora.adapter import Adapter
 from quengine.models.lora.gguf_adapter import check_adapter, read_changes
 from quengine.models.lora.peft import CONFIG, PeftAdapter, in_tiled_order, is_peft
 from quengine.models.tensor_table import holder_of, joined_specs, tensor_specs

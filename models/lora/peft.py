@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quengine.errors import EngineError
+from quengine.kernels.lora.change import LowRank
 from quengine.models.architectures import DECLARED
 from quengine.models.architectures.architecture import HFPart
 from quengine.models.blocks.block import TensorSpec
@@ -28,7 +29,7 @@ from quengine.models.hf.hf_checkpoint import permute_heads
 from quengine.models.hf.hf_names import PREFIXES, HFNames
 from quengine.models.hf.hf_shards import listed
 from quengine.models.hf.json_file import read_json
-from quengine.models.lora.adapter import MOST_RANK, LowRank
+from quengine.models.lora.adapter import MOST_RANK
 from quengine.models.tensor_table import joined_specs, tensor_specs
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

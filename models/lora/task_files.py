@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from quengine.kernels.lora.change import LowRank
 from quengine.models.config import ModelConfig, Task
 from quengine.models.gguf.file import GGUFFile, open_gguf
-from quengine.models.lora.adapter import LowRank
 from quengine.models.lora.gguf_adapter import EMBEDDING, check_adapter, read_changes
 
 TYPES = "token_types.weight"

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from quengine.kernels.block_formats import FORMATS, dequantize
-from quengine.kernels.lora.low_rank import Adapters, LowRank
+from quengine.kernels.lora.change import LowRank
+from quengine.kernels.lora.low_rank import Adapters
 from quengine.kernels.quant_tensor import QuantTensor
 from tests.gguf_builder import GGUFBuilder
 

@@ -8,7 +8,8 @@ import torch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, to_fp16_operand
 from quengine.kernels.cuda.gemv.activations import RmsPartials, quantize_activations
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
-from quengine.kernels.lora.low_rank import LowRank, add_changes, stacked
+from quengine.kernels.lora.change import LowRank
+from quengine.kernels.lora.low_rank import add_changes, stacked
 
 
 def changes_of(
