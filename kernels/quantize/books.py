@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import BlockFormat, Groups, from_book
-from quengine.kernels.quantize.entries import Book
+from quengine.kernels.quantize.entries import EntryBook
 from quengine.kernels.quantize.layout import by_number, by_row, divided, root, total
 
 _EVEN = frozenset(("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
@@ -52,7 +52,7 @@ class _Groups:
     """What is to be approximated: x and the weights of its squared errors, fp32 [group, M]."""
 
     def __init__(self, fmt: BlockFormat, x: Tensor, weights: Tensor) -> None:
-        self.book = Book(fmt, x.device)
+        self.book = EntryBook(fmt, x.device)
         self.x, self.weights = x, weights
         self.vectors = x.shape[0] // fmt.width
         self._same_eighth = fmt.name == "IQ1_S"  # for all vectors of a group
@@ -144,7 +144,7 @@ def _group_fits(groups: _Groups) -> _Fit:
     return best
 
 
-def _first_scales(book: Book, spread: Tensor, peak: Tensor) -> list[Tensor]:
+def _first_scales(book: EntryBook, spread: Tensor, peak: Tensor) -> list[Tensor]:
     scales = [by_number(spread * share, book.spread) for share in _SPREADS]
     return scales if book.parts > 1 else scales + [by_number(peak * share, book.top) for share in _PEAKS]
 

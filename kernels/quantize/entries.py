@@ -41,7 +41,7 @@ class _Part:
     chosen: Tensor
 
 
-class Book:
+class EntryBook:
     """A format's codebook, `values` fp32 [width, entries]; that of IQ1 in two parts, an eighth added or taken away.
 
     `top` is the largest value and `spread` the root mean square of all.

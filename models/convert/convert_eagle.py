@@ -16,7 +16,7 @@ from quengine.models.hf.hf_checkpoint import HFCheckpoint, permute_heads
 from quengine.models.hf.hf_headers import read_config
 
 
-class EagleFile:
+class DraftFile:
     """What the file of the draft model in `folder` has: `config`, the `keys` of its layer, and `tensors`.
 
     Query and key rows, which folders have in halves of a head, are in pairs, as files of llama have them.

@@ -11,7 +11,7 @@ import torch
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import FORMATS
 from quengine.models.convert.convert_adapter import AdapterFile, alpha_of, halves
-from quengine.models.convert.convert_eagle import EagleFile
+from quengine.models.convert.convert_eagle import DraftFile
 from quengine.models.convert.convert_projector import ProjectorFile
 from quengine.models.convert.fields import (
     adapter_fields,
@@ -154,7 +154,7 @@ def _convert_projector(
 def _convert_eagle(
     folder: Path, whole: Path, target: Path, kind: str, threads: int | None, progress: Progress | None
 ) -> Conversion:
-    draft = EagleFile(folder, whole, kind)
+    draft = DraftFile(folder, whole, kind)
     try:
         files = [_File(target, eagle_fields(folder, draft, kind), draft.tensors)]
         return _converted(folder, draft.config.architecture, files, threads, progress)

@@ -13,7 +13,7 @@ import numpy as np
 
 from quengine.errors import EngineError
 from quengine.models.config import ModelConfig, Task
-from quengine.models.convert.convert_eagle import EagleFile
+from quengine.models.convert.convert_eagle import DraftFile
 from quengine.models.convert.convert_projector import ProjectorFile
 from quengine.models.convert.encoder_keys import ENCODER_PARTS
 from quengine.models.convert.encoder_vocabulary import add_encoder_vocabulary
@@ -62,7 +62,7 @@ def file_fields(folder: Path, config: ModelConfig, tensors: list[FileTensor], ki
     return {key: _field(value) for key, value in writer.kv_data[0].items()}
 
 
-def eagle_fields(folder: Path, draft: EagleFile, kind: str) -> dict[str, Field]:
+def eagle_fields(folder: Path, draft: DraftFile, kind: str) -> dict[str, Field]:
     """Every metadata entry of the file of an EAGLE-3 draft model, whose tokenizer is that of its target."""
     import gguf
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quengine.kernels.block_formats import FORMATS, dequantize
-from quengine.kernels.quantize.entries import Book
+from quengine.kernels.quantize.entries import EntryBook
 from quengine.kernels.quantize.quantize import quantize
 from quengine.models.gguf import open_gguf
 from quengine.models.gguf.gguf_tensors import quant_tensor
@@ -166,7 +166,7 @@ def test_ggmls_recorded_errors_are_what_it_gives() -> None:
 
 @pytest.mark.parametrize("name", BOOKS)
 def test_the_entry_of_a_codebook_is_the_nearest_of_all(name: str) -> None:
-    book, draw = Book(FORMATS[name], torch.device("cpu")), torch.Generator().manual_seed(3)
+    book, draw = EntryBook(FORMATS[name], torch.device("cpu")), torch.Generator().manual_seed(3)
     shape = book.width, 150
     ratio = torch.randn(shape, generator=draw) * book.top / 2
     weights = torch.randn(shape, generator=draw).mul(1.5).exp()

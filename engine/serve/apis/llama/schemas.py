@@ -17,7 +17,7 @@ class AppliedAdapter(Written):
     scale: float
 
 
-class Adapter(Written, kw_only=True):
+class ListedAdapter(Written, kw_only=True):
     """A LoRA adapter of a model, with the scale of requests that give none."""
 
     id: Count

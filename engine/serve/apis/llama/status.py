@@ -12,9 +12,9 @@ from starlette.responses import Response
 from quengine.models.hub.hub_name import quant_of
 from quengine.serve.apis.llama.native import generation_settings
 from quengine.serve.apis.llama.schemas import (
-    Adapter,
     DefaultSettings,
     Health,
+    ListedAdapter,
     Props,
     ReadsMedia,
     Replicas,
@@ -146,7 +146,7 @@ async def change_props(models: Models) -> Success:
     raise ApiError(501, "this server does not support changing global properties")
 
 
-async def lora_adapters(models: Models, request: Request) -> list[Adapter]:
+async def lora_adapters(models: Models, request: Request) -> list[ListedAdapter]:
     """The LoRA adapters of the only model, or of one that is named, with the scales of requests that give none."""
     host = models.queried(request.query_params.get("model", ""))
     if host is None:
@@ -154,7 +154,7 @@ async def lora_adapters(models: Models, request: Request) -> list[Adapter]:
     of_model = host.model.adapters
     scales = of_model.scales(host.lora)
     return [
-        Adapter(id=each.id, path=each.path, scale=scale)
+        ListedAdapter(id=each.id, path=each.path, scale=scale)
         for each, scale in zip(of_model.adapters, scales, strict=True)
     ]
 
