@@ -75,7 +75,9 @@ FORMS: dict[str, tuple[Form, int]] = {
 
 
 @contextmanager
-def rounding(backend: ReferenceBackend, form: Form, group: int, errors: list[Tensor] | None) -> Iterator[None]:
+def rounding(
+    backend: ReferenceBackend, form: Form, group: int, errors: list[Tensor] | None
+) -> Iterator[None]:
     """Inputs of matrices are rounded. errors: takes the NMSE of each row of each product on its own input."""
     exact = backend._matmul
 
