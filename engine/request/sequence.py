@@ -33,7 +33,7 @@ class BegunCheckpoint(NamedTuple):
     blocks: list[int]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """A prompt and what has been generated after it. The sequence decides itself when it is finished.
 
@@ -107,6 +107,8 @@ class Sequence:
     discarded_tokens: int = 0
     images: PromptImages | None = None
     adapters: Scales | None = None
+    num_prompt_tokens: int = field(init=False)
+    num_prefill_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
