@@ -23,7 +23,7 @@ class Moment(NamedTuple):
 
 
 def moment() -> Moment:
-    return Moment(time.perf_counter(), _seconds)
+    return Moment(time.perf_counter(), seconds())
 
 
 @contextmanager
