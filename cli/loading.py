@@ -11,7 +11,6 @@ import typer
 from quengine.cli import interrupts
 from quengine.cli.progress import ProgressLine
 from quengine.config import EngineConfig
-from quengine.errors import EngineError
 from quengine.models.hub.hub import ModelNotHereError, resolve_model
 from quengine.models.hub.hub_name import ModelNameError
 from quengine.models.hub.presets import base_model
@@ -68,7 +67,7 @@ def load_llm(model: str, config: EngineConfig) -> "LLM":
     progress = ProgressLine()
     progress(f"loading {model}")
     if config.backend != "reference":
-        cuda_start.begin(config.device, _file_of(model))
+        cuda_start.begin(config.device, model)
     logger.debug("arguments read")
     with interrupts.at_once():
         from quengine.llm import LLM  # with torch, half a second or more by itself
@@ -80,14 +79,6 @@ def load_llm(model: str, config: EngineConfig) -> "LLM":
         progress.clear()
     collector.working()
     return llm
-
-
-def _file_of(model: str) -> Path | None:
-    """The file or folder of a model; None where its name stands for none here, which is an error later."""
-    try:
-        return resolve_model(model)
-    except EngineError:
-        return None
 
 
 def chosen_device(device: str) -> str:

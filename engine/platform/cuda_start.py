@@ -9,7 +9,6 @@ import ctypes
 import logging
 import os
 import threading
-from pathlib import Path
 
 from quengine.platform import early_compiler
 
@@ -22,9 +21,9 @@ _MAJOR, _MINOR = 75, 76
 _threads: list[threading.Thread] = []
 
 
-def begin(device: str, model: Path | None = None) -> None:
-    """Begin, for the device that `EngineConfig.device` names; "auto" is the first. model: the file whose kernels may
-    have to be compiled for it.
+def begin(device: str, model: str | None = None) -> None:
+    """Begin, for the device that `EngineConfig.device` names; "auto" is the first. model: as `LLM` takes it, whose
+    kernels may have to be compiled.
 
     A missing driver or device is no error here: it is reported where the device is chosen.
     """
@@ -45,7 +44,7 @@ def wait() -> None:
         _threads.pop().join()
 
 
-def _run(index: int, model: Path | None) -> None:
+def _run(index: int, model: str | None) -> None:
     try:
         device = _find_device(index)
         if device is not None and model is not None:

@@ -10,8 +10,10 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
+from quengine.errors import EngineError
 from quengine.kernels.cuda.launch import compiler_process
 from quengine.kernels.private_folder import user_cache
+from quengine.models.hub.hub import resolve_model
 from quengine.platform.torch_import import PRELUDE
 
 logger = logging.getLogger("quengine.start")
@@ -22,8 +24,8 @@ _IMPORTS = f"{PRELUDE}\nimport quengine.runners.compile_kernels"
 _notes: list[Path] = []
 
 
-def begin(model: Path) -> None:
-    """Begin, unless the kernels of this file have been looked for before."""
+def begin(model: str) -> None:
+    """Begin, unless the kernels of this model have been looked for before."""
     note = _note_of(model)
     if note is None or note.exists():
         return
@@ -45,12 +47,13 @@ def end(looked_for: bool) -> None:
                 note.touch(mode=0o600)
 
 
-def _note_of(model: Path) -> Path | None:
-    """The note of a file, as it is now, and of Triton's folder; None where no cache or file is found."""
+def _note_of(model: str) -> Path | None:
+    """The note of a model's file, as it is now, and of Triton's folder; None where no cache or file is found."""
     cache = user_cache()
     try:
-        facts = model.resolve(), model.stat().st_size, model.stat().st_mtime_ns
-    except OSError:
+        path = resolve_model(model).resolve()
+        facts = path, path.stat().st_size, path.stat().st_mtime_ns
+    except (OSError, EngineError):
         return None
     digest = sha256(repr((*facts, os.environ.get("TRITON_CACHE_DIR"))).encode()).hexdigest()
     return None if cache is None else cache / "looked-for" / digest[:32]

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quengine.kernels.channel import Channel
@@ -211,7 +210,7 @@ def load(channel: Channel[ToEngine]) -> "LLMEngine":
     """The engine of the server's first message. Raises EngineError where it cannot be loaded."""
     wanted = channel.receive()
     assert isinstance(wanted, Load)
-    cuda_start.begin(str(wanted.options.get("device", "auto")), Path(wanted.model))
+    cuda_start.begin(str(wanted.options.get("device", "auto")), wanted.model)
     from quengine.llm import LLM
     from quengine.serve.processes.engine_llm import LLMEngine
 

@@ -38,14 +38,14 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Process]:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path: Path) -> str:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
-    return path
+    return str(path)
 
 
 def test_it_is_started_until_the_kernels_of_a_model_have_been_looked_for(
-    started: list[Process], model: Path, monkeypatch: pytest.MonkeyPatch
+    started: list[Process], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early_compiler.begin(model)
     assert len(started) == 1 and not started[0].closed
@@ -59,7 +59,7 @@ def test_it_is_started_until_the_kernels_of_a_model_have_been_looked_for(
     early_compiler.end(looked_for=True)
 
 
-def test_a_file_that_has_changed_is_another_model(started: list[Process], model: Path) -> None:
+def test_a_file_that_has_changed_is_another_model(started: list[Process], model: str) -> None:
     early_compiler.begin(model)
     early_compiler.end(looked_for=True)
     os.utime(model, ns=(1, 1))
@@ -68,14 +68,14 @@ def test_a_file_that_has_changed_is_another_model(started: list[Process], model:
     early_compiler.end(looked_for=True)
 
 
-def test_a_model_on_another_device_has_had_no_kernels_looked_for(started: list[Process], model: Path) -> None:
+def test_a_model_on_another_device_has_had_no_kernels_looked_for(started: list[Process], model: str) -> None:
     for _ in range(2):
         early_compiler.begin(model)
         early_compiler.end(looked_for=False)
     assert [process.closed for process in started] == [True, True]
 
 
-def test_who_compiles_takes_the_one_that_waits(started: list[Process], model: Path) -> None:
+def test_who_compiles_takes_the_one_that_waits(started: list[Process], model: str) -> None:
     early_compiler.begin(model)
     taken: Any = compiler_process.taken("")
     early_compiler.end(looked_for=True)
@@ -84,7 +84,7 @@ def test_who_compiles_takes_the_one_that_waits(started: list[Process], model: Pa
 
 @pytest.mark.parametrize(("devices", "count"), [(1, 1), (0, 0)])
 def test_it_is_started_where_there_is_a_device(
-    started: list[Process], model: Path, monkeypatch: pytest.MonkeyPatch, devices: int, count: int
+    started: list[Process], model: str, monkeypatch: pytest.MonkeyPatch, devices: int, count: int
 ) -> None:
     monkeypatch.setattr(cuda_start, "_driver", lambda: fake_driver(devices, []))
     monkeypatch.setattr(cuda_start, "_read_triton", lambda _: None)
@@ -95,6 +95,6 @@ def test_it_is_started_where_there_is_a_device(
 
 
 def test_what_is_no_file_begins_nothing(started: list[Process], tmp_path: Path) -> None:
-    early_compiler.begin(tmp_path / "none.gguf")
+    early_compiler.begin(str(tmp_path / "none.gguf"))
     early_compiler.end(looked_for=True)
     assert not started
