@@ -37,6 +37,7 @@ from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
 from quengine.models.tensor_split import Rank
 from quengine.models.tokenizer import Tokenizer
+from quengine.platform import early_compiler
 from quengine.platform.device import choose_device, device_name, on_device
 from quengine.platform.host_experts import ExpertPlacement
 from quengine.platform.machine import available_memory, thread_count
@@ -164,6 +165,7 @@ def load_model(
         drafts, of_drafts = made.drafts_beside(runner, draft, pools)
     notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts)]
     notes += [*short, *of_drafts, *sees, *adapters.notes]
+    early_compiler.end(device.type == "cuda")
     load_s = time.perf_counter() - began
     in_vain = experts.note() if config.places_experts and not experts.layers else None
     for note in notes:

@@ -437,7 +437,7 @@ class CudaBackend:
         if isinstance(x, Fp16Operand):
             return x.gather(rows)
         assert not isinstance(x, QuantizedActivations), "nothing is gathered of a single token"
-        return stream_of(x)[rows]
+        return stream_of(x).index_select(0, rows)
 
     def add_to_rows(self, x: Residual, rows: Tensor, values: Tensor) -> Tensor:
         return stream_of(x).index_add_(0, rows, values)

@@ -267,6 +267,20 @@ _OTHERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tied_output": True,
         },
     ),
+    "llama-10m": (
+        "llama",
+        {
+            "vocab_size": 8192,
+            "context_length": 2048,
+            "embedding_length": 256,
+            "block_count": 8,
+            "feed_forward_length": 768,
+            "head_count": 4,
+            "head_count_kv": 2,
+            "head_dim": 64,
+            "rope_freq_base": 1e4,
+        },
+    ),
     "llama-3-70b": (
         "llama",
         {

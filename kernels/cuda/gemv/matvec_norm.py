@@ -109,7 +109,7 @@ def matvec_norm(
     room = QuantizationScratch.of(scratch, weight.rows, residual.device)
     geometry = matvec_geometry([part], "norm")
     programs = triton.cdiv(part.tiles, geometry.tiles)
-    hidden = torch.empty_like(residual)
+    hidden = residual.new_empty(residual.shape)
     squares = torch.empty(1, programs, dtype=torch.float32, device=residual.device)
     out = QuantizedActivations.empty(1, weight.rows, residual.device)
     _norm_kernel[(programs,)](
