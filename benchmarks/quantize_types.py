@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cpu.quantize.searches import COMPILED
 from quengine.kernels.quantize.quantize import WRITTEN, quantize
 from tests.kernels.quantize.test_quantize import Floats, ggml_weights, squares
 from tests.llama_cpp_quantize import ggml_quantize
@@ -34,9 +35,9 @@ def nanoseconds(work: Callable[[], np.ndarray], weights: int) -> tuple[np.ndarra
 def against_ggml(name: str, rows: Floats, importance: Floats | None) -> str:
     given = None if importance is None else torch.from_numpy(importance)
     fmt, tensor = FORMATS[name], torch.from_numpy(rows)
-    quantize(fmt, tensor[:1], given)
+    quantize(fmt, tensor[:1], given, COMPILED)
     ggml_quantize(name, rows[:1], importance)
-    mine, ours = nanoseconds(lambda: quantize(fmt, tensor, given).numpy(), rows.size)
+    mine, ours = nanoseconds(lambda: quantize(fmt, tensor, given, COMPILED).numpy(), rows.size)
     blocks, theirs = nanoseconds(lambda: ggml_quantize(name, rows, importance), rows.size)
     weights = ggml_weights(name, rows, importance)
     errors = [float((squares(name, each, rows) * weights).sum()) for each in (mine, blocks)]

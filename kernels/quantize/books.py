@@ -5,6 +5,7 @@ block: d, of which the scales are odd multiples, and entries for the scales that
 the d that least squares give these, where the error falls.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,30 @@ from quengine.kernels.block_formats import BlockFormat, Groups, from_book
 from quengine.kernels.quantize.entries import EntryBook
 from quengine.kernels.quantize.layout import by_number, by_row, divided, root, total
 
-_EVEN = frozenset(("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
+EVEN = frozenset(("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
 """Types with an even number of negative signs in each eight weights."""
-_SPREADS = (0.85, 1.1)
+SPREADS = (0.85, 1.1)
 """A group's scale makes the root mean square of the codebook this multiple of the group's,"""
-_PEAKS = (0.85, 1.0)
+PEAKS = (0.85, 1.0)
 """or its largest weight this multiple of the largest value; not where values are near -1, 0 and 1 alone (IQ1)."""
+UNIT_STEPS = range(-12, 5)
+"""By how many halves the largest scale of a block may exceed the largest multiple of d, or fall short of it."""
+
+
+@dataclass(frozen=True)
+class BookFits:
+    """What a search finds for blocks in the layout of `by_group`.
+
+    index  integers [vectors of a group, groups, blocks]: numbers of entries
+    signs  uint8 [group / 8, groups, blocks]: bits of negative weights; without meaning for IQ1
+    d      fp16 [blocks]
+    sub    uint8 [groups, blocks]: n of the multiples 2n + 1 of d
+    """
+
+    index: Tensor
+    signs: Tensor
+    d: Tensor
+    sub: Tensor
 
 
 @dataclass(frozen=True)
@@ -58,7 +77,7 @@ class _Groups:
         self._same_eighth = fmt.name == "IQ1_S"  # for all vectors of a group
         self._magnitude = x if fmt.book == "IQ1" else x.abs()
         self._odd: Tensor | None = None
-        if fmt.name in _EVEN:
+        if fmt.name in EVEN:
             self._odd = ((x < 0).view(-1, 8, x.shape[1]).sum(1, keepdim=True) & 1).bool()
         self._columns = self._by_vector(weights)
 
@@ -108,17 +127,25 @@ class _Groups:
         return _Fit(index, target, error, total(weighted * target), total(weighted.mul_(q)))
 
 
-def search_books(fmt: BlockFormat, rows: Tensor, x: Tensor, weights: Tensor) -> Groups:
-    """fp32 rows [R, K], with `x` = by_group(rows) and the weights of its errors, as a codebook format."""
+BookSearch = Callable[[BlockFormat, Tensor, Tensor], BookFits]
+"""As `fit_books`."""
+
+
+def as_books(fmt: BlockFormat, found: BookFits, count: int) -> Groups:
+    """Fits of `count` rows as a codebook format."""
+    blocks = count, found.d.numel() // count, -1
+    index, stored = (by_row(each, count).view(blocks) for each in (found.index, found.sub))
+    signs = None if fmt.book == "IQ1" else by_row(found.signs, count).view(blocks)
+    return from_book(fmt, index, signs, by_row(found.d, count), stored)
+
+
+def fit_books(fmt: BlockFormat, x: Tensor, weights: Tensor) -> BookFits:
+    """The search, of x and the weights of its squared errors, fp32 [group, groups, blocks]."""
     groups = _Groups(fmt, x.flatten(1), weights.flatten(1))
     fit, d, sub = _block_fits(fmt, groups, _group_fits(groups), x.shape[1])
-    blocks = rows.shape[0], rows.shape[1] // fmt.block, -1
-    index = by_row(fit.index.view(-1, *sub.shape), rows.shape[0]).view(blocks)
-    stored = by_row(((sub - 1) / 2).to(torch.uint8), rows.shape[0]).view(blocks)
-    signs = None
-    if fmt.book != "IQ1":
-        signs = by_row(_sign_bytes(groups.negative(fit)).view(-1, *sub.shape), rows.shape[0]).view(blocks)
-    return from_book(fmt, index, signs, by_row(d, rows.shape[0]), stored)
+    signs = _sign_bytes(groups.negative(fit))
+    stored = ((sub - 1) / 2).to(torch.uint8)
+    return BookFits(fit.index.view(-1, *sub.shape), signs.view(-1, *sub.shape), d, stored)
 
 
 def _sign_bytes(negative: Tensor) -> Tensor:
@@ -145,8 +172,8 @@ def _group_fits(groups: _Groups) -> _Fit:
 
 
 def _first_scales(book: EntryBook, spread: Tensor, peak: Tensor) -> list[Tensor]:
-    scales = [by_number(spread * share, book.spread) for share in _SPREADS]
-    return scales if book.parts > 1 else scales + [by_number(peak * share, book.top) for share in _PEAKS]
+    scales = [by_number(spread * share, book.spread) for share in SPREADS]
+    return scales if book.parts > 1 else scales + [by_number(peak * share, book.top) for share in PEAKS]
 
 
 def _block_fits(fmt: BlockFormat, groups: _Groups, fit: _Fit, count: int) -> tuple[_Fit, Tensor, Tensor]:
@@ -190,7 +217,7 @@ def _common_unit(dot: Tensor, square: Tensor, unit: float, top: int) -> Tensor:
     largest = scale.amax(0)
     best = torch.full_like(largest, torch.inf)
     d = torch.zeros_like(largest, dtype=torch.float16)
-    for step in range(-12, 5):
+    for step in UNIT_STEPS:
         first = by_number(largest, unit * (2 * top + 1 + 0.5 * step)).half()
         sub = _odd_multiples(scale, first.float() * unit, top)
         here = _solved_unit(dot, square, sub, unit)

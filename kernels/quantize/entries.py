@@ -16,7 +16,7 @@ from quengine.kernels.block_formats import BlockFormat
 from quengine.kernels.codebooks import codebook
 from quengine.kernels.quantize.layout import divided, total
 
-_FARTHEST = 4
+FARTHEST = 4
 """Vectors beyond this multiple of the largest level count as there."""
 _COLUMNS = {"cpu": 1 << 12, "cuda": 1 << 17}
 """Vectors at a time."""
@@ -25,7 +25,7 @@ _ENTRIES = 64
 
 
 @dataclass(frozen=True)
-class _Part:
+class BookPart:
     """Entries whose weights have the same levels, in the order of their combinations.
 
     levels         fp32 [levels, 1, 1]
@@ -44,7 +44,9 @@ class _Part:
 class EntryBook:
     """A format's codebook, `values` fp32 [width, entries]; that of IQ1 in two parts, an eighth added or taken away.
 
-    `top` is the largest value and `spread` the root mean square of all.
+    `top` is the largest value and `spread` the root mean square of all. `books` are its `parts`; `half` is the number
+    of combinations of levels of half an entry, `combinations` of an entry, `digits` of all parts; `largest` is the
+    largest sum of `tables`.
     """
 
     def __init__(self, fmt: BlockFormat, device: torch.device) -> None:
@@ -52,12 +54,12 @@ class EntryBook:
         values, parts = _tables(fmt.book, fmt.table or ())
         self.values = values.to(device)
         self.top, self.spread = float(values.abs().max()), float(values.square().mean().sqrt())
-        self._parts = [_Part(*(each.to(device) for each in part)) for part in parts]
+        self.books = [BookPart(*(each.to(device) for each in part)) for part in parts]
         self.parts = len(parts)
-        self._half = len(parts[0][0]) ** (fmt.width // 2)
-        self._combinations = self._half**2
-        self._digits = self._combinations * self.parts
-        self._largest = (1 << 31) // self._digits - 1 - fmt.width
+        self.half = len(parts[0][0]) ** (fmt.width // 2)
+        self.combinations = self.half**2
+        self.digits = self.combinations * self.parts
+        self.largest = (1 << 31) // self.digits - 1 - fmt.width
 
     def nearest(self, ratio: Tensor, weights: Tensor, each_part: bool) -> Tensor:
         """The entry with the least weighted squares of its distance to each vector: int64 [1, n].
@@ -73,20 +75,20 @@ class EntryBook:
         tables = self.tables(ratio, weights)
         least = self.least_by_product if ratio.is_cuda else self.least_by_halves
         found = [
-            least(place, table) + place * self._combinations for place, table in enumerate(tables.unbind(0))
+            least(place, table) + place * self.combinations for place, table in enumerate(tables.unbind(0))
         ]
         if not each_part:
             found = [torch.stack(found).amin(0)]
-        numbers = torch.cat([part.number for part in self._parts])
-        return torch.stack([numbers[(each % self._digits).long()] for each in found])
+        numbers = torch.cat([part.number for part in self.books])
+        return torch.stack([numbers[(each % self.digits).long()] for each in found])
 
     def tables(self, ratio: Tensor, weights: Tensor) -> Tensor:
         """What the error grows by where a weight has a level, whole numbers in fp32: [parts, levels, width, n]."""
-        ratio = ratio.clamp(-_FARTHEST * self.top, _FARTHEST * self.top)
-        costs = torch.stack([(part.levels - ratio).square_().mul_(weights) for part in self._parts])
+        ratio = ratio.clamp(-FARTHEST * self.top, FARTHEST * self.top)
+        costs = torch.stack([(part.levels - ratio).square_().mul_(weights) for part in self.books])
         costs -= costs.amin((0, 1))
         return costs.mul_(
-            divided(torch.full_like(ratio[0], self._largest), total(costs.amax((0, 1))))
+            divided(torch.full_like(ratio[0], self.largest), total(costs.amax((0, 1))))
         ).round_()
 
     def least_by_halves(self, place: int, table: Tensor) -> Tensor:
@@ -94,9 +96,9 @@ class EntryBook:
 
         table  whole numbers in fp32 [levels, width, n]
         """
-        part, middle = self._parts[place], self.width // 2
-        whole = table.int().mul_(self._digits)
-        first, second = _sums(whole[:, :middle], self._half), _sums(whole[:, middle:], 1)
+        part, middle = self.books[place], self.width // 2
+        whole = table.int().mul_(self.digits)
+        first, second = _sums(whole[:, :middle], self.half), _sums(whole[:, middle:], 1)
         least = None
         halves = torch.split(part.first, _ENTRIES), torch.split(part.second, _ENTRIES)
         for one, other in zip(*halves, strict=True):
@@ -107,10 +109,10 @@ class EntryBook:
 
     def least_by_product(self, place: int, table: Tensor) -> Tensor:
         """As `least_by_halves`."""
-        part = self._parts[place]
+        part = self.books[place]
         least, entry = torch.min(table.flatten(0, 1).t() @ part.chosen, 1)
-        combination: Tensor = (part.first * self._half + part.second)[entry].int()
-        return combination.add_(least.int(), alpha=self._digits)
+        combination: Tensor = (part.first * self.half + part.second)[entry].int()
+        return combination.add_(least.int(), alpha=self.digits)
 
     def numbers(self, index: Tensor) -> Tensor:
         """The values of entries [n]: fp32 [width, n]."""

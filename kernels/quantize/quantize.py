@@ -4,17 +4,19 @@ Types whose scale is a formula have the bytes of ggml's reference quantizers. Th
 depends on the row and its importance alone, bit for bit, whatever the device and the number of threads.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
-from quengine.kernels.quantize.books import search_books
+from quengine.kernels.quantize.books import BookSearch, as_books, fit_books
 from quengine.kernels.quantize.importance import error_weights
 from quengine.kernels.quantize.layout import by_group
-from quengine.kernels.quantize.minimums import search_minimums
+from quengine.kernels.quantize.minimums import RangeSearch, as_ranges, fit_ranges
 from quengine.kernels.quantize.pack import PACKED, pack
 from quengine.kernels.quantize.plain import FORMULAS, quantize_plain
-from quengine.kernels.quantize.scales import search_scales
+from quengine.kernels.quantize.scales import ScaleSearch, as_scales, fit_scales
 
 SEARCHED_WITH_IMPORTANCE = frozenset(("Q4_0", "Q4_1", "Q5_0", "Q5_1"))
 """Types that have a formula's scales without importances."""
@@ -24,7 +26,21 @@ _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Weights at a time: what a core's cache holds, or what fills a GPU."""
 
 
-def quantize(fmt: BlockFormat, rows: Tensor, importance: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Searches:
+    """What fits entries, scales, and scales with minimums; all give the bits of these, the definitions."""
+
+    books: BookSearch = fit_books
+    scales: ScaleSearch = fit_scales
+    ranges: RangeSearch = fit_ranges
+
+
+DEFINED = Searches()
+
+
+def quantize(
+    fmt: BlockFormat, rows: Tensor, importance: Tensor | None = None, searches: Searches = DEFINED
+) -> Tensor:
     """Blocks of `fmt` for fp32 rows [R, K]: uint8 [R, row_bytes], on the rows' device.
 
     importance  fp32 [K], or [R, K] of rows that differ in it: what the squared error of a column counts, not negative
@@ -42,7 +58,7 @@ def quantize(fmt: BlockFormat, rows: Tensor, importance: Tensor | None = None) -
     for start in range(0, rows.shape[0], step):
         part = slice(start, start + step)
         mine = importance if importance is None or len(importance) == 1 else importance[part]
-        out[part] = _quantized(fmt, rows[part], mine)
+        out[part] = _quantized(fmt, rows[part], mine, searches)
     return out
 
 
@@ -51,13 +67,16 @@ def _as_floats(fmt: BlockFormat, rows: Tensor) -> Tensor:
     return rows.to(dtype).contiguous().view(torch.uint8)
 
 
-def _quantized(fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> Tensor:
+def _quantized(fmt: BlockFormat, rows: Tensor, importance: Tensor | None, searches: Searches) -> Tensor:
     if fmt.name in (FORMULAS if importance is None else PLAIN):
         return pack(quantize_plain(fmt, rows))
-    x = by_group(rows, fmt)
+    x, count = by_group(rows, fmt), len(rows)
     weights = error_weights(fmt, rows, x, importance)
-    search = search_books if fmt.book else search_minimums if fmt.has_min else search_scales
-    return pack(search(fmt, rows, x, weights))
+    if fmt.book:
+        return pack(as_books(fmt, searches.books(fmt, x, weights), count))
+    if fmt.has_min:
+        return pack(as_ranges(fmt, searches.ranges(fmt, x, weights), count))
+    return pack(as_scales(fmt, searches.scales(fmt, x, weights), count))
 
 
 WRITTEN = tuple(name for name, fmt in FORMATS.items() if not fmt.is_quantized or name in PACKED)

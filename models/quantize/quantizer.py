@@ -12,7 +12,8 @@ from torch import Tensor
 
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import BlockFormat, dequantize
-from quengine.kernels.quantize.quantize import quantize
+from quengine.kernels.cpu.quantize.searches import COMPILED
+from quengine.kernels.quantize.quantize import DEFINED, Searches, quantize
 
 _PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Weights of a piece."""
@@ -34,6 +35,11 @@ Added: TypeAlias = Callable[[int, int], Tensor]
 
 class UnfitWeightsError(ValueError):
     """Weights that a type does not hold; the text goes after the tensor's name."""
+
+
+def searches_on(device: torch.device) -> Searches:
+    """The fastest searches there are for a device."""
+    return COMPILED if device.type == "cpu" else DEFINED
 
 
 class Quantizer:
@@ -104,4 +110,4 @@ class Quantizer:
             raise UnfitWeightsError(
                 f"has weights up to {largest:g}, and {fmt.name} holds {most:g} at most: choose F32 or BF16"
             )
-        return quantize(fmt, rows, values).cpu()
+        return quantize(fmt, rows, values, searches_on(self.device)).cpu()

@@ -1,0 +1,9 @@
+"""The searches that `quantize` takes on the CPU."""
+
+from quengine.kernels.cpu.quantize.book_search import fit_books
+from quengine.kernels.cpu.quantize.range_search import fit_ranges
+from quengine.kernels.cpu.quantize.scale_search import fit_scales
+from quengine.kernels.quantize.quantize import Searches
+
+COMPILED = Searches(fit_books, fit_scales, fit_ranges)
+"""The bits of the definitions, in a tenth to a fortieth of the time."""
