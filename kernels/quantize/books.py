@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import BlockFormat, Groups, from_book
-from quengine.kernels.quantize.entries import EntryBook
+from quengine.kernels.quantize.entries import EntryBook, NearestEntries, nearest_entries
 from quengine.kernels.quantize.layout import by_number, by_row, divided, root, total
 
 EVEN = frozenset(("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
@@ -70,7 +70,8 @@ class _Fit:
 class _Groups:
     """What is to be approximated: x and the weights of its squared errors, fp32 [group, M]."""
 
-    def __init__(self, fmt: BlockFormat, x: Tensor, weights: Tensor) -> None:
+    def __init__(self, fmt: BlockFormat, x: Tensor, weights: Tensor, entries: NearestEntries) -> None:
+        self._entries = entries
         self.book = EntryBook(fmt, x.device)
         self.x, self.weights = x, weights
         self.vectors = x.shape[0] // fmt.width
@@ -79,12 +80,6 @@ class _Groups:
         self._odd: Tensor | None = None
         if fmt.name in EVEN:
             self._odd = ((x < 0).view(-1, 8, x.shape[1]).sum(1, keepdim=True) & 1).bool()
-        self._columns = self._by_vector(weights)
-
-    def _by_vector(self, values: Tensor) -> Tensor:
-        """[group, M] as [width, vectors * M]."""
-        parts = values.view(self.vectors, self.book.width, -1)
-        return parts.transpose(0, 1).reshape(self.book.width, -1)
 
     def _values(self, index: Tensor) -> Tensor:
         """The values of entries [vectors, M] in the places of their weights: fp32 [group, M]."""
@@ -108,10 +103,7 @@ class _Groups:
 
     def nearest(self, scale: Tensor, target: Tensor) -> _Fit:
         """The nearest entries under scales [M]."""
-        ratio = self._by_vector(target * divided(torch.ones_like(scale), scale))
-        first, *rest = self.book.nearest(ratio, self._columns, self._same_eighth).view(
-            -1, self.vectors, len(scale)
-        )
+        first, *rest = self._entries(self.book, target, self.weights, scale, self._same_eighth)
         fit = self._fit(scale, first)
         for index in rest:
             other = self._fit(scale, index)
@@ -139,9 +131,11 @@ def as_books(fmt: BlockFormat, found: BookFits, count: int) -> Groups:
     return from_book(fmt, index, signs, by_row(found.d, count), stored)
 
 
-def fit_books(fmt: BlockFormat, x: Tensor, weights: Tensor) -> BookFits:
+def fit_books(
+    fmt: BlockFormat, x: Tensor, weights: Tensor, entries: NearestEntries = nearest_entries
+) -> BookFits:
     """The search, of x and the weights of its squared errors, fp32 [group, groups, blocks]."""
-    groups = _Groups(fmt, x.flatten(1), weights.flatten(1))
+    groups = _Groups(fmt, x.flatten(1), weights.flatten(1), entries)
     fit, d, sub = _block_fits(fmt, groups, _group_fits(groups), x.shape[1])
     signs = _sign_bytes(groups.negative(fit))
     stored = ((sub - 1) / 2).to(torch.uint8)
