@@ -158,40 +158,79 @@ def _untouched(collector: "Collector") -> int:
     return sum(int((counts == 0).sum()) for name, counts in collector.counts.items() if ".ffn_down" in name)
 
 
+def chosen_chunks(llm: "LLM", text: str, ctx: int, from_chunk: int, most: int | None) -> list[ScoredTokens]:
+    """The chunks of a text to compute: `most` of them after the first `from_chunk`. Raises EngineError for none."""
+    chunks = text_chunks(llm, text, ctx)
+    if from_chunk >= len(chunks):
+        raise EngineError(f"from chunk {from_chunk}: the text has {len(chunks)} chunks of {ctx} tokens")
+    if not (chosen := chunks[from_chunk:][:most]):
+        raise EngineError(f"chunks {most}: must be 1 or more")
+    return chosen
+
+
+def add_files(before: Seq[ImatrixSums], path: Path) -> ImatrixRun:
+    """Writes the sums of files into one. Raises EngineError: of several models, or no file."""
+    if not before:
+        raise EngineError("neither a text nor files to add")
+    added = added_sums(before)
+    write_sums(path, added)
+    chunks = added.chunks
+    return ImatrixRun(path, chunks, chunks, chunks, added.chunk_size, len(added.sums), 0, 0.0)
+
+
 def imatrix(
-    model: "LLM | str | Path",
+    model: "LLM | str | Path | None",
     text: str,
     path: str | Path,
     ctx: int = DEFAULT_CTX,
     *,
     dataset: str = "text",
     chunks: int | None = None,
+    from_chunk: int = 0,
+    in_files: Seq[str | Path] = (),
+    save_every: int = 0,
+    resume: bool = False,
     progress: Progress | None = None,
     **config: Any,
 ) -> ImatrixRun:
     """Writes an importance matrix of a model from a text, as `engine imatrix` does.
 
     Args:
-        model: an LLM whose context holds a chunk, or what `LLM` takes as a model.
+        model: an LLM whose context holds a chunk, or what `LLM` takes as a model; None: no text is read, and the file
+            has the sums of `in_files`.
         text: what the model reads, cut into chunks.
         path: the file, in llama-imatrix's GGUF format; it appears when it is complete.
         ctx: tokens of a chunk.
         dataset: the name of the text that is written into the file.
         chunks: most chunks to compute; None: all.
+        from_chunk: chunks of the text to leave out before them.
+        in_files: imatrix files, in either format, whose sums are added.
+        save_every: chunks after which the file is written too; 0: at the end alone.
+        resume: go on where an unfinished file at `path`, of the same text and chunks, ends.
         progress: called after each chunk.
         config: fields of `EngineConfig`, for a model that is loaded here.
 
     Raises:
-        EngineError: the text is too short, or activations are not finite.
+        EngineError: the text is too short, a file is of another model, or activations are not finite.
         CannotRunError: too little free disk.
     """
     from quengine.llm import LLM
 
+    for name, value in (("from_chunk", from_chunk), ("save_every", save_every)):
+        if value < 0:
+            raise EngineError(f"{name} {value}: must be 0 or more")
+    before = [read_sums(Path(each)) for each in in_files]
+    if model is None:
+        if text:
+            raise EngineError("a text, and no model to read it")
+        return add_files(before, Path(path))
+
     def run(llm: LLM) -> ImatrixRun:
-        parts = text_chunks(llm, text, ctx)[:chunks]
-        if not parts:
-            raise EngineError("no chunk to compute: chunks must be at least 1")
-        for found in collect(llm, parts, Path(path), ctx, dataset):
+        parts = chosen_chunks(llm, text, ctx, from_chunk, chunks)
+        runs = collect(
+            *(llm, parts, Path(path), ctx, dataset), before=before, resume=resume, save_every=save_every
+        )
+        for found in runs:
             if progress is not None:
                 progress(found)
         return found

@@ -237,8 +237,16 @@ def test_matrices_have_values(architecture: str, folder: Path) -> None:
 
 
 def test_chunks_must_be_there(dense: LLM, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="chunks must be at least 1"):
-        imatrix(dense, TEXT, tmp_path / "out.gguf", 32, chunks=0)
+    for given, problem in (
+        ({"chunks": 0}, "chunks 0: must be 1 or more"),
+        ({"from_chunk": -1}, "from_chunk -1: must be 0 or more"),
+        ({"from_chunk": 10**6}, "from chunk 1000000: the text has .* chunks of 32 tokens"),
+    ):
+        with pytest.raises(EngineError, match=problem):
+            imatrix(dense, TEXT, tmp_path / "out.gguf", 32, **given)
+    for text, problem in ((TEXT, "a text, and no model to read it"), ("", "neither a text nor files to add")):
+        with pytest.raises(EngineError, match=problem):
+            imatrix(None, text, tmp_path / "out.gguf")
 
 
 @pytest.mark.gpu
