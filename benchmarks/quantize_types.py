@@ -17,7 +17,7 @@ import torch
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.quantize.quantize import WRITTEN, quantize
-from quengine.models.quantize.quantizer import searches_on
+from quengine.models.quantize.quantizer import quantizers_on
 from tests.kernels.quantize.test_quantize import Floats, ggml_weights, squares
 from tests.llama_cpp_quantize import ggml_quantize
 
@@ -35,10 +35,10 @@ def nanoseconds(work: Callable[[], np.ndarray], weights: int) -> tuple[np.ndarra
 def against_ggml(name: str, rows: Floats, importance: Floats | None) -> str:
     given = None if importance is None else torch.from_numpy(importance)
     fmt, tensor = FORMATS[name], torch.from_numpy(rows)
-    quantize(fmt, tensor[:1], given, searches_on(tensor.device))
+    quantize(fmt, tensor[:1], given, quantizers_on(tensor.device))
     ggml_quantize(name, rows[:1], importance)
     mine, ours = nanoseconds(
-        lambda: quantize(fmt, tensor, given, searches_on(tensor.device)).numpy(), rows.size
+        lambda: quantize(fmt, tensor, given, quantizers_on(tensor.device)).numpy(), rows.size
     )
     blocks, theirs = nanoseconds(lambda: ggml_quantize(name, rows, importance), rows.size)
     weights = ggml_weights(name, rows, importance)
@@ -50,13 +50,13 @@ def against_ggml(name: str, rows: Floats, importance: Floats | None) -> str:
 def on_gpu(name: str, rows: Floats, importance: Floats | None) -> str:
     tensor = torch.from_numpy(rows).cuda()
     given = None if importance is None else torch.from_numpy(importance).cuda()
-    searches = searches_on(tensor.device)
-    quantize(FORMATS[name], tensor, given, searches)
+    quantizers = quantizers_on(tensor.device)
+    quantize(FORMATS[name], tensor, given, quantizers)
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()
     start = time.perf_counter()
-    searches = searches_on(tensor.device)
-    quantize(FORMATS[name], tensor, given, searches)
+    quantizers = quantizers_on(tensor.device)
+    quantize(FORMATS[name], tensor, given, quantizers)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     memory = torch.cuda.max_memory_allocated() / 1e9

@@ -54,8 +54,8 @@ class EntryBook:
         self.top, self.spread = float(values.abs().max()), float(values.square().mean().sqrt())
         self.books = [BookPart(*(each.to(device) for each in part)) for part in parts]
         self.parts = len(parts)
-        self.half = len(parts[0][0]) ** (fmt.width // 2)
-        self.combinations = self.half**2
+        self.half: int = len(parts[0][0]) ** (fmt.width // 2)
+        self.combinations = self.half * self.half
         self.digits = self.combinations * self.parts
         self.largest = (1 << 31) // self.digits - 1 - fmt.width
 

@@ -15,7 +15,7 @@ from quengine.kernels.quantize.importance import error_weights
 from quengine.kernels.quantize.layout import by_group
 from quengine.kernels.quantize.minimums import RangeSearch, as_ranges, fit_ranges
 from quengine.kernels.quantize.pack import PACKED, pack
-from quengine.kernels.quantize.plain import FORMULAS, quantize_plain
+from quengine.kernels.quantize.plain import FORMULAS, PlainBlocks, plain_blocks
 from quengine.kernels.quantize.scales import ScaleSearch, as_scales, fit_scales
 
 SEARCHED_WITH_IMPORTANCE = frozenset(("Q4_0", "Q4_1", "Q5_0", "Q5_1"))
@@ -27,19 +27,21 @@ _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
 
 
 @dataclass(frozen=True)
-class Searches:
-    """What fits entries, scales, and scales with minimums; all give the bits of these, the definitions."""
+class Quantizers:
+    """Formulas of blocks, and the searches for entries, for scales, and for scales with minimums. All give the bits of
+    these, the definitions."""
 
+    plain: PlainBlocks = plain_blocks
     books: BookSearch = fit_books
     scales: ScaleSearch = fit_scales
     ranges: RangeSearch = fit_ranges
 
 
-DEFINED = Searches()
+DEFINITIONS = Quantizers()
 
 
 def quantize(
-    fmt: BlockFormat, rows: Tensor, importance: Tensor | None = None, searches: Searches = DEFINED
+    fmt: BlockFormat, rows: Tensor, importance: Tensor | None = None, quantizers: Quantizers = DEFINITIONS
 ) -> Tensor:
     """Blocks of `fmt` for fp32 rows [R, K]: uint8 [R, row_bytes], on the rows' device.
 
@@ -58,7 +60,7 @@ def quantize(
     for start in range(0, rows.shape[0], step):
         part = slice(start, start + step)
         mine = importance if importance is None or len(importance) == 1 else importance[part]
-        out[part] = _quantized(fmt, rows[part], mine, searches)
+        out[part] = _quantized(fmt, rows[part], mine, quantizers)
     return out
 
 
@@ -67,16 +69,16 @@ def _as_floats(fmt: BlockFormat, rows: Tensor) -> Tensor:
     return rows.to(dtype).contiguous().view(torch.uint8)
 
 
-def _quantized(fmt: BlockFormat, rows: Tensor, importance: Tensor | None, searches: Searches) -> Tensor:
+def _quantized(fmt: BlockFormat, rows: Tensor, importance: Tensor | None, quantizers: Quantizers) -> Tensor:
     if fmt.name in (FORMULAS if importance is None else PLAIN):
-        return pack(quantize_plain(fmt, rows))
+        return quantizers.plain(fmt, rows)
     x, count = by_group(rows, fmt), len(rows)
     weights = error_weights(fmt, rows, x, importance)
     if fmt.book:
-        return pack(as_books(fmt, searches.books(fmt, x, weights), count))
+        return pack(as_books(fmt, quantizers.books(fmt, x, weights), count))
     if fmt.has_min:
-        return pack(as_ranges(fmt, searches.ranges(fmt, x, weights), count))
-    return pack(as_scales(fmt, searches.scales(fmt, x, weights), count))
+        return pack(as_ranges(fmt, quantizers.ranges(fmt, x, weights), count))
+    return pack(as_scales(fmt, quantizers.scales(fmt, x, weights), count))
 
 
 WRITTEN = tuple(name for name, fmt in FORMATS.items() if not fmt.is_quantized or name in PACKED)

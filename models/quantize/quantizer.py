@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import BlockFormat, dequantize
-from quengine.kernels.cpu.quantize.searches import COMPILED
-from quengine.kernels.quantize.quantize import Searches, quantize
+from quengine.kernels.cpu.quantize.quantizers import COMPILED
+from quengine.kernels.quantize.quantize import Quantizers, quantize
 
 _PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Weights of a piece."""
@@ -37,11 +37,11 @@ class UnfitWeightsError(ValueError):
     """Weights that a type does not hold; the text goes after the tensor's name."""
 
 
-def searches_on(device: torch.device) -> Searches:
-    """The searches of a device, all with the same bits."""
+def quantizers_on(device: torch.device) -> Quantizers:
+    """The quantizers of a device, all with the same bits."""
     if device.type == "cpu":
         return COMPILED
-    from quengine.kernels.cuda.quantize.searches import LAUNCHED  # Triton takes 0.2 s
+    from quengine.kernels.cuda.quantize.quantizers import LAUNCHED  # Triton takes 0.2 s
 
     return LAUNCHED
 
@@ -114,4 +114,4 @@ class Quantizer:
             raise UnfitWeightsError(
                 f"has weights up to {largest:g}, and {fmt.name} holds {most:g} at most: choose F32 or BF16"
             )
-        return quantize(fmt, rows, values, searches_on(self.device)).cpu()
+        return quantize(fmt, rows, values, quantizers_on(self.device)).cpu()

@@ -39,7 +39,7 @@ from quengine.kernels.cpu.moe.operations import (
     prompt_experts_glu,
 )
 from quengine.kernels.cpu.ops import sampling as cpu_sampling
-from quengine.kernels.cpu.quantize.searches import COMPILED
+from quengine.kernels.cpu.quantize.quantizers import COMPILED
 from quengine.kernels.cpu.runtime import compiled, kernel_table, target
 from quengine.kernels.cpu.step_recorder import recorded
 from quengine.kernels.forward_batch import Phase, decode_batch

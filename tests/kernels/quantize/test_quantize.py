@@ -14,7 +14,7 @@ from quengine.kernels.quantize.quantize import quantize
 from quengine.models.gguf import open_gguf
 from quengine.models.gguf.gguf_tensors import quant_tensor
 from quengine.models.hub.hub import catalogue, packaged_file
-from quengine.models.quantize.quantizer import searches_on
+from quengine.models.quantize.quantizer import quantizers_on
 from tests.llama_cpp_quantize import Floats, ggml_quantize
 
 PLAIN = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "NVFP4", "TQ1_0", "TQ2_0", "Q1_0", "Q2_0")
@@ -242,8 +242,8 @@ def test_a_gpu_gives_the_same_bytes(name: str, weighted: bool) -> None:
         importance = torch.from_numpy(drawn_importance()) if weighted else None
         on_cpu = quantize(FORMATS[name], torch.from_numpy(rows), importance)
         there = None if importance is None else importance.cuda()
-        searches = searches_on(torch.device("cuda"))
-        found = quantize(FORMATS[name], torch.from_numpy(rows).cuda(), there, searches)
+        quantizers = quantizers_on(torch.device("cuda"))
+        found = quantize(FORMATS[name], torch.from_numpy(rows).cuda(), there, quantizers)
         assert torch.equal(found.cpu(), on_cpu)
 
 
