@@ -303,8 +303,8 @@ def _least_key(held: _Held, place: int, table: list[list[Lanes]]) -> Lanes:
 
     most = e.const(INTS, (1 << 31) - 1)
     found = e.loop(e.i64(0), e.i64(len(words)), _UNROLLED, [most, most], turn)
-    key = least([Lanes(e, each) for each in found])
-    return key + place * book.combinations
+    first_combination: int = place * book.combinations
+    return least([Lanes(e, each) for each in found]) + first_combination
 
 
 def _sums(weights: list[list[Lanes]]) -> list[Lanes]:
