@@ -113,7 +113,7 @@ def quantize(
     if dry_run:
         for tensor in result.tensors:
             write_line(_row(tensor))
-    for each in _summary(result, source):
+    for each in _summary(result):
         typer.echo(each, err=True)
 
 
@@ -140,7 +140,7 @@ def _row(tensor: "QuantizedTensor") -> str:
     return f"{tensor.name:40} {shape:>20}  {kinds:16} {tensor.nbytes / 1e6:10.2f} MB"
 
 
-def _summary(result: "Quantization", source: str) -> list[str]:
+def _summary(result: "Quantization") -> list[str]:
     from collections import Counter
 
     from quengine.models.gguf.whole_file import file_size
@@ -161,9 +161,7 @@ def _summary(result: "Quantization", source: str) -> list[str]:
         lines.append(f"engine: an imatrix is needed, --imatrix FILE, for {_named(needing)}")
     elif missing := result.without_imatrix:
         lines.append(f"engine: the imatrix has no values for {_named(missing)}")
-    lines.append(
-        f"{'would write' if result.path is None else 'wrote'} {result.path or 'nothing, of ' + source}"
-    )
+    lines.append("nothing is written: --dry-run" if result.path is None else f"wrote {result.path}")
     return lines
 
 

@@ -73,4 +73,6 @@ def check_disk(path: Path, nbytes: int) -> None:
         )
     free = shutil.disk_usage(path.parent).free
     if free < nbytes + _SPARE:
-        raise CannotRunError(f"{path}: needs {file_size(nbytes)} of disk, {file_size(free)} are free")
+        raise CannotRunError(
+            f"{path}: needs {file_size(nbytes)} of disk and {file_size(_SPARE)} to spare, {file_size(free)} are free"
+        )

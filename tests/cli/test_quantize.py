@@ -70,7 +70,7 @@ def test_a_dry_run_prints_types_and_sizes(model: Path, tmp_path: Path) -> None:
     rows = printed.splitlines()
     assert len(rows) == 2 * 9 + 3
     assert rows[0].split() == ["output.weight", "320", "x", "256", "F16", "to", "Q8_0", "0.09", "MB"]
-    assert "would write nothing" in said and "8.5" in said
+    assert "nothing is written: --dry-run" in said and "8.5" in said
 
 
 def test_a_dry_run_says_what_needs_an_imatrix(model: Path) -> None:
