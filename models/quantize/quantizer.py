@@ -13,6 +13,7 @@ from torch import Tensor
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import BlockFormat, dequantize
 from quengine.kernels.cpu.quantize.quantizers import COMPILED
+from quengine.kernels.cpu.runtime.scratch import keep_freed_memory
 from quengine.kernels.quantize.quantize import Quantizers, quantize
 
 _PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
@@ -40,6 +41,7 @@ class UnfitWeightsError(ValueError):
 def quantizers_on(device: torch.device) -> Quantizers:
     """The quantizers of a device, all with the same bits."""
     if device.type == "cpu":
+        keep_freed_memory()  # pages anew for each piece took as long as a third of the work
         return COMPILED
     from quengine.kernels.cuda.quantize.quantizers import LAUNCHED  # Triton takes 0.2 s
 

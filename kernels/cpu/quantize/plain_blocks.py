@@ -11,10 +11,6 @@ from quengine.kernels.block_formats import BlockFormat
 from quengine.kernels.cpu.quantize.launch import run_here
 from quengine.kernels.cpu.runtime.arguments import Arguments
 from quengine.kernels.cpu.runtime.kernel_table import plain_blocks_kernel
-from quengine.kernels.quantize.plain import plain_blocks as definition
-
-COMPILED_FORMULAS = frozenset(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "NVFP4", "TQ1_0", "TQ2_0"))
-"""The others take torch no longer than ggml takes."""
 
 
 @dataclass
@@ -28,8 +24,6 @@ class PlainBlocksArguments(Arguments):
 
 def plain_blocks(fmt: BlockFormat, rows: Tensor) -> Tensor:
     """As `plain.plain_blocks`, with the same bytes."""
-    if fmt.name not in COMPILED_FORMULAS:
-        return definition(fmt, rows)
     rows = rows.contiguous()
     out = torch.empty((len(rows), fmt.row_bytes(rows.shape[1])), dtype=torch.uint8)
     arguments = PlainBlocksArguments(rows.data_ptr(), rows.numel() // fmt.block, out.data_ptr())

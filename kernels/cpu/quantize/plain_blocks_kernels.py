@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+import torch
 from llvmlite import ir
 
 from quengine.kernels.block_formats import FORMATS, MXFP4_TABLE, BlockFormat
+from quengine.kernels.cpu.ir.codebook_ir import table_address
 from quengine.kernels.cpu.ir.vector_code import vector_code
-from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I64, Emitter, vec
+from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, I64, Emitter, vec
 from quengine.kernels.cpu.quantize.lanes import INTS, LANE_BYTES, LANES, Lanes, largest, least, load
 from quengine.kernels.cpu.quantize.plain_blocks import PlainBlocksArguments
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
@@ -175,6 +177,69 @@ def _tq1_0(e: Emitter, fmt: BlockFormat, x: ir.Value, out: ir.Value) -> None:
     _store_half(out, fmt.layout["d"][0], d)
 
 
+def _q2_0(e: Emitter, fmt: BlockFormat, x: ir.Value, out: ir.Value) -> None:
+    """Codes of 64 weights, two bits each of four neighbours in a byte."""
+    d, digits = _digits(e, fmt, x)
+    shifts = e.const(INTS, [2 * (lane % 4) for lane in range(LANES)])
+    for i, digit in enumerate(digits):
+        bits = Lanes(e, e.b.shl(digit.value, shifts))
+        for apart in (1, 2):
+            bits = bits | Lanes(e, e.pick(bits.value, [lane ^ apart for lane in range(LANES)]))
+        _store_bytes(out, fmt.layout["codes"][0] + 4 * i, bits, range(0, LANES, 4))
+    _store_half(out, fmt.layout["d"][0], d)
+
+
+def _q1_0(e: Emitter, fmt: BlockFormat, x: ir.Value, out: ir.Value) -> None:
+    """A bit of each of 128 weights; d is the mean magnitude, its sum in the order of the weights."""
+    total = e.const(F32, 0.0)
+    for i in range(fmt.block // LANES):
+        value = load(e, x, i * LANE_BYTES)
+        e.store(e.b.bitcast((value >= 0.0).value, I16), out, fmt.layout["codes"][0] + 2 * i)
+        magnitude = value.abs().value
+        for lane in range(LANES):
+            total = e.b.fadd(total, e.lane(magnitude, lane))
+    _store_half(out, fmt.layout["d"][0], Lanes(e, e.splat(total, LANES)).by_number(fmt.block))
+
+
+def _mxfp4(e: Emitter, fmt: BlockFormat, x: ir.Value, out: ir.Value) -> None:
+    values = [load(e, x, i * LANE_BYTES) for i in range(2)]
+    peak = e.lane(_all_lanes([each.abs() for each in values], largest).bits().value, 0)
+    binade = e.b.lshr(peak, e.const(I32, 23))
+    table = table_address(e, "rounded up", I32, _rounded_up())
+    limit = e.load(I32, e.b.add(table, e.b.mul(e.b.zext(binade, I64), e.i64(4))))
+    exponent = e.b.add(binade, e.b.zext(e.b.icmp_signed(">=", peak, limit), I32))
+    exponent = e.b.sub(exponent, e.const(I32, 2))
+    exponent = e.b.select(e.b.icmp_signed(">", exponent, e.const(I32, 0)), exponent, e.const(I32, 0))
+    tiny = e.b.shl(e.const(I32, 0x00200000), exponent)
+    normal = e.b.shl(e.b.sub(exponent, e.const(I32, 1)), e.const(I32, 23))
+    scale = e.b.select(e.b.icmp_signed("<", exponent, e.const(I32, 2)), tiny, normal)
+    step = e.splat(e.b.bitcast(scale, F32), LANES)
+    codes = [_e2m1(each, Lanes(e, e.b.fdiv(each.abs().value, step))) for each in values]
+    e.store(e.b.trunc(exponent, I8), out, fmt.layout["d"][0])
+    _store_bytes(out, fmt.layout["codes"][0], codes[0] | (codes[1] << 4))
+
+
+def _rounded_up() -> list[int]:
+    """Of each binade of fp32 the bits of the first number whose logarithm is rounded to the next integer."""
+    limits = []
+    for binade in range(256):
+        bits = torch.arange((binade << 23) + (1 << 23) - 256, (binade << 23) + (1 << 23), dtype=torch.int32)
+        whole = bits.view(torch.float32).double().log2().float().floor()
+        up = bits[whole > binade - 127]
+        limits.append(int(up[0]) if len(up) and 0 < binade < 255 else (1 << 31) - 1)
+    return limits
+
+
+def _e2m1(value: Lanes, ratio: Lanes) -> Lanes:
+    """The code nearest to a magnitude in units of the scale, of two that are as near the lower one, with its sign."""
+    e, code = value.e, Lanes(value.e, value.e.const(INTS, 0))
+    doubled = ratio * 2.0
+    for i in range(1, 8):
+        middle = float(MXFP4_TABLE[i - 1] + MXFP4_TABLE[i])
+        code = Lanes(e, e.const(INTS, i)).where(doubled > middle, code)
+    return code | Lanes(e, e.const(INTS, 8)).where((value < 0.0) & (code > 0), 0)
+
+
 def _fraction(digits: Sequence[Lanes]) -> Lanes:
     """Digits in base 3 as a byte: the least of which byte/256 begins with them."""
     value = digits[0] * 81
@@ -199,7 +264,10 @@ _BLOCKS: Mapping[str, _Block] = MappingProxyType(
         "Q5_0": _from_peak,
         "Q4_1": _from_minimum,
         "Q5_1": _from_minimum,
+        "MXFP4": _mxfp4,
         "NVFP4": _nvfp4,
+        "Q1_0": _q1_0,
+        "Q2_0": _q2_0,
         "Q8_0": _signed_bytes,
         "TQ1_0": _tq1_0,
         "TQ2_0": _tq2_0,

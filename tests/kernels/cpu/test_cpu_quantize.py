@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cpu.quantize.plain_blocks import COMPILED_FORMULAS
 from quengine.kernels.cpu.quantize.quantizers import COMPILED
+from quengine.kernels.quantize.plain import FORMULAS
 from quengine.kernels.quantize.quantize import PLAIN, WRITTEN, quantize
 from tests.kernels.quantize.test_quantize import BOOKS, drawn, drawn_importance, peculiar
 
@@ -37,7 +37,7 @@ def test_each_row_may_have_its_own_importance() -> None:
         assert torch.equal(found, quantize(FORMATS[name], rows, each))
 
 
-@pytest.mark.parametrize("name", sorted(COMPILED_FORMULAS))
+@pytest.mark.parametrize("name", sorted(FORMULAS))
 def test_formulas_have_the_bytes_of_the_definition(name: str) -> None:
     for rows in (drawn("tails"), peculiar()):
         found = quantize(FORMATS[name], torch.from_numpy(rows), None, COMPILED)
