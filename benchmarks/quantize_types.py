@@ -5,7 +5,7 @@
     python -m benchmarks.quantize_types --on gpu             # ours alone, in seconds for 8 billion weights
 
 Weights are normal, their importances log-normal. An error is the weighted sum of squares that ggml's search makes
-small, relative to ggml's. Times are processor time, medians of turns of ours and ggml's. ggml is the library inside
+small, relative to ggml's; "=": the same bytes. Times are processor time, medians of turns of ours and ggml's. ggml is the library inside
 xllamacpp; the time that it takes to make its tables of neighbours is not counted.
 """
 
@@ -73,8 +73,8 @@ def against_ggml(name: str, sample: Sample, weighted: bool, turns: int) -> tuple
     own, other = (median(each) for each in zip(*times, strict=True))
     weights = ggml_weights(name, rows, importance)
     errors = [float((squares(name, each, rows) * weights).sum()) for each in (mine, blocks)]
-    error = "same bytes" if np.array_equal(mine, blocks) else f"{errors[0] / errors[1]:.3f}"
-    return error, f"{own:.{0 if own >= 10 else 1}f} / {other:.{0 if other >= 10 else 1}f}"
+    error = "=" if np.array_equal(mine, blocks) else f"{errors[0] / errors[1]:.3f}"
+    return error, f"{own:.{0 if own >= 10 else 1}f}/{other:.{0 if other >= 10 else 1}f}"
 
 
 def on_gpu(name: str, sample: Sample) -> str:
@@ -94,13 +94,11 @@ def row(name: str, samples: dict[str, Sample], turns: int) -> str:
     if "cpu" in samples:
         if name not in NEEDS_IMPORTANCE:
             cells[0], cells[2] = against_ggml(name, samples["cpu"], False, turns)
-        if name not in PLAIN:
+        if name not in PLAIN:  # which no importance changes
             cells[1], cells[3] = against_ggml(name, samples["cpu"], True, turns)
-        else:
-            cells[1] = cells[3] = "the same"
     if "gpu" in samples:
         cells[4] = on_gpu(name, samples["gpu"])
-    return " | ".join(("| " + name, *cells)) + " |"
+    return " | ".join(("| " + name, *cells)).replace("|  ", "| ") + " |"
 
 
 def main() -> None:
