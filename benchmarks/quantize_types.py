@@ -5,8 +5,8 @@
     python -m benchmarks.quantize_types --on gpu             # ours alone, in seconds for 8 billion weights
 
 Weights are normal, their importances log-normal. An error is the weighted sum of squares that ggml's search makes
-small, relative to ggml's; "=": the same bytes. Times are processor time, medians of turns of ours and ggml's. ggml is the library inside
-xllamacpp; the time that it takes to make its tables of neighbours is not counted.
+small, relative to ggml's; "=": the same bytes. Times are processor time, medians of turns of ours and ggml's. ggml is
+the library inside xllamacpp; the time that it takes to make its tables of neighbours is not counted.
 """
 
 import argparse

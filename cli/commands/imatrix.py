@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from quengine.evaluation.imatrix import ImatrixRun
 
 FILE = "The file"
+_OPTIONS = Only(
+    *("device", "threads", "backend", "chunk_size", "cache_type", "mmap"),
+    *("tensor_parallel", "devices", "split", "tensor_split"),
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class ImatrixFlags:
 @takes_options
 def imatrix(
     flags: ImatrixFlags,
-    config: Annotated[EngineConfig, Only("device", "threads", "backend", "chunk_size", "cache_type", "mmap")],
+    config: Annotated[EngineConfig, _OPTIONS],
     model: Model = "",
 ) -> None:
     """Importances of columns, from a text: what each matrix of the model reads, squared and summed.

@@ -5,22 +5,25 @@ routed to them.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from uuid import uuid4
 
 from quengine.errors import EngineError
 from quengine.models.gguf.whole_file import check_disk
 from quengine.models.quantize.imatrix import ImatrixSums, Sums, added_sums, read_sums, write_sums
+from quengine.parallel.group import RankFailedError
+from quengine.parallel.observed_inputs import written_sums
+from quengine.parallel.wire import ObserveInputs, WriteSums
 from quengine.scoring.perplexity import DEFAULT_CTX, text_chunks
 from quengine.scoring.prompt_logits import ScoredTokens
 
 if TYPE_CHECKING:
-    from quengine.evaluation.activations import Collector
     from quengine.llm import LLM
 
 
@@ -31,7 +34,7 @@ class ImatrixRun:
     Attributes:
         chunks, total_chunks: done, and to do in the end, with those of an earlier run that is resumed.
         begun: chunks that an earlier run has done.
-        tensors: with values so far. untouched: experts that no token was routed to, of all layers.
+        tensors: with values, 0 before they are written. untouched: experts that no token was routed to, of all layers.
         seconds: time of the computation, without loading.
     """
 
@@ -83,11 +86,9 @@ def collect(
             the file's folder is missing.
         CannotRunError: too little free disk.
     """
-    from quengine.evaluation.activations import Collector
-
     check_disk(path, 0)  # before the computation
     began, done = time.perf_counter(), 0
-    collector = Collector(llm)
+    inputs = _Inputs(llm)
     earlier = list(before)
     if resume and path.exists():
         found = _resumed(path, (*(name for each in before for name in each.datasets), dataset), ctx)
@@ -101,15 +102,50 @@ def collect(
         earlier = [found]
     begun = done
     for number in range(begun, len(chunks)):
-        with collector.collecting():
+        with inputs.collecting():
             _compute(llm, chunks[number].ids)
         done += 1
-        last = done == len(chunks)
+        last, sums = done == len(chunks), dict[str, Sums]()
         if last or (save_every and done % save_every == 0):
-            write_sums(path, _sums(collector, earlier, done - begun, ctx, dataset, resume and bool(begun)))
+            sums = inputs.sums()
+            mine = ImatrixSums(sums, () if resume and begun else (dataset,), done - begun, ctx)
+            write_sums(path, added_sums([*earlier, mine], ctx))
         seconds = time.perf_counter() - began
-        tensors, untouched = len(collector.squares), _untouched(collector) if last else 0
-        yield ImatrixRun(path, done, len(chunks), begun, ctx, tensors, untouched, seconds)
+        untouched = _untouched(sums) if last else 0
+        yield ImatrixRun(path, done, len(chunks), begun, ctx, len(sums), untouched, seconds)
+
+
+class _Inputs:
+    """What the matrices of a model read, on all ranks with layers of it. Raises EngineError as `Collector` does."""
+
+    def __init__(self, llm: "LLM") -> None:
+        from quengine.evaluation.activations import Collector
+
+        self._runner = llm.runner
+        self._own = Collector(llm.loaded.decoder, llm.loaded.checkpoint.tensors, llm.ctx_size)
+        self._run = str(uuid4())
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """While it lasts, what they read is added to the sums."""
+        with self._runner.together(ObserveInputs(self._run, True)):
+            pass
+        try:
+            with self._own.collecting():
+                yield
+        finally:
+            with suppress(RankFailedError), self._runner.together(ObserveInputs(self._run, False)):
+                pass
+
+    def sums(self) -> dict[str, Sums]:
+        """The sums so far. Raises EngineError for activations that are not finite."""
+        own = self._own.sums()
+        if (ranks := self._runner.ranks) is None:
+            return own
+        with TemporaryDirectory(prefix="quengine-sums-") as folder:  # mode 0700
+            with ranks.together(WriteSums(folder)):
+                ranks.meet()
+            return own | written_sums(Path(folder))
 
 
 def _compute(llm: "LLM", ids: list[int]) -> None:
@@ -138,24 +174,9 @@ def _resumed(path: Path, datasets: Seq[str], ctx: int) -> ImatrixSums:
     return found
 
 
-def _sums(
-    collector: "Collector", earlier: Seq[ImatrixSums], chunks: int, ctx: int, dataset: str, resumed: bool
-) -> ImatrixSums:
-    """The sums so far, with those of `earlier` files."""
-    own = {
-        name: Sums(squares.cpu().numpy(), collector.counts[name].cpu().numpy())
-        for name, squares in collector.squares.items()
-    }
-    for name, sums in own.items():
-        if not np.isfinite(sums.squares).all():
-            raise EngineError(f"activations before {name} are not finite: the model is damaged, or overflows")
-    mine = ImatrixSums(own, () if resumed else (dataset,), chunks, ctx)
-    return added_sums([*earlier, mine], ctx)
-
-
-def _untouched(collector: "Collector") -> int:
+def _untouched(sums: Mapping[str, Sums]) -> int:
     """Experts without a token; each has one down matrix."""
-    return sum(int((counts == 0).sum()) for name, counts in collector.counts.items() if ".ffn_down" in name)
+    return sum(int((each.counts == 0).sum()) for name, each in sums.items() if ".ffn_down" in name)
 
 
 def chosen_chunks(llm: "LLM", text: str, ctx: int, from_chunk: int, most: int | None) -> list[ScoredTokens]:
