@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quengine.kernels.block_formats import BlockFormat, Groups, from_book
 from quengine.kernels.quantize.entries import EntryBook, NearestEntries, nearest_entries
+from quengine.kernels.quantize.importance import weighted
 from quengine.kernels.quantize.layout import by_number, by_row, divided, root, total
 
 EVEN = frozenset(("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
@@ -119,7 +120,7 @@ class _Groups:
         return _Fit(index, target, error, total(weighted * target), total(weighted.mul_(q)))
 
 
-BookSearch = Callable[[BlockFormat, Tensor, Tensor], BookFits]
+BookSearch = Callable[[BlockFormat, Tensor, Tensor | None], BookFits]
 """As `fit_books`."""
 
 
@@ -132,9 +133,10 @@ def as_books(fmt: BlockFormat, found: BookFits, count: int) -> Groups:
 
 
 def fit_books(
-    fmt: BlockFormat, x: Tensor, weights: Tensor, entries: NearestEntries = nearest_entries
+    fmt: BlockFormat, rows: Tensor, importance: Tensor | None, entries: NearestEntries = nearest_entries
 ) -> BookFits:
-    """The search, of x and the weights of its squared errors, fp32 [group, groups, blocks]."""
+    """The search, of fp32 rows [R, K] and their importances, fp32 [R or 1, K], `floored`, or None."""
+    x, weights = weighted(fmt, rows, importance)
     groups = _Groups(fmt, x.flatten(1), weights.flatten(1), entries)
     fit, d, sub = _block_fits(fmt, groups, _group_fits(groups), x.shape[1])
     signs = _sign_bytes(groups.negative(fit))

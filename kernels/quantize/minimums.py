@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import BlockFormat, Groups
+from quengine.kernels.quantize.importance import weighted
 from quengine.kernels.quantize.layout import by_number, by_row, divided, total
 
 ROUNDS = 2
@@ -68,7 +69,7 @@ class RangeFits:
     sub_min: Tensor | None
 
 
-RangeSearch = Callable[[BlockFormat, Tensor, Tensor], RangeFits]
+RangeSearch = Callable[[BlockFormat, Tensor, Tensor | None], RangeFits]
 """As `fit_ranges`."""
 
 
@@ -79,8 +80,9 @@ def as_ranges(fmt: BlockFormat, found: RangeFits, count: int) -> Groups:
     return Groups(fmt, by_row(found.codes, count), d, sub, dmin, sub_min)
 
 
-def fit_ranges(fmt: BlockFormat, x: Tensor, weights: Tensor) -> RangeFits:
-    """The search, of x and the weights of its squared errors, fp32 [group, groups, blocks]."""
+def fit_ranges(fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> RangeFits:
+    """The search, of fp32 rows [R, K] and their importances, fp32 [R or 1, K], `floored`, or None."""
+    x, weights = weighted(fmt, rows, importance)
     fit = fit_of((1 << fmt.bits) - 1, x, weights)
     scale, low = _group_fits(fit, widenings(fmt))
     if not fmt.sub_scale_bits:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.quantize.books import BookSearch, as_books, fit_books
-from quengine.kernels.quantize.importance import error_weights
-from quengine.kernels.quantize.layout import by_group
+from quengine.kernels.quantize.importance import floored
 from quengine.kernels.quantize.minimums import RangeSearch, as_ranges, fit_ranges
 from quengine.kernels.quantize.pack import PACKED, pack
 from quengine.kernels.quantize.plain import FORMULAS, PlainBlocks, plain_blocks
@@ -53,8 +52,8 @@ def quantize(
     width = fmt.row_bytes(rows.shape[1])
     if not fmt.is_quantized:
         return _as_floats(fmt, rows)
-    if importance is not None and importance.dim() == 1:
-        importance = importance.unsqueeze(0)
+    if importance is not None:
+        importance = floored(importance if importance.dim() == 2 else importance.unsqueeze(0))
     out = torch.empty((rows.shape[0], width), dtype=torch.uint8, device=rows.device)
     step = max(1, _CHUNK.get(rows.device.type, 1 << 24) // rows.shape[1])
     for start in range(0, rows.shape[0], step):
@@ -72,13 +71,11 @@ def _as_floats(fmt: BlockFormat, rows: Tensor) -> Tensor:
 def _quantized(fmt: BlockFormat, rows: Tensor, importance: Tensor | None, quantizers: Quantizers) -> Tensor:
     if fmt.name in (FORMULAS if importance is None else PLAIN):
         return quantizers.plain(fmt, rows)
-    x, count = by_group(rows, fmt), len(rows)
-    weights = error_weights(fmt, rows, x, importance)
     if fmt.book:
-        return pack(as_books(fmt, quantizers.books(fmt, x, weights), count))
+        return pack(as_books(fmt, quantizers.books(fmt, rows, importance), len(rows)))
     if fmt.has_min:
-        return pack(as_ranges(fmt, quantizers.ranges(fmt, x, weights), count))
-    return pack(as_scales(fmt, quantizers.scales(fmt, x, weights), count))
+        return pack(as_ranges(fmt, quantizers.ranges(fmt, rows, importance), len(rows)))
+    return pack(as_scales(fmt, quantizers.scales(fmt, rows, importance), len(rows)))
 
 
 WRITTEN = tuple(name for name, fmt in FORMATS.items() if not fmt.is_quantized or name in PACKED)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quengine.kernels.block_formats import BlockFormat, Groups
 from quengine.kernels.quantize.grid import Grid, grid_ends
+from quengine.kernels.quantize.importance import weighted
 from quengine.kernels.quantize.layout import by_number, by_row, divided, total
 
 ROUNDS = 2
@@ -49,7 +50,7 @@ class ScaleFits:
     sub: Tensor | None
 
 
-ScaleSearch = Callable[[BlockFormat, Tensor, Tensor], ScaleFits]
+ScaleSearch = Callable[[BlockFormat, Tensor, Tensor | None], ScaleFits]
 """As `fit_scales`."""
 
 
@@ -59,8 +60,9 @@ def as_scales(fmt: BlockFormat, found: ScaleFits, count: int) -> Groups:
     return Groups(fmt, by_row(found.codes, count), by_row(found.d, count), sub)
 
 
-def fit_scales(fmt: BlockFormat, x: Tensor, weights: Tensor) -> ScaleFits:
-    """The search, of x and the weights of its squared errors, fp32 [group, groups, blocks]."""
+def fit_scales(fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> ScaleFits:
+    """The search, of fp32 rows [R, K] and their importances, fp32 [R or 1, K], `floored`, or None."""
+    x, weights = weighted(fmt, rows, importance)
     fit = ScaleFit(Grid(fmt, x.device), x, weights)
     scale = _group_scales(fit, scale_targets(fmt))
     if not fmt.sub_scale_bits:

@@ -19,6 +19,11 @@ from quengine.kernels.cpu.ir.codebook_ir import table_address
 from quengine.kernels.cpu.ir.tile_ir import stack_floats
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import I8, I16, I32, I64, Emitter
+from quengine.kernels.cpu.quantize.block_input_kernels import (
+    load_blocks,
+    weigh_alone,
+    weigh_by_importance,
+)
 from quengine.kernels.cpu.quantize.book_search import BookSearchArguments
 from quengine.kernels.cpu.quantize.lanes import (
     FLOATS,
@@ -73,14 +78,16 @@ class _Plan:
 
 @cache
 def _plan(name: str) -> _Plan:
-    """The memory: x, weights and target of a group, sums of halves of entries, entries nearest to the group's vectors;
-    a trial's scales, its fit and the best gain; two fits of each group, its scale and multiples of d; d and another."""
+    """The memory: x and weights of a block; these and the target of a group, sums of halves of entries, entries nearest
+    to the group's vectors; a trial's scales, its fit and the best gain; two fits of each group, its scale and multiples
+    of d; d and another."""
     fmt = FORMATS[name]
     book, vectors = EntryBook(fmt, torch.device("cpu")), fmt.group // fmt.width
     trials = len(SPREADS) + (0 if book.parts > 1 else len(PEAKS))
     fit = vectors + 3 + (fmt.group if name in EVEN else 0)
     groups = fmt.block // fmt.group
-    sizes = dict.fromkeys(("x", "weights", "target"), fmt.group) | dict.fromkeys(
+    sizes = dict.fromkeys(("block_x", "block_weights"), fmt.block)
+    sizes |= dict.fromkeys(("x", "weights", "target"), fmt.group) | dict.fromkeys(
         ("first", "second"), book.half
     )
     sizes |= {"keys": book.parts * vectors, "trial_scale": trials, "trial": fit, "gain": 1}
@@ -100,6 +107,7 @@ def book_search_kernel(format_name: str) -> bytes:
         places["trial"],
     )
     fits, others = places["fits"], places["others"]
+    x, weights = places["block_x"], places["block_weights"]
 
     @njit  # type: ignore[untyped-decorator]
     def nearest(memory: int, scale_at: int, fit_at: int) -> None:
@@ -108,26 +116,31 @@ def book_search_kernel(format_name: str) -> bytes:
 
     def search(args: BookSearchArguments, task: int) -> None:
         memory = stack_floats(floats)
+        load_blocks(format_name, args, memory + x, task)
+        if args.importance:
+            weigh_by_importance(format_name, args, memory + x, memory + weights, task)
+        else:
+            weigh_alone(format_name, memory + x, memory + weights)
         for group in range(groups):
             fit_at = memory + fits + group * fit_bytes
-            _load_group(format_name, args, memory, task, group)
+            _take_group(format_name, memory, group)
             _start_group(format_name, memory)
             for i in range(trials):
                 nearest(memory, memory + trial_scale + i * 64, memory + trial)
                 _keep_better(format_name, memory, fit_at)
         _first_unit(format_name, memory)
         for group in range(groups):
-            _load_group(format_name, args, memory, task, group)
+            _take_group(format_name, memory, group)
             _load_target(format_name, memory, memory + fits + group * fit_bytes)
             nearest(memory, memory + scale + group * 64, memory + others + group * fit_bytes)
         _moved_unit(format_name, memory)
         for group in range(groups):
-            _load_group(format_name, args, memory, task, group)
+            _take_group(format_name, memory, group)
             _load_target(format_name, memory, memory + others + group * fit_bytes)
             nearest(memory, memory + scale + group * 64, memory + fits + group * fit_bytes)
         _choose_unit(format_name, args, memory, task)
         for group in range(groups):
-            _load_group(format_name, args, memory, task, group)
+            _take_group(format_name, memory, group)
             _store_group(format_name, args, memory, task, group)
 
     return compile_kernel(search, BookSearchArguments)
@@ -164,13 +177,14 @@ class _FitAt:
 
 
 @vector_code
-def _load_group(
-    e: Emitter, name: str, args: ir.Value, memory: ir.Value, task: ir.Value, group: ir.Value
-) -> None:
-    """x and the weights of a group to the memory."""
+def _take_group(e: Emitter, name: str, memory: ir.Value, group: ir.Value) -> None:
+    """x and the weights of a group from those of the block."""
     held = _Held(e, name, memory)
-    blocks = Blocks(e, BookSearchArguments, args, task, held.plan.groups)
-    blocks.copy_group(held, held.plan.fmt.group, group, e.i64(0))
+    size = held.plan.fmt.group
+    start = e.b.mul(group, e.i64(size))
+    for kind in ("x", "weights"):
+        for i, each in enumerate(held.loads(f"block_{kind}", size, start)):
+            each.store(held.at(kind, i))
 
 
 @vector_code

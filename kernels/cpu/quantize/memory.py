@@ -1,4 +1,4 @@
-"""A task's memory on the stack: vectors of 16 lanes by name; and copies of blocks into it."""
+"""A task's memory on the stack, vectors of 16 lanes by name, and its blocks' places in results."""
 
 from __future__ import annotations
 
@@ -59,13 +59,6 @@ class BlockMemory(Memory):
         super().__init__(e, places, address)
         self.fmt, self.groups = fmt, fmt.block // fmt.group
 
-    def copy(self, blocks: Blocks) -> None:
-        def group(group: ir.Value) -> None:
-            start = self.e.b.mul(group, self.e.i64(self.fmt.group))
-            blocks.copy_group(self, self.fmt.group, group, start)
-
-        self.each_group(group)
-
     def group(self, group: ir.Value) -> tuple[list[Lanes], list[Lanes]]:
         """x and weights of a group."""
         start = self.e.b.mul(group, self.e.i64(self.fmt.group))
@@ -100,16 +93,6 @@ class Blocks:
         row = e.b.add(e.b.mul(whole, e.i64(self._groups)), group)
         element = e.b.add(e.b.mul(row, self._blocks), self._lanes)
         return e.b.add(field(e, self._arguments, self._args, name), e.b.mul(element, e.i64(item_bytes)))
-
-    def copy_group(self, memory: Memory, size: int, group: ir.Value, start: ir.Value) -> None:
-        """x and weights of a group of `size` to vectors of the memory from `start` on."""
-        for name in ("x", "weights"):
-
-            def copy(i: ir.Value, name: str = name) -> None:
-                values = load(self.e, self.at(name, 4, group, i))
-                values.store(memory.at(name, self.e.b.add(start, i)))
-
-            self.e.each(self.e.i64(0), self.e.i64(size), 1, copy)
 
     def store(self, name: str, lane: ir.IntType, values: Lanes, group: ir.Value, place: int = 0) -> None:
         """The low bits of integers as a tensor's elements of a group."""

@@ -14,6 +14,11 @@ from quengine.kernels.cpu.ir.codebook_ir import table_address
 from quengine.kernels.cpu.ir.tile_ir import stack_floats
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, Emitter
+from quengine.kernels.cpu.quantize.block_input_kernels import (
+    load_blocks,
+    weigh_alone,
+    weigh_by_importance,
+)
 from quengine.kernels.cpu.quantize.lanes import FLOATS, LANES, Lanes, largest, least, number, total
 from quengine.kernels.cpu.quantize.memory import BlockMemory, Blocks, Places
 from quengine.kernels.cpu.quantize.range_search import RangeSearchArguments
@@ -35,11 +40,8 @@ def _places(name: str) -> Places:
 
 def range_search_kernel(format_name: str) -> bytes:
     """Task i searches for blocks 16 * i to 16 * i + 15."""
-    floats, has_integers, rounds = (
-        _places(format_name).floats,
-        FORMATS[format_name].sub_scale_bits > 0,
-        ROUNDS,
-    )
+    places, has_integers, rounds = _places(format_name), FORMATS[format_name].sub_scale_bits > 0, ROUNDS
+    floats, x, weights = places.floats, places["x"], places["weights"]
 
     @njit  # type: ignore[untyped-decorator]
     def measure(memory: int) -> None:
@@ -47,7 +49,11 @@ def range_search_kernel(format_name: str) -> bytes:
 
     def search(args: RangeSearchArguments, task: int) -> None:
         memory = stack_floats(floats)
-        _load_block(format_name, args, memory, task)
+        load_blocks(format_name, args, memory + x, task)
+        if args.importance:
+            weigh_by_importance(format_name, args, memory + x, memory + weights, task)
+        else:
+            weigh_alone(format_name, memory + x, memory + weights)
         _fit_groups(format_name, memory)
         _first_units(format_name, memory)
         measure(memory)
@@ -105,12 +111,6 @@ class _Held(BlockMemory):
         for kind in kinds:
             tried = self.load(f"{kind}_tried", group)
             tried.where(better, self.load(kind, group)).store(self.at(kind, group))
-
-
-@vector_code
-def _load_block(e: Emitter, name: str, args: ir.Value, memory: ir.Value, task: ir.Value) -> None:
-    held = _Held(e, name, memory)
-    held.copy(Blocks(e, RangeSearchArguments, args, task, held.groups))
 
 
 @vector_code

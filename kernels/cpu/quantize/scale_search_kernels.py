@@ -13,6 +13,11 @@ from quengine.kernels.cpu.ir.codebook_ir import table_address
 from quengine.kernels.cpu.ir.tile_ir import stack_floats
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, Emitter
+from quengine.kernels.cpu.quantize.block_input_kernels import (
+    load_blocks,
+    weigh_alone,
+    weigh_by_importance,
+)
 from quengine.kernels.cpu.quantize.lanes import (
     FLOATS,
     INTS,
@@ -45,6 +50,7 @@ def scale_search_kernel(format_name: str) -> bytes:
     """Task i searches for blocks 16 * i to 16 * i + 15."""
     places, has_integers, rounds = _places(format_name), FORMATS[format_name].sub_scale_bits > 0, ROUNDS
     floats, tried, error_tried = places.floats, places["scale_tried"], places["error_tried"]
+    x, weights = places["x"], places["weights"]
 
     @njit  # type: ignore[untyped-decorator]
     def measure(memory: int) -> None:
@@ -58,7 +64,11 @@ def scale_search_kernel(format_name: str) -> bytes:
 
     def search(args: ScaleSearchArguments, task: int) -> None:
         memory = stack_floats(floats)
-        _load_block(format_name, args, memory, task)
+        load_blocks(format_name, args, memory + x, task)
+        if args.importance:
+            weigh_by_importance(format_name, args, memory + x, memory + weights, task)
+        else:
+            weigh_alone(format_name, memory + x, memory + weights)
         _fit_groups(format_name, memory)
         _first_unit(format_name, memory)
         measure(memory)
@@ -106,12 +116,6 @@ class _Held(BlockMemory):
         q = [self.nearest(each * factor) for each in x]
         dot = total([w * each * value for w, each, value in zip(weights, x, q, strict=True)])
         return dot, total([value * value * w for w, value in zip(weights, q, strict=True)])
-
-
-@vector_code
-def _load_block(e: Emitter, name: str, args: ir.Value, memory: ir.Value, task: ir.Value) -> None:
-    held = _Held(e, name, memory)
-    held.copy(Blocks(e, ScaleSearchArguments, args, task, held.groups))
 
 
 @vector_code

@@ -45,6 +45,7 @@ _OTHER_SOURCES = tuple(
         "quantize/books",
         "quantize/entries",
         "quantize/grid",
+        "quantize/importance",
         "quantize/minimums",
         "quantize/scales",
         "rope",
