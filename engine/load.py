@@ -15,7 +15,6 @@ from quengine.block_pool import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.kernels.ranks.communicator import Communicator
 from quengine.kv_cache import KVCache
 from quengine.loading.automatic_drafts import fit_drafts, settle_drafts
 from quengine.loading.load_vision import open_vision, projector_path
@@ -47,6 +46,7 @@ from quengine.speculative.draft_model import DraftModel
 from quengine.speculative.load_draft import check_generates, check_shared, open_draft
 
 if TYPE_CHECKING:
+    from quengine.parallel.communicator import RankCommunicator
     from quengine.parallel.group import RankGroup
     from quengine.parallel.wire import RankPlan
 
@@ -189,8 +189,10 @@ def _in_thread(make: Callable[[], T]) -> Future[T]:
     return made
 
 
-def load_rank(plan: "RankPlan", communicator: Communicator) -> ModelRunner:
+def load_rank(plan: "RankPlan", communicator: "RankCommunicator") -> ModelRunner:
     """Loads the part of the model of a rank other than rank 0, with its cache. Raises as `load_model` does."""
+    from quengine.parallel.observed_inputs import ObservedInputs
+
     config = EngineConfig(**plan.options)
     device, _ = choose_device(config)
     stage = Stage(plan.number, plan.bounds) if plan.bounds else None
@@ -200,7 +202,9 @@ def load_rank(plan: "RankPlan", communicator: Communicator) -> ModelRunner:
     takes_images = bool(plan.options["mmproj"])
     free = free_memory(device, plan.count)
     made = Machine(config, device, plan.threads, free, None, experts, takes_images=takes_images)
-    return made.runner(part, plan.ctx_size, plan.pools, communicator)
+    runner = made.runner(part, plan.ctx_size, plan.pools, communicator)
+    runner.observed = ObservedInputs(runner.decoder, part.tensors, plan.ctx_size, communicator)
+    return runner
 
 
 def _log_checkpoint(what: str, checkpoint: Checkpoint) -> None:

@@ -41,6 +41,7 @@ from quengine.step_plan import (
 
 if TYPE_CHECKING:
     from quengine.parallel.group import RankGroup
+    from quengine.parallel.observed_inputs import ObservedInputs
     from quengine.runners.device_decode import DeviceDecoder
 
 _NAMES: dict[Phase, str] = {"prefill": "prefill", "decode": "decode step"}
@@ -93,7 +94,8 @@ class StepGraphs(Protocol):
 class ModelRunner:
     """Runs a decoder over its cache.
 
-    `ranks`: the group of which this runner is rank 0; None on the other ranks, and without ranks. `adapters`: the
+    `ranks`: the group of which this runner is rank 0; None on the other ranks, and without ranks. `observed`: on these
+        other ranks, what their matrices read. `adapters`: the
     scales of LoRA adapters for rows of no sequence (`logits`).
 
     Args:
@@ -120,6 +122,7 @@ class ModelRunner:
         self.choose = choose
         self.packs_prompts = packs_prompts
         self.ranks: RankGroup | None = None
+        self.observed: ObservedInputs | None = None
         self.adapters: Scales | None = None
         self._has_states = any(pool.is_state for pool in cache.pools)
 

@@ -21,9 +21,11 @@ from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
+from quengine.kernels.cuda.quantize.nearest_entries import nearest_entries
 from quengine.kernels.cuda.vision_rows import expanded_blocks
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes
+from quengine.kernels.quantize.entries import EntryBook
 from quengine.kv_cache import pools_of_one
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import ModelConfig
@@ -189,6 +191,7 @@ def _rank_and_draft_cases() -> Iterator[Case]:
         "mistral-7b, rows that are given", (80, 90), partial(given_steps, narrow(PRESETS["mistral-7b"]))
     )
     yield Case("LoRA adapters", ARCHS, adapter_steps)
+    yield Case("quantizers", ARCHS, quantizer_steps)
     yield Case("qwen3.5-mtp-tiny, drafts", (80, 90), partial(draft_steps, PRESETS["qwen3.5-mtp-tiny"]))
     yield Case("tiny, drafts of EAGLE-3", (80, 90), partial(eagle_steps, PRESETS["tiny"]))
     yield Case(
@@ -283,6 +286,14 @@ def adapter_steps() -> Iterator[Step]:
             yield rows == 1, partial(step, empty(rows, width), rows, changes)
             for layout in OperandLayout if rows > 1 else ():
                 yield False, partial(step, Fp16Operand.empty(rows, width, META, layout), rows, changes)
+
+
+def quantizer_steps() -> Iterator[Step]:
+    """The searches for entries of codebooks."""
+    for fmt in FORMATS.values():
+        if fmt.book:
+            values, book = empty(fmt.group, 4096), EntryBook(fmt, torch.device("cpu"))
+            yield False, partial(nearest_entries, book, values, values, empty(4096), fmt.name == "IQ1_S")
 
 
 def draft_steps(spec: SyntheticModel) -> Iterator[Step]:

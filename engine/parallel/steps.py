@@ -16,13 +16,16 @@ from quengine.parallel.wire import (
     Graphs,
     LaunchDecode,
     Message,
+    ObserveInputs,
     PlannedStep,
     Prompts,
     ReadCache,
     WriteCache,
+    WriteSums,
 )
 
 if TYPE_CHECKING:
+    from quengine.parallel.observed_inputs import ObservedInputs
     from quengine.runners.cuda_graphs import CudaGraphs
 
 
@@ -39,6 +42,10 @@ def run(runner: ModelRunner, message: Message) -> None:
             runner.copy_blocks(copies)
         case ChooseExperts(experts):
             _choose(runner, experts)
+        case ObserveInputs(number, on):
+            _observed(runner).observe(number, on)
+        case WriteSums(folder):
+            _observed(runner).write(folder)
         case _:
             _run_graphs(runner, message)
 
@@ -58,6 +65,11 @@ def _compute(runner: ModelRunner, step: PlannedStep) -> None:
             all_logits = step.output == "all logits"
             runner.forward(step.phase, step.rows, all_logits, step.eager, step.given)
             _choose(runner, {})
+
+
+def _observed(runner: ModelRunner) -> "ObservedInputs":
+    assert runner.observed is not None
+    return runner.observed
 
 
 def _graphs(runner: ModelRunner) -> "CudaGraphs":

@@ -39,6 +39,7 @@ from quengine.kernels.cpu.moe.operations import (
     prompt_experts_glu,
 )
 from quengine.kernels.cpu.ops import sampling as cpu_sampling
+from quengine.kernels.cpu.quantize.quantizers import COMPILED
 from quengine.kernels.cpu.runtime import compiled, kernel_table, target
 from quengine.kernels.cpu.step_recorder import recorded
 from quengine.kernels.forward_batch import Phase, decode_batch
@@ -51,6 +52,7 @@ from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.moe.router import route as definition_of_route
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.kernels.q_dot import q_dot
+from quengine.kernels.quantize.quantize import quantize
 from tests.kernels.cpu import tile_emulator
 from tests.kernels.cpu.cpu_runs import (
     STEP,
@@ -188,8 +190,16 @@ def check_sampling() -> None:
         assert cpu_sampling.sample(logits, **given) == sampling.sample(logits, **given)
 
 
+def check_quantizers() -> None:
+    rows = torch.randn(9, 512, generator=torch.Generator().manual_seed(5)) * 0.02
+    for name in ("IQ2_XXS", "IQ3_S", "Q5_K", "IQ4_XS"):
+        found = quantize(FORMATS[name], rows, rows[0].square(), COMPILED)
+        assert torch.equal(found, quantize(FORMATS[name], rows, rows[0].square())), name
+
+
 def check() -> None:
     check_sampling()
+    check_quantizers()
     hold(errors(), errors_of_gated_delta(), errors_of_experts())
 
 
