@@ -55,6 +55,7 @@ UNWRITTEN = frozenset(
     *("sink_ptr", "bias_ptr", "known_experts_ptr", "known_positions_ptr", "known_weight_ptr"),
     *(f"rotation.{field}" for field in RotationPointers._fields),
     *(f"cache.{field}" for field in CachePointers._fields),
+    *("change.a", "change.b", "change.matrices"),
 }
 """Pointers that no PDL producer writes through: weights and tables; what an earlier step has written (its
 position, its cache rows); and what a launch wrote that had ended when the producer let its consumers start

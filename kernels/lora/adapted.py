@@ -1,8 +1,9 @@
 """Backends with adapters: the operations that multiply by a matrix also add what adapters change of it.
 
-A step without adapters (`ForwardBatch.adapters` is None) runs the plain operations on the plain weights. With them, an
-operation that fuses a product with what comes before or after it is computed in pieces, between which the changes of
-the product are added: the norm, the product, the changes, and then the activation or the sum with the residual.
+A step without adapters (`ForwardBatch.adapters` is None) runs the plain operations on the plain weights. With them, the
+plain operations run where a weight can have its change; elsewhere an operation that fuses a product with what comes
+before or after it is computed in pieces, between which the changes of the product are added: the norm, the product, the
+changes, and then the activation or the sum with the residual.
 """
 
 from abc import abstractmethod
@@ -65,6 +66,11 @@ class Adapted:
     @abstractmethod
     def placed(self, changes: Changes) -> Changes:
         """The changes as the backend's kernels take them."""
+
+    def with_change(self, weight: Any, changes: Changes, scales: Tensor) -> Any | None:  # noqa: ARG002
+        """The backend's weight with its change, where the plain operations add it to the product; None: they do not,
+        and it is added in pieces."""
+        return None
 
     @abstractmethod
     def normed_rows(self, batch: ForwardBatch, x: Hidden, norm: Norm | None) -> Hidden:
@@ -153,14 +159,16 @@ class Adapted:
         weight: Any,
         bias: Tensor | None = None,
     ) -> Hidden:
-        if (pair := _changed(batch, weight)) is None:
-            return self._plain.norm_linear(batch, x, norm, _base(weight), bias)
-        return self._changed_product(batch, self.normed_rows(batch, x, norm), weight, pair, bias)
+        plain, pair = self._taken(batch, weight)
+        if pair is None:
+            return self._plain.norm_linear(batch, x, norm, plain, bias)
+        return self._changed_product(batch, self.normed_rows(batch, x, norm), plain, pair, bias)
 
     def linear(self, batch: ForwardBatch, x: Tensor, weight: Any) -> Tensor:
-        if (pair := _changed(batch, weight)) is None:
-            return cast(Tensor, self._plain.linear(batch, x, _base(weight)))
-        return cast(Tensor, self._changed_product(batch, x, weight, pair))
+        plain, pair = self._taken(batch, weight)
+        if pair is None:
+            return cast(Tensor, self._plain.linear(batch, x, plain))
+        return cast(Tensor, self._changed_product(batch, x, plain, pair))
 
     def norm_glu(
         self,
@@ -170,9 +178,10 @@ class Adapted:
         gate_up: Any,
         activation: Gating = "silu",
     ) -> Hidden:
-        if (pair := _changed(batch, gate_up)) is None:
-            return self._plain.norm_glu(batch, x, norm, _base(gate_up), activation)
-        product = self._changed_product(batch, self.normed_rows(batch, x, norm), gate_up, pair)
+        plain, pair = self._taken(batch, gate_up)
+        if pair is None:
+            return self._plain.norm_glu(batch, x, norm, plain, activation)
+        product = self._changed_product(batch, self.normed_rows(batch, x, norm), plain, pair)
         return self.glu_of(batch, product, activation)
 
     def norm_pointwise(
@@ -184,9 +193,10 @@ class Adapted:
         activation: Pointwise,
         bias: Tensor | None = None,
     ) -> Hidden:
-        if (pair := _changed(batch, up)) is None:
-            return self._plain.norm_pointwise(batch, x, norm, _base(up), activation, bias)
-        product = self._changed_product(batch, self.normed_rows(batch, x, norm), up, pair, bias)
+        plain, pair = self._taken(batch, up)
+        if pair is None:
+            return self._plain.norm_pointwise(batch, x, norm, plain, activation, bias)
+        product = self._changed_product(batch, self.normed_rows(batch, x, norm), plain, pair, bias)
         return self.pointwise_of(batch, product, activation)
 
     def linear_add(
@@ -204,41 +214,45 @@ class Adapted:
         partial: bool = False,
     ) -> Hidden:
         more = (next_norm, post_norm, bias, row_scale, branch)
-        if (pair := _changed(batch, weight)) is None:
-            return self._plain.linear_add(batch, x, _base(weight), residual, *more, partial=partial)
+        plain, pair = self._taken(batch, weight)
+        if pair is None:
+            return self._plain.linear_add(batch, x, plain, residual, *more, partial=partial)
         assert not partial, "adapters of a model that ranks share are refused at load"
         if post_norm is None and row_scale is None:
             rows = self.normed_rows(batch, x, None)
             shrunk = self.shrunk(batch, rows, *pair)
             residual = self.add_changes(batch, self.stream(residual), shrunk, *pair)
-            return self._plain.linear_add(batch, rows, _base(weight), residual, *more)
-        product = self._changed_product(batch, self.normed_rows(batch, x, None), weight, pair, bias)
+            return self._plain.linear_add(batch, rows, plain, residual, *more)
+        product = self._changed_product(batch, self.normed_rows(batch, x, None), plain, pair, bias)
         return self.added(batch, product, residual, next_norm, post_norm, row_scale, branch)
 
     def logits(self, batch: ForwardBatch, x: Hidden, norm: Norm, weight: Any, softcap: float = 0.0) -> Tensor:
-        if (pair := _changed(batch, weight)) is None:
-            return cast(Tensor, self._plain.logits(batch, x, norm, _base(weight), softcap))
-        product = self._changed_product(batch, self.normed_rows(batch, x, norm), weight, pair)
+        plain, pair = self._taken(batch, weight)
+        if pair is None:
+            return cast(Tensor, self._plain.logits(batch, x, norm, plain, softcap))
+        product = self._changed_product(batch, self.normed_rows(batch, x, norm), plain, pair)
         return cast(Tensor, self.capped(batch, product, softcap) if softcap else product)
 
     def _changed_product(
         self,
         batch: ForwardBatch,
         rows: Hidden,
-        weight: AdaptedWeight,
+        weight: Any,
         pair: tuple[Changes, Tensor],
         bias: Tensor | None = None,
     ) -> Hidden:
         shrunk = self.shrunk(batch, rows, *pair)
-        return self.add_changes(batch, self.plain_product(batch, rows, weight.base, bias), shrunk, *pair)
+        return self.add_changes(batch, self.plain_product(batch, rows, weight, bias), shrunk, *pair)
+
+    def _taken(self, batch: ForwardBatch, weight: Any) -> tuple[Any, tuple[Changes, Tensor] | None]:
+        """A weight as the plain operations take it in this step, and the changes that they do not add, with their
+        scales [M, T]; None: there are none."""
+        if batch.adapters is None or not isinstance(weight, AdaptedWeight):
+            return _base(weight), None
+        pair = weight.changes, batch.adapters
+        whole = self.with_change(weight.base, *pair)
+        return (weight.base, pair) if whole is None else (whole, None)
 
 
 def _base(weight: Any) -> Any:
     return weight.base if isinstance(weight, AdaptedWeight) else weight
-
-
-def _changed(batch: ForwardBatch, weight: Any) -> tuple[Changes, Tensor] | None:
-    """The changes of a weight and their scales [M, T]; None: it is not changed in this step."""
-    if batch.adapters is None or not isinstance(weight, AdaptedWeight):
-        return None
-    return weight.changes, batch.adapters

@@ -1,5 +1,7 @@
 """The CUDA backend with LoRA adapters."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from quengine.kernels.backend import Branch
@@ -7,6 +9,7 @@ from quengine.kernels.cuda.backend import CudaBackend, Residual, Rows, begun_nor
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct
 from quengine.kernels.cuda.gemm.matmul import paired_matmul
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
+from quengine.kernels.cuda.gemv.row_change import takes_change
 from quengine.kernels.cuda.glu import glu_rows
 from quengine.kernels.cuda.layer_inputs import input_glu_quantize
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
@@ -28,6 +31,12 @@ class AdaptedCuda(Adapted, CudaBackend):
 
     def placed(self, changes: Changes) -> CudaChanges:
         return CudaChanges.of(changes, self.device)
+
+    def with_change(self, weight: PackedWeight, changes: Changes, scales: Tensor) -> PackedWeight | None:
+        assert isinstance(changes, CudaChanges)
+        if not self._takes_q_dot(scales.shape[1]) or not takes_change(weight):
+            return None
+        return replace(weight, change=changes.of_row(scales))
 
     def normed_rows(
         self, _batch: ForwardBatch, x: Residual | Rows | ScaledProduct, norm: Norm | None

@@ -20,6 +20,8 @@ from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.row_forms import FP16, QUANTIZED, form_of
+from quengine.kernels.cuda.weights.layout import TILE_ROWS
+from quengine.kernels.cuda.weights.row_change import LAUNCH_KINDS, RowChange
 from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes
 
 _RANKS = tl.constexpr(RANKS_AT_ONCE)
@@ -39,9 +41,12 @@ _FIXED_SPLITS = 4
 @dataclass(frozen=True)
 class CudaChanges(Changes):
     """The changes on a device. tiles: int32 [tiles, 3], of each tile of rows of b its matrix, its first row and the
-    row after its matrix's last."""
+    row after its matrix's last. matrices, words, launches: see RowChange."""
 
     tiles: Tensor
+    matrices: Tensor
+    words: Tensor
+    launches: Tensor
 
     @classmethod
     def of(cls, changes: Changes, device: torch.device) -> "CudaChanges":
@@ -52,7 +57,23 @@ class CudaChanges(Changes):
             tiles += [(part, row, end) for row in range(first, end, _OUTPUTS)]
             first = end
         made = torch.tensor(tiles, dtype=torch.int32).to(device)
-        return cls(placed.parts, placed.a.contiguous(), placed.b.contiguous(), made)
+        which = torch.repeat_interleave(torch.arange(len(changes.parts)), torch.tensor(changes.parts))
+        matrices, adapters, rank, _ = changes.a.shape
+        ranks = matrices * adapters * rank
+        programs = ranks + sum(-(-rows // TILE_ROWS) for rows in changes.parts) + 1
+        return cls(
+            placed.parts,
+            placed.a.contiguous(),
+            placed.b.contiguous(),
+            made,
+            which.to(device, torch.int8),
+            torch.zeros(ranks, dtype=torch.int64, device=device),
+            torch.zeros(LAUNCH_KINDS, programs, dtype=torch.int32, device=device),
+        )
+
+    def of_row(self, scales: Tensor) -> RowChange:
+        """For one row, with scales [M, 1] of the adapters."""
+        return RowChange(self.a, self.b, self.matrices, scales, self.words, self.launches)
 
 
 def _exact_dtype(changes: Changes) -> torch.dtype:
