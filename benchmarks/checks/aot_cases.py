@@ -21,7 +21,7 @@ from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
 from quengine.kernels.cuda.lora.backend import AdaptedCuda
-from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
+from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch, add_low_rank
 from quengine.kernels.cuda.vision_rows import expanded_blocks
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.lora.change import LowRank
@@ -278,7 +278,7 @@ def adapter_steps() -> Iterator[Step]:
 
     def step(x: Tensor | QuantizedActivations | Fp16Operand, rows: int, changes: CudaChanges) -> None:
         scales = empty(count, rows)
-        from_rank(empty(rows, sum(parts)), to_rank(x, changes, scales, pdl=pdl), changes, scales, pdl)
+        add_low_rank(empty(rows, sum(parts)), x, changes, scales, LowRankScratch(META), pdl=pdl)
 
     for changes in of_types:
         row = QuantizedActivations.empty(1, width, META)

@@ -33,10 +33,36 @@ class AdaptedCpu(Adapted, CpuBackend):
         with recorded(batch, len(x)) as step:
             return step.normed(x, norm)
 
-    def plain_product(self, batch: ForwardBatch, x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
-        return CpuBackend.norm_linear(self, batch, x, None, weight, bias)
+    def changed_product(
+        self,
+        batch: ForwardBatch,
+        x: Tensor,
+        weight: CpuWeight,
+        bias: Tensor | None,
+        changes: Changes,
+        scales: Tensor,
+    ) -> Tensor:
+        shrunk = self._shrunk(batch, x, changes, scales)  # before the product, which may write over x
+        return self._add_changes(
+            batch, CpuBackend.norm_linear(self, batch, x, None, weight, bias), shrunk, changes
+        )
 
-    def shrunk(self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor) -> Tensor:
+    def changed_sum(
+        self,
+        batch: ForwardBatch,
+        x: Tensor,
+        weight: CpuWeight,
+        residual: Tensor,
+        next_norm: Norm | None,
+        bias: Tensor | None,
+        changes: Changes,
+        scales: Tensor,
+    ) -> Tensor:
+        changed = self._add_changes(batch, residual, self._shrunk(batch, x, changes, scales), changes)
+        return CpuBackend.linear_add(self, batch, x, weight, changed, next_norm, None, bias)
+
+    def _shrunk(self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor) -> Tensor:
+        """The scaled products of A with x."""
         a, parts = _matrix(changes.a), len(changes.parts)
         if batch.phase == "decode":
             with recorded(batch, len(x)) as step:
@@ -45,9 +71,7 @@ class AdaptedCpu(Adapted, CpuBackend):
         found.view(len(x), parts, len(scales), changes.rank).mul_(scales.T[:, None, :, None])
         return found
 
-    def add_changes(
-        self, batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes, _scales: Tensor
-    ) -> Tensor:
+    def _add_changes(self, batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes) -> Tensor:
         parts = [_matrix(part) for part in torch.split(changes.b, list(changes.parts))]
         if batch.phase == "decode":
             with recorded(batch, len(y)) as step:
@@ -55,9 +79,6 @@ class AdaptedCpu(Adapted, CpuBackend):
         of_parts = shrunk.view(len(y), len(parts), -1).unbind(1)
         added = [cpu.prompt_linear(rows, [b]) for rows, b in zip(of_parts, parts, strict=True)]
         return cpu.add_rows(y, added[0] if len(added) == 1 else torch.cat(added, 1))
-
-    def stream(self, residual: Tensor) -> Tensor:
-        return residual
 
     def glu_of(self, batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor:
         if batch.phase == "prefill":

@@ -77,22 +77,42 @@ class Adapted:
         """`norm` of x, or x itself: rows [T, K] that products and changes read."""
 
     @abstractmethod
-    def plain_product(self, batch: ForwardBatch, x: Hidden, weight: Any, bias: Tensor | None) -> Tensor:
-        """x times the weight, plus the bias, as plain rows [T, N]."""
+    def changed_product(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        weight: Any,
+        bias: Tensor | None,
+        changes: Changes,
+        scales: Tensor,
+    ) -> Hidden:
+        """x times the weight, plus the bias and the changes (kernels/lora/low_rank.py), as plain rows [T, N]."""
+
+    def changed_glu(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        weight: Any,
+        activation: Gating,
+        changes: Changes,
+        scales: Tensor,
+    ) -> Hidden:
+        """activation(gate) * up of the changed product with gate and up."""
+        return self.glu_of(batch, self.changed_product(batch, x, weight, None, changes, scales), activation)
 
     @abstractmethod
-    def shrunk(self, batch: ForwardBatch, x: Hidden, changes: Changes, scales: Tensor) -> Tensor:
-        """What `add_changes` needs of x, read before the product of x, which may write over it."""
-
-    @abstractmethod
-    def add_changes(
-        self, batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes, scales: Tensor
-    ) -> Tensor:
-        """The definition is kernels/lora/low_rank.py; y may be written over."""
-
-    @abstractmethod
-    def stream(self, residual: Hidden) -> Tensor:
-        """The rows of the residual stream as they are, which are written over."""
+    def changed_sum(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        weight: Any,
+        residual: Hidden,
+        next_norm: Norm | None,
+        bias: Tensor | None,
+        changes: Changes,
+        scales: Tensor,
+    ) -> Hidden:
+        """`linear_add` of the changed product."""
 
     @abstractmethod
     def glu_of(self, batch: ForwardBatch, y: Hidden, activation: Gating) -> Hidden:
@@ -162,13 +182,13 @@ class Adapted:
         plain, pair = self._taken(batch, weight)
         if pair is None:
             return self._plain.norm_linear(batch, x, norm, plain, bias)
-        return self._changed_product(batch, self.normed_rows(batch, x, norm), plain, pair, bias)
+        return self.changed_product(batch, self.normed_rows(batch, x, norm), plain, bias, *pair)
 
     def linear(self, batch: ForwardBatch, x: Tensor, weight: Any) -> Tensor:
         plain, pair = self._taken(batch, weight)
         if pair is None:
             return cast(Tensor, self._plain.linear(batch, x, plain))
-        return cast(Tensor, self._changed_product(batch, x, plain, pair))
+        return cast(Tensor, self.changed_product(batch, x, plain, None, *pair))
 
     def norm_glu(
         self,
@@ -181,8 +201,7 @@ class Adapted:
         plain, pair = self._taken(batch, gate_up)
         if pair is None:
             return self._plain.norm_glu(batch, x, norm, plain, activation)
-        product = self._changed_product(batch, self.normed_rows(batch, x, norm), plain, pair)
-        return self.glu_of(batch, product, activation)
+        return self.changed_glu(batch, self.normed_rows(batch, x, norm), plain, activation, *pair)
 
     def norm_pointwise(
         self,
@@ -196,7 +215,7 @@ class Adapted:
         plain, pair = self._taken(batch, up)
         if pair is None:
             return self._plain.norm_pointwise(batch, x, norm, plain, activation, bias)
-        product = self._changed_product(batch, self.normed_rows(batch, x, norm), plain, pair, bias)
+        product = self.changed_product(batch, self.normed_rows(batch, x, norm), plain, bias, *pair)
         return self.pointwise_of(batch, product, activation)
 
     def linear_add(
@@ -218,31 +237,18 @@ class Adapted:
         if pair is None:
             return self._plain.linear_add(batch, x, plain, residual, *more, partial=partial)
         assert not partial, "adapters of a model that ranks share are refused at load"
+        rows = self.normed_rows(batch, x, None)
         if post_norm is None and row_scale is None:
-            rows = self.normed_rows(batch, x, None)
-            shrunk = self.shrunk(batch, rows, *pair)
-            residual = self.add_changes(batch, self.stream(residual), shrunk, *pair)
-            return self._plain.linear_add(batch, rows, plain, residual, *more)
-        product = self._changed_product(batch, self.normed_rows(batch, x, None), plain, pair, bias)
+            return self.changed_sum(batch, rows, plain, residual, next_norm, bias, *pair)
+        product = self.changed_product(batch, rows, plain, bias, *pair)
         return self.added(batch, product, residual, next_norm, post_norm, row_scale, branch)
 
     def logits(self, batch: ForwardBatch, x: Hidden, norm: Norm, weight: Any, softcap: float = 0.0) -> Tensor:
         plain, pair = self._taken(batch, weight)
         if pair is None:
             return cast(Tensor, self._plain.logits(batch, x, norm, plain, softcap))
-        product = self._changed_product(batch, self.normed_rows(batch, x, norm), plain, pair)
+        product = self.changed_product(batch, self.normed_rows(batch, x, norm), plain, None, *pair)
         return cast(Tensor, self.capped(batch, product, softcap) if softcap else product)
-
-    def _changed_product(
-        self,
-        batch: ForwardBatch,
-        rows: Hidden,
-        weight: Any,
-        pair: tuple[Changes, Tensor],
-        bias: Tensor | None = None,
-    ) -> Hidden:
-        shrunk = self.shrunk(batch, rows, *pair)
-        return self.add_changes(batch, self.plain_product(batch, rows, weight, bias), shrunk, *pair)
 
     def _taken(self, batch: ForwardBatch, weight: Any) -> tuple[Any, tuple[Changes, Tensor] | None]:
         """A weight as the plain operations take it in this step, and the changes that they do not add, with their

@@ -24,22 +24,31 @@ class AdaptedReference(Adapted, ReferenceBackend):
     def normed_rows(self, _batch: ForwardBatch, x: Tensor, norm: Norm | None) -> Tensor:
         return normed(x, norm)
 
-    def plain_product(
-        self, _batch: ForwardBatch, x: Tensor, weight: ReferenceWeight, bias: Tensor | None
+    def changed_product(
+        self,
+        _batch: ForwardBatch,
+        x: Tensor,
+        weight: ReferenceWeight,
+        bias: Tensor | None,
+        changes: Changes,
+        scales: Tensor,
     ) -> Tensor:
         y = self._matmul(x, weight)
-        return y if bias is None else y + bias
+        return add_changes(y if bias is None else y + bias, x, changes, scales)
 
-    def shrunk(self, _batch: ForwardBatch, x: Tensor, _changes: Changes, _scales: Tensor) -> Tensor:
-        return x
-
-    def add_changes(
-        self, _batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes, scales: Tensor
+    def changed_sum(
+        self,
+        batch: ForwardBatch,
+        x: Tensor,
+        weight: ReferenceWeight,
+        residual: Tensor,
+        next_norm: Norm | None,
+        bias: Tensor | None,
+        changes: Changes,
+        scales: Tensor,
     ) -> Tensor:
-        return add_changes(y, shrunk, changes, scales)
-
-    def stream(self, residual: Tensor) -> Tensor:
-        return residual
+        changed = add_changes(residual, x, changes, scales)
+        return ReferenceBackend.linear_add(self, batch, x, weight, changed, next_norm, None, bias)
 
     def glu_of(self, _batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor:
         return glu(y, activation)

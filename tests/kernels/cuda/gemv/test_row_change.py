@@ -53,7 +53,9 @@ def wanted(x: Tensor, weights: list[QuantTensor], changes: CudaChanges, scales: 
 
 
 def use_geometry(monkeypatch: pytest.MonkeyPatch, kernel: str, *geometry: int) -> None:
-    monkeypatch.setattr(f"quengine.kernels.cuda.gemv.{kernel}.matvec_geometry", lambda *_: Geometry(*geometry))
+    monkeypatch.setattr(
+        f"quengine.kernels.cuda.gemv.{kernel}.matvec_geometry", lambda *_: Geometry(*geometry)
+    )
 
 
 @pytest.mark.parametrize("pending", [False, True])
