@@ -307,8 +307,7 @@ def adapted_steps(spec: SyntheticModel) -> Iterator[Step]:
     decoder = Decoder(plan.config, tensors, backend, plan.ctx_size, plan.chunk_size)
     cache = KVCache.allocate(plan.config, plan.ctx_size, META, plan.cache_type, plan.pools)
     graphs = CudaGraphs(decoder, cache, plan.slots, plan.prefill_tokens)
-    for decode, step in _steps(graphs, Sizes(tuple(key._replace(adapted=True) for key in FEW.keys))):
-        yield decode, step
+    yield from _steps(graphs, Sizes(tuple(key._replace(adapted=True) for key in FEW.keys)))
 
 
 def draft_steps(spec: SyntheticModel) -> Iterator[Step]:

@@ -88,19 +88,18 @@ def _matvec_kernel(
     tile0 = program * A.tiles
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps)
     a = Matrix((low_a, high_a, scales_a, supers_a), tiles_a)
-    blocks_a = tl.cdiv(tiles_a, A.tiles)
     if of_rank(program, C):
         row_to_rank(change, x, A, C)
     elif B is None:
         _part(a, x, out_ptr, residual_ptr, change, tile0, rows_a, first, PAIRED, RESIDUAL, A, C)
-    elif program < blocks_a:
-        _part(a, x, out_ptr, residual_ptr, change, tile0, rows_a, first, PAIRED, RESIDUAL, A, C)
     else:
-        b = Matrix((low_b, high_b, scales_b, supers_b), tiles_b)
-        _part(
-            b, x, out_ptr, residual_ptr, change, tile0 - blocks_a * A.tiles, rows_b, first + rows_a, PAIRED, RESIDUAL, B,
-            C,
-        )  # fmt: skip
+        blocks_a = tl.cdiv(tiles_a, A.tiles)
+        if program < blocks_a:
+            _part(a, x, out_ptr, residual_ptr, change, tile0, rows_a, first, PAIRED, RESIDUAL, A, C)
+        else:
+            b = Matrix((low_b, high_b, scales_b, supers_b), tiles_b)
+            tile0, first = tile0 - blocks_a * A.tiles, first + rows_a
+            _part(b, x, out_ptr, residual_ptr, change, tile0, rows_b, first, PAIRED, RESIDUAL, B, C)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Changes by LoRA adapters on CUDA, defined in kernels/lora/low_rank.py, of rows that a matmul has multiplied: one launch.
+"""Changes by LoRA adapters on CUDA, defined in kernels/lora/low_rank.py, of the product of several rows: one launch.
 
 Its first programs compute A x, each for some rows, ranks and columns:
 
@@ -224,8 +224,9 @@ def _low_rank_kernel(
     row = (program % blocks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     if program < of_rank:
         _rows_to_rank(
-            row, known_x_ptr, known_low_ptr, known_x_scale_ptr, known_squares_ptr, a_ptr, known_scales_ptr, own_sums_ptr,
-            program // blocks, rows, stride, share, eps, K, ADAPTERS, RANK, WIDTH, KIND, LAYOUT, COLUMNS, PARTIALS,
+            row, known_x_ptr, known_low_ptr, known_x_scale_ptr, known_squares_ptr, a_ptr, known_scales_ptr,
+            own_sums_ptr, program // blocks, rows, stride, share, eps, K, ADAPTERS, RANK, WIDTH, KIND, LAYOUT, COLUMNS,
+            PARTIALS,
         )  # fmt: skip
         tl.debug_barrier()  # all warps' stores come before the atomic that publishes them
         tl.atomic_add(own_arrivals_ptr, 1, sem="release", scope="gpu")
@@ -312,7 +313,8 @@ def add_low_rank(
         y, out, values, low, scale, squares, changes.a, changes.b, scales, changes.tiles,
         *scratch.take(splits * rows * ranks), rows, of_rank, form.stride, share, width, eps,
         K=cols, ADAPTERS=adapters, RANK=rank, WIDTH=ranks, SPLITS=splits, KIND=form.kind, LAYOUT=form.layout,
-        ROWS=block, COLUMNS=_COLUMNS if form.kind == FP16.value else _COLUMNS // 2, OUTPUTS=_OUTPUTS, PARTIALS=1 if squares is None else squares.shape[1],
+        ROWS=block, COLUMNS=_COLUMNS if form.kind == FP16.value else _COLUMNS // 2, OUTPUTS=_OUTPUTS,
+        PARTIALS=1 if squares is None else squares.shape[1],
         EPILOGUE=RESIDUAL.value if activation is None else EPILOGUES[activation], EARLY=early, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
