@@ -8,8 +8,8 @@ from quengine.errors import EngineError
 from quengine.kernels.lora.change import LowRank
 from quengine.kernels.lora.low_rank import Adapters, padded_rank
 from quengine.models.checkpoint import Checkpoint
-from quengine.models.lora.adapter import Adapter
-from quengine.models.lora.open_adapter import open_adapter, parse_lora
+from quengine.models.lora.adapter import Adapter, parse_lora
+from quengine.models.lora.open_adapter import open_adapter
 from quengine.models.tensor_table import holder_of, tensor_specs
 from quengine.request.adapter_scales import NO_ADAPTERS, AdapterScales, LoadedAdapter
 

@@ -9,8 +9,8 @@ Rows of query and key matrices, and of matrices that folders hold within others,
 GGUF has, as those of a checkpoint do (hf/hf_checkpoint.py).
 """
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import sqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from quengine.models.hf.hf_names import PREFIXES, HFNames
 from quengine.models.hf.hf_shards import listed
 from quengine.models.hf.json_file import read_json
 from quengine.models.lora.adapter import MOST_RANK
+from quengine.models.lora.module_pattern import ModulePattern, PatternError
 from quengine.models.tensor_table import joined_specs, tensor_specs
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -165,11 +166,11 @@ class PeftAdapter:
             raise EngineError(f"{path}: {pattern_key}: must be an object, not {str(patterns)[:60]}")
         for pattern, value in patterns.items():
             try:
-                if re.match(rf"(.*\.)?({pattern})$", module):
+                if _pattern(pattern).matches(module):
                     given = value
                     break
-            except re.error as error:
-                problem = f"{pattern!r} is not a regular expression: {error}"
+            except PatternError as error:
+                problem = f"{pattern[:60]!r} is not a regular expression: {error}"
                 raise EngineError(f"{path}: {pattern_key}: {problem}") from None
         if isinstance(given, bool) or not isinstance(given, int | float):
             raise EngineError(f"{path}: {key}: {given!r} is not a number")
@@ -211,6 +212,11 @@ class PeftAdapter:
                 f"{name}: the change is of a matrix {list(shape)}, the model's is {list(spec.shape)}"
             )
         return change
+
+
+@lru_cache(1024)
+def _pattern(text: str) -> ModulePattern:
+    return ModulePattern(text)
 
 
 class _Place(NamedTuple):
