@@ -236,8 +236,12 @@ class Adapted:
         plain, pair = self._taken(batch, weight)
         if pair is None:
             return self._plain.linear_add(batch, x, plain, residual, *more, partial=partial)
-        assert not partial, "adapters of a model that ranks share are refused at load"
         rows = self.normed_rows(batch, x, None)
+        if partial:  # the rank's columns of A, so that the changes are summed as the products are
+            product = self.changed_product(batch, rows, plain, None, *pair)
+            product = self._plain.communicator.all_reduce(product)
+            product = product if bias is None else product + bias
+            return self.added(batch, product, residual, next_norm, post_norm, row_scale, branch)
         if post_norm is None and row_scale is None:
             return self.changed_sum(batch, rows, plain, residual, next_norm, bias, *pair)
         product = self.changed_product(batch, rows, plain, bias, *pair)

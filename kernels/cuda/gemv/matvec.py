@@ -26,10 +26,8 @@ from quengine.kernels.cuda.gemv.row_change import (
     RowChangeProgram,
     begin_change,
     check_change,
-    of_rank,
     row_to_rank,
     rows_from_rank,
-    tile_program,
 )
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
@@ -75,6 +73,26 @@ def _part(
 
 
 @triton.jit
+def _parts(
+    a, b, x, out_ptr, residual_ptr, change, program, rows_a, rows_b, first,
+    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Computes the tiles of a program of one or two parts (B is None: one)."""
+    tile0 = program * A.tiles
+    if B is None:
+        _part(a, x, out_ptr, residual_ptr, change, tile0, rows_a, first, PAIRED, RESIDUAL, A, C)
+    else:
+        blocks_a = tl.cdiv(a.tiles, A.tiles)
+        if program < blocks_a:
+            _part(a, x, out_ptr, residual_ptr, change, tile0, rows_a, first, PAIRED, RESIDUAL, A, C)
+        else:
+            _part(
+                b, x, out_ptr, residual_ptr, change, tile0 - blocks_a * A.tiles, rows_b, first + rows_a,
+                PAIRED, RESIDUAL, B, C,
+            )  # fmt: skip
+
+
+@triton.jit
 def _matvec_kernel(
     out_ptr, residual_ptr, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
     low_a, high_a, scales_a, supers_a, tiles_a, rows_a,
@@ -84,22 +102,22 @@ def _matvec_kernel(
     """One or two parts of a matrix (B is None: one), with a change (C is None: without)."""
     if A.pdl:
         tl.extra.cuda.gdc_launch_dependents()
-    program = tile_program(C)
-    tile0 = program * A.tiles
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps)
     a = Matrix((low_a, high_a, scales_a, supers_a), tiles_a)
-    if of_rank(program, C):
-        row_to_rank(change, x, A, C)
-    elif B is None:
-        _part(a, x, out_ptr, residual_ptr, change, tile0, rows_a, first, PAIRED, RESIDUAL, A, C)
+    b = Matrix((low_b, high_b, scales_b, supers_b), tiles_b)
+    program = tl.program_id(0)
+    if C is None:
+        _parts(
+            a, b, x, out_ptr, residual_ptr, change, program, rows_a, rows_b, first, PAIRED, RESIDUAL, A, B, C
+        )
     else:
-        blocks_a = tl.cdiv(tiles_a, A.tiles)
-        if program < blocks_a:
-            _part(a, x, out_ptr, residual_ptr, change, tile0, rows_a, first, PAIRED, RESIDUAL, A, C)
+        if program < C.programs:
+            row_to_rank(change, x, A, C)
         else:
-            b = Matrix((low_b, high_b, scales_b, supers_b), tiles_b)
-            tile0, first = tile0 - blocks_a * A.tiles, first + rows_a
-            _part(b, x, out_ptr, residual_ptr, change, tile0, rows_b, first, PAIRED, RESIDUAL, B, C)
+            program -= C.programs
+            _parts(
+                a, b, x, out_ptr, residual_ptr, change, program, rows_a, rows_b, first, PAIRED, RESIDUAL, A, B, C
+            )  # fmt: skip
 
 
 @triton.jit

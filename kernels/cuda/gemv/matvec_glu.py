@@ -24,10 +24,8 @@ from quengine.kernels.cuda.gemv.row_change import (
     GLU,
     RowChangeProgram,
     begin_change,
-    of_rank,
     row_to_rank,
     rows_from_rank,
-    tile_program,
 )
 from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
@@ -62,14 +60,17 @@ def _glu_kernel(
     """activation(gate) * up of a paired matrix, with a change (C is None: without), quantized."""
     if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
-    program = tile_program(C)
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps)
-    if of_rank(program, C):
-        row_to_rank(change, x, P, C)
-    else:
-        matrix = Matrix((low, high, scales, supers), tiles)
-        out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
+    matrix = Matrix((low, high, scales, supers), tiles)
+    out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
+    program = tl.program_id(0)
+    if C is None:
         _tiles_glu(matrix, x, out, words_ptr, change, program, width, ACTIVATION, P, C)
+    else:
+        if program < C.programs:
+            row_to_rank(change, x, P, C)
+        else:
+            _tiles_glu(matrix, x, out, words_ptr, change, program - C.programs, width, ACTIVATION, P, C)
 
 
 def matvec_glu(

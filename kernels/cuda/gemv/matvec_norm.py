@@ -29,10 +29,8 @@ from quengine.kernels.cuda.gemv.row_change import (
     NORM,
     RowChangeProgram,
     begin_change,
-    of_rank,
     row_to_rank,
     rows_from_rank,
-    tile_program,
 )
 from quengine.kernels.cuda.ranks.peers import PeerBuffers, exchange_sum, next_sequence
 from quengine.kernels.cuda.rms_normed import RmsNormed
@@ -85,17 +83,23 @@ def _norm_kernel(
     """
     if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
-    program = tile_program(C)
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, x_high, 0.0)
-    if of_rank(program, C):
-        row_to_rank(change, x, P, C)
-    else:
-        matrix = Matrix((low, high, scales, supers), tiles)
-        out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
+    matrix = Matrix((low, high, scales, supers), tiles)
+    out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if C is None:
         _tiles_norm(
-            matrix, x, out, words_ptr, hidden_ptr, residual_ptr, norm_ptr, bias_ptr, peers, change, program,
-            tl.num_programs(0) - tl.program_id(0) + program, N, RANKS, CAPACITY, P, C,
+            matrix, x, out, words_ptr, hidden_ptr, residual_ptr, norm_ptr, bias_ptr, peers, change, program, programs,
+            N, RANKS, CAPACITY, P, C,
         )  # fmt: skip
+    else:
+        if program < C.programs:
+            row_to_rank(change, x, P, C)
+        else:
+            _tiles_norm(
+                matrix, x, out, words_ptr, hidden_ptr, residual_ptr, norm_ptr, bias_ptr, peers, change,
+                program - C.programs, programs - C.programs, N, RANKS, CAPACITY, P, C,
+            )  # fmt: skip
 
 
 def can_begin_norm(weight: PackedWeight) -> bool:

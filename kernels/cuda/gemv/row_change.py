@@ -68,24 +68,6 @@ def check_change(weight: PackedWeight) -> None:
 
 
 @triton.jit
-def tile_program(C: tl.constexpr):
-    """The number of this program among those of tiles; below 0: it is one of A. C: a RowChangeProgram or None."""
-    if C is None:
-        return tl.program_id(0)
-    else:
-        return tl.program_id(0) - C.programs
-
-
-@triton.jit
-def of_rank(program, C: tl.constexpr):
-    """Whether the result of `tile_program` is that of a program of A."""
-    if C is None:
-        return tl.constexpr(False)
-    else:
-        return program < 0
-
-
-@triton.jit
 def _words_tag(number, C: tl.constexpr):
     """What a launch's words carry. The kinds of launches are counted apart."""
     return number * 4 + C.kind
