@@ -126,7 +126,9 @@ class ModelSplit:
         kept = self._kept(name, cut)
         if cut.along == "experts":
             (held,) = kept
-            halves = (torch.cat([each[held.start : held.stop], torch.zeros_like(each[:1])]) for each in change[:2])
+            halves = (
+                torch.cat([each[held.start : held.stop], torch.zeros_like(each[:1])]) for each in change[:2]
+            )
             return LowRank(*halves, change.scale)
         index = torch.cat([torch.arange(part.start, part.stop) for part in kept])
         if cut.along == "columns":

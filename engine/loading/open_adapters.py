@@ -53,7 +53,7 @@ class OpenAdapters:
         """Those of a rank, which has a part of the model."""
         if not isinstance(part, SplitCheckpoint) or not self.files:
             return self
-        return replace(self, weights=_weights(part, [part.changes(file.changes) for file in self.files]))
+        return replace(self, weights=adapters_of(part, [part.changes(file.changes) for file in self.files]))
 
     def check_taken(self, missing: Collection[str]) -> None:
         """Raises EngineError where there are tensors whose changes are not computed."""
@@ -67,8 +67,8 @@ def open_adapters(config: EngineConfig, checkpoint: Checkpoint) -> OpenAdapters:
     """The adapters of `config.lora`, checked against the model.
 
     Raises:
-        EngineError: one is missing, is of another model, or changes what is not computed; or the model is an encoder, or
-            has alternating updates.
+        EngineError: one is missing, is of another model, or changes what is not computed; or the model is an encoder,
+            or has alternating updates.
     """
     if not config.lora:
         return NONE_OPEN
@@ -89,7 +89,7 @@ def open_adapters(config: EngineConfig, checkpoint: Checkpoint) -> OpenAdapters:
         for number, (file, (_, scale)) in enumerate(zip(files, given, strict=True))
     )
     scales = AdapterScales(loaded, config.deterministic)
-    return OpenAdapters(scales, _weights(checkpoint, [file.changes for file in files]), files)
+    return OpenAdapters(scales, adapters_of(checkpoint, [file.changes for file in files]), files)
 
 
 def _check(files: Iterable[Adapter], refused: Callable[[str], bool]) -> None:
@@ -102,7 +102,7 @@ def _check(files: Iterable[Adapter], refused: Callable[[str], bool]) -> None:
             )
 
 
-def _weights(checkpoint: Checkpoint, files: Sequence[Mapping[str, LowRank]]) -> Adapters:
+def adapters_of(checkpoint: Checkpoint, files: Sequence[Mapping[str, LowRank]]) -> Adapters:
     """The changes of a model, or of a rank's part, by adapter."""
     changes: dict[str, list[LowRank | None]] = {}
     for number, of_file in enumerate(files):

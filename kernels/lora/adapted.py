@@ -22,6 +22,7 @@ from quengine.kernels.lora.change import LowRank
 from quengine.kernels.lora.low_rank import Adapters, Changes, stacked
 from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.ranks.communicator import Communicator
 from quengine.kernels.rms_norm import RMSNorm
 
 
@@ -51,6 +52,8 @@ class Adapted:
     adapters: of the weights that it loads. Those of matrices that are not loaded by `weight` or `gate_up_weight` stay
     in `untaken`. Others of the backend's operations do not take an `AdaptedWeight`.
     """
+
+    communicator: Communicator
 
     def __init__(self, adapters: Adapters, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -239,7 +242,7 @@ class Adapted:
         rows = self.normed_rows(batch, x, None)
         if partial:  # the rank's columns of A, so that the changes are summed as the products are
             product = self.changed_product(batch, rows, plain, None, *pair)
-            product = self._plain.communicator.all_reduce(product)
+            product = self.communicator.all_reduce(product)
             product = product if bias is None else product + bias
             return self.added(batch, product, residual, next_norm, post_norm, row_scale, branch)
         if post_norm is None and row_scale is None:

@@ -180,8 +180,6 @@ def test_what_is_not_computed_is_refused_by_name(files: Files, tmp_path: Path) -
         EngineError, match=r"nan.gguf: tensor .* a scale \(alpha / r\) of nan is not from -1e9"
     ):
         LLM(files.model, device="cpu", threads=1, lora=[nan])
-    with pytest.raises(EngineError, match=r"of a model that 2 devices share are not implemented"):
-        LLM(files.model, device="cpu", threads=2, tensor_parallel=2, lora=files.lora)
     with pytest.raises(EngineError, match="must be FILE or FILE:SCALE"):
         LLM(files.model, device="cpu", threads=1, lora=f"{files.lora[0]}:x")
     with pytest.raises(EngineError, match=r"lora 5: must be files or folders, each as 'FILE' or"):

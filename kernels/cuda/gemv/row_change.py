@@ -91,7 +91,7 @@ def row_to_rank(change, x, P: tl.constexpr, C: tl.constexpr):
     COLUMNS: tl.constexpr = C.columns
     first = tl.program_id(0) * C.together
     for i in range(C.together):
-        line = tl.arange(0, triton.next_power_of_2(P.cols // 64))  # 128 bytes, of 2 an element
+        line = tl.arange(0, triton.next_power_of_2((P.cols + 63) // 64))  # 128 bytes, of 2 an element
         prefetch(change.a + (first + i).to(tl.int64) * P.cols + tl.minimum(line * 64, P.cols - 1), P.asm)
     if P.pdl:
         tl.extra.cuda.gdc_wait()

@@ -27,7 +27,9 @@ def tokens(llm: LLM, scales: list[dict[int, float] | None]) -> list[list[int]]:
 
 
 @pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, tuple[str, ...], dict[str, str]]]:
+def case(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[Path, tuple[str, ...], dict[str, str]]]:
     architecture, options = CASES[request.param]
     sizes = ModelSizes(architecture, context=128, feed_forward=160, head_dim=32)
     path = write_tiny(tmp_path / "m.gguf", architecture, "Q8_0", sizes=sizes)
