@@ -126,10 +126,11 @@ class ModelSplit:
         kept = self._kept(name, cut)
         if cut.along == "experts":
             (held,) = kept
-            halves = (
-                torch.cat([each[held.start : held.stop], torch.zeros_like(each[:1])]) for each in change[:2]
+            a, b = (
+                torch.cat([each[held.start : held.stop], torch.zeros_like(each[:1])])
+                for each in (change.a, change.b)
             )
-            return LowRank(*halves, change.scale)
+            return LowRank(a, b, change.scale)
         index = torch.cat([torch.arange(part.start, part.stop) for part in kept])
         if cut.along == "columns":
             return change._replace(a=change.a.index_select(-1, index))
