@@ -37,8 +37,7 @@ class SplitCheckpoint(PartOfCheckpoint):
         """The rank's part of what a LoRA adapter changes, by the tensors of the layers' declaration."""
         if self._split is not None:
             return {name: self._split.change(name, change) for name, change in changes.items()}
-        return {
-            name: change
-            for name, change in changes.items()
-            if name in self.tensors or holder_of(name) in self.tensors
-        }
+        held = {name for name in changes if name in self.tensors or holder_of(name) in self.tensors}
+        if "token_embd.weight" in self.tensors:  # which may be the output matrix
+            held.add("output.weight")
+        return {name: change for name, change in changes.items() if name in held}

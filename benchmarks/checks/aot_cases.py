@@ -295,13 +295,13 @@ class AdaptedMeta(AdaptedCuda, MetaBackend):
 
 
 def adapted_steps(spec: SyntheticModel) -> Iterator[Step]:
-    """Steps of a model with two adapters of all its dense projections."""
+    """Steps of a model with two adapters of all its dense projections and its embedding."""
     plan = plan_of(spec)
     tensors = meta_tensors(plan.tensors)
     changes = {
         name: [LowRank(torch.zeros(16, held.cols), torch.zeros(held.rows, 16), 1.0)] * 2
         for name, held in tensors.items()
-        if name.startswith("blk.") and len(held.shape) == 2
+        if name.startswith(("blk.", "token_embd.", "output.")) and len(held.shape) == 2
     }
     backend = AdaptedMeta(Adapters(2, changes), META)
     decoder = Decoder(plan.config, tensors, backend, plan.ctx_size, plan.chunk_size)

@@ -14,7 +14,7 @@ from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_table import holder_of, tensor_specs
 from quengine.request.adapter_scales import NO_ADAPTERS, AdapterScales, LoadedAdapter
 
-_REFUSED = ("token_embd", "inp_gate", "ssm_ba")
+_REFUSED = ("inp_gate", "ssm_ba")
 """Matrices that backends multiply otherwise, or whose rows they have in another order."""
 
 
@@ -114,4 +114,5 @@ def adapters_of(checkpoint: Checkpoint, files: Sequence[Mapping[str, LowRank]]) 
         below = holder.endswith(".attn_qkv.weight")  # others hold their parts in another order
         if holder != name and below and name not in checkpoint.tensors and holder in checkpoint.tensors:
             joined.setdefault(holder, []).append((name, spec.shape[-2]))
-    return Adapters(len(files), changes, joined)
+    tied = checkpoint.config.tied_output and "output.weight" not in checkpoint.tensors
+    return Adapters(len(files), changes, joined, tied)

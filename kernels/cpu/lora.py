@@ -11,6 +11,7 @@ from quengine.kernels.backend import Branch
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.backend import CpuBackend, added_rows
 from quengine.kernels.cpu.step_recorder import CpuWeight, recorded
+from quengine.kernels.embedded_rows import EmbeddedRows, place_embeddings
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Gating, glu
 from quengine.kernels.layer_norm import Norm
@@ -24,8 +25,22 @@ from quengine.kernels.rms_norm import RMSNorm
 class AdaptedCpu(Adapted, CpuBackend):
     """See kernels/lora/adapted.py."""
 
+    _back: tuple[Changes, QuantTensor] | None = None
+    """Of the token embedding's changes, A the other way round."""
+
     def placed(self, changes: Changes) -> Changes:
         return changes.to(torch.float32)
+
+    def changed_rows(
+        self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor, factor: float
+    ) -> Tensor:
+        if self._back is None or self._back[0] is not changes:
+            self._back = changes, _matrix(changes.a.flatten(0, 2).T.contiguous())
+        with recorded(batch, len(batch)) as step:
+            return step.changed_rows(x, _matrix(changes.b), self._back[1], scales, factor)
+
+    def placed_rows(self, x: Tensor, given: EmbeddedRows | None) -> Tensor:
+        return place_embeddings(x, given)
 
     def normed_rows(self, batch: ForwardBatch, x: Tensor, norm: Norm | None) -> Tensor:
         if batch.phase == "prefill":
@@ -123,5 +138,4 @@ class AdaptedCpu(Adapted, CpuBackend):
 def _matrix(values: Tensor) -> QuantTensor:
     """A matrix of the last dimension of `values` [..., K], fp32 and contiguous, or for b [n, M, R] of its last two."""
     rows = values.flatten(1) if values.ndim == 3 else values.flatten(0, -2)
-    data = rows.contiguous().view(torch.uint8)
-    return QuantTensor("adapter", FORMATS["F32"], tuple(rows.shape), data)
+    return QuantTensor("adapter", FORMATS["F32"], tuple(rows.shape), rows.contiguous().view(torch.uint8))

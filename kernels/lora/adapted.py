@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from quengine.kernels.backend import Branch, Hidden
+from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Gating
 from quengine.kernels.layer_norm import Norm
@@ -25,13 +26,16 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import Communicator
 from quengine.kernels.rms_norm import RMSNorm
 
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """A weight of the backend, and what adapters change of it."""
+    """A weight of the backend, and what adapters change of its products, and of the rows that are read of it."""
 
     base: Any
-    changes: Changes
+    changes: Changes | None
+    of_rows: Changes | None = None
 
     @property
     def rows(self) -> int:
@@ -74,6 +78,16 @@ class Adapted:
         """The backend's weight with its change, where the plain operations add it to the product; None: they do not,
         and it is added in pieces."""
         return None
+
+    @abstractmethod
+    def changed_rows(
+        self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor, factor: float
+    ) -> Tensor:
+        """x [T, K] plus the changes of rows `batch.token_ids` (`add_row_changes`); x may be written over."""
+
+    @abstractmethod
+    def placed_rows(self, x: Tensor, given: EmbeddedRows | None) -> Tensor:
+        """x with the rows that are given as embeddings written over it."""
 
     @abstractmethod
     def normed_rows(self, batch: ForwardBatch, x: Hidden, norm: Norm | None) -> Hidden:
@@ -148,13 +162,23 @@ class Adapted:
         return super()
 
     def weight(self, parts: Sequence[QuantTensor]) -> Any:
-        return self._with_changes(self._plain.weight(parts), parts)
+        base = self._plain.weight(parts)
+        if parts[0].name != EMBEDDING:
+            return self._with_changes(base, parts)
+        (table,) = parts
+        output = self._changes_of([replace(table, name=OUTPUT)]) if self.adapters.tied else None
+        of_rows = self._changes_of(parts)
+        return base if output is None and of_rows is None else AdaptedWeight(base, output, of_rows)
 
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> Any:
         return self._with_changes(self._plain.gate_up_weight(gate, up), [gate, up])
 
     def _with_changes(self, base: Any, parts: Sequence[QuantTensor]) -> Any:
-        """The weight of these parts: matrices, several in one, or slices of the rows of one, in order."""
+        changes = self._changes_of(parts)
+        return base if changes is None else AdaptedWeight(base, changes)
+
+    def _changes_of(self, parts: Sequence[QuantTensor]) -> Changes | None:
+        """What is changed of these parts: matrices, several in one, or slices of the rows of one, in order."""
         held = [
             pair for part in parts for pair in self.adapters.joined.get(part.name, [(part.name, part.rows)])
         ]
@@ -165,14 +189,18 @@ class Adapted:
             found.append([None if change is None else change.of_rows(taken[name], rows) for change in given])
             taken[name] += rows
         if all(change is None for of_part in found for change in of_part):
-            return base
-        return AdaptedWeight(base, self.placed(stacked(found, [rows for _, rows in held], parts[0].cols)))
+            return None
+        return self.placed(stacked(found, [rows for _, rows in held], parts[0].cols))
 
     def first_rows(self, weight: Any, rows: int) -> Any:
         return self._plain.first_rows(_base(weight), rows)
 
     def embed(self, batch: ForwardBatch, weight: Any, scale: float = 1.0) -> Hidden:
-        return self._plain.embed(batch, _base(weight), scale)
+        changes = weight.of_rows if isinstance(weight, AdaptedWeight) else None
+        if batch.adapters is None or changes is None:
+            return self._plain.embed(batch, _base(weight), scale)
+        rows = self._plain.embed(replace(batch, embeds=None), weight.base, scale)
+        return self.placed_rows(self.changed_rows(batch, rows, changes, batch.adapters, scale), batch.embeds)
 
     def norm_linear(
         self,
@@ -260,7 +288,7 @@ class Adapted:
     def _taken(self, batch: ForwardBatch, weight: Any) -> tuple[Any, tuple[Changes, Tensor] | None]:
         """A weight as the plain operations take it in this step, and the changes that they do not add, with their
         scales [M, T]; None: there are none."""
-        if batch.adapters is None or not isinstance(weight, AdaptedWeight):
+        if batch.adapters is None or not isinstance(weight, AdaptedWeight) or weight.changes is None:
             return _base(weight), None
         pair = weight.changes, batch.adapters
         whole = self.with_change(weight.base, *pair)

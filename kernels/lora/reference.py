@@ -5,11 +5,12 @@ from torch import Tensor
 
 from quengine.kernels.attention import softcap
 from quengine.kernels.backend import Branch
+from quengine.kernels.embedded_rows import EmbeddedRows, place_embeddings
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Gating, glu
 from quengine.kernels.layer_norm import Norm, normed
 from quengine.kernels.lora.adapted import Adapted
-from quengine.kernels.lora.low_rank import Changes, add_changes
+from quengine.kernels.lora.low_rank import Changes, add_changes, add_row_changes
 from quengine.kernels.pointwise import Pointwise, pointwise
 from quengine.kernels.reference import ReferenceBackend, ReferenceWeight
 from quengine.kernels.rms_norm import RMSNorm
@@ -20,6 +21,14 @@ class AdaptedReference(Adapted, ReferenceBackend):
 
     def placed(self, changes: Changes) -> Changes:
         return changes.to(torch.float64)
+
+    def changed_rows(
+        self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor, factor: float
+    ) -> Tensor:
+        return add_row_changes(x, batch.token_ids, changes, scales, factor)
+
+    def placed_rows(self, x: Tensor, given: EmbeddedRows | None) -> Tensor:
+        return place_embeddings(x, given)
 
     def normed_rows(self, _batch: ForwardBatch, x: Tensor, norm: Norm | None) -> Tensor:
         return normed(x, norm)

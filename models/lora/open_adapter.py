@@ -12,7 +12,7 @@ from quengine.models.gguf.file import open_gguf
 from quengine.models.lora.adapter import Adapter
 from quengine.models.lora.gguf_adapter import check_adapter, read_changes
 from quengine.models.lora.peft import CONFIG, PeftAdapter, in_tiled_order, is_peft
-from quengine.models.tensor_table import holder_of, joined_specs, tensor_specs
+from quengine.models.tensor_table import adapted_specs, holder_of, joined_specs, tensor_specs
 
 
 def open_adapter(path: Path, config: ModelConfig) -> Adapter:
@@ -41,9 +41,9 @@ def open_adapter(path: Path, config: ModelConfig) -> Adapter:
 
 def _of_declared(config: ModelConfig, changes: Mapping[str, LowRank]) -> dict[str, LowRank]:
     """The changes by the tensors that layers declare, of which some files hold several in one."""
-    specs, found = tensor_specs(config), dict[str, LowRank]()
+    specs, joined, found = adapted_specs(config), joined_specs(config), dict[str, LowRank]()
     for name, change in changes.items():
-        if name in specs:
+        if name not in joined or name in tensor_specs(config):
             found[name] = change
             continue
         parts = [each for each in specs if each != name and holder_of(each) == name]
@@ -51,7 +51,7 @@ def _of_declared(config: ModelConfig, changes: Mapping[str, LowRank]) -> dict[st
             found |= of_latent(config, name, change)
             continue
         rows = [specs[each].shape[-2] for each in parts]
-        if name.endswith("ssm_in.weight") or sum(rows) != joined_specs(config)[name].shape[-2]:
+        if name.endswith("ssm_in.weight") or sum(rows) != joined[name].shape[-2]:
             raise EngineError(f"{name}: a change of this tensor, which holds several, is not implemented")
         for each, b in zip(parts, torch.split(change.b, rows, dim=-2), strict=True):
             found[each] = change._replace(b=b.contiguous())

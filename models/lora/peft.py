@@ -31,7 +31,7 @@ from quengine.models.hf.hf_shards import listed
 from quengine.models.hf.json_file import read_json
 from quengine.models.lora.adapter import MOST_RANK
 from quengine.models.lora.module_pattern import ModulePattern, PatternError
-from quengine.models.tensor_table import joined_specs, tensor_specs
+from quengine.models.tensor_table import adapted_specs, tensor_specs
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -108,7 +108,7 @@ class PeftAdapter:
             for place in places[f"{module}.weight"]:
                 change = self._placed(module, place)
                 of_tensor.setdefault(place.name, {})[place.expert] = change
-        specs = {**tensor_specs(config), **joined_specs(config)}
+        specs = adapted_specs(config)
         found = {name: self._whole(name, parts, specs[name]) for name, parts in of_tensor.items()}
         return {name: _ordered(config, name, change, file_order) for name, change in found.items()}
 
@@ -240,8 +240,8 @@ def _places(config: ModelConfig, held: Collection[str]) -> dict[str, list[_Place
 
 
 def _under(config: ModelConfig, names: HFNames) -> Iterator[tuple[str, _Place]]:
-    declared, specs = DECLARED[config.architecture], tensor_specs(config)
-    for name, spec in {**joined_specs(config), **specs}.items():
+    declared = DECLARED[config.architecture]
+    for name, spec in adapted_specs(config).items():
         tensor = name.split(".", 2)[-1]
         if not name.endswith(".weight") or tensor == "ssm_in.weight":  # whose parts have places
             continue
@@ -251,7 +251,8 @@ def _under(config: ModelConfig, names: HFNames) -> Iterator[tuple[str, _Place]]:
         elif (part := declared.hf_parts.get(tensor)) is not None and not part.transposed:
             layer = f"{names.body}layers.{name.split('.')[1]}."
             yield layer + part.name, _Place(name, rows=_rows(config, part, spec))
-        if own := names(name):
+        tied = name == "output.weight" and config.tied_output
+        if own := names.output if tied else names(name):
             yield own, _Place(name)
 
 

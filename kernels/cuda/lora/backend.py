@@ -6,6 +6,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import Branch
 from quengine.kernels.cuda.backend import CudaBackend, Residual, Rows, begun_norm, exact, stream_of
+from quengine.kernels.cuda.embedded_rows import place_embeddings
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct
 from quengine.kernels.cuda.gemm.matmul import lets_follow, matmul, operand_of, paired_matmul
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
@@ -13,11 +14,13 @@ from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.row_change import takes_change
 from quengine.kernels.cuda.glu import glu_rows
 from quengine.kernels.cuda.layer_inputs import input_glu_quantize
+from quengine.kernels.cuda.lora.embedding import add_row_changes
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch, add_low_rank
 from quengine.kernels.cuda.pointwise import pointwise, pointwise_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.softcap import softcap_logits
 from quengine.kernels.cuda.weights.packed import PackedWeight
+from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Gating
 from quengine.kernels.layer_norm import Norm
@@ -40,6 +43,14 @@ class AdaptedCuda(Adapted, CudaBackend):
         if not self._takes_q_dot(scales.shape[1]) or not takes_change(weight):
             return None
         return replace(weight, change=changes.of_row(scales))
+
+    def changed_rows(
+        self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor, factor: float
+    ) -> Tensor:
+        return add_row_changes(x, batch.token_ids, changes, scales, factor, self.pdl)
+
+    def placed_rows(self, x: Tensor, given: EmbeddedRows | None) -> Tensor:
+        return place_embeddings(x, given, self.pdl)
 
     def normed_rows(
         self, _batch: ForwardBatch, x: Residual | Rows | ScaledProduct, norm: Norm | None

@@ -8,8 +8,10 @@ import torch
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, to_fp16_operand
 from quengine.kernels.cuda.gemv.activations import RmsPartials, quantize_activations
+from quengine.kernels.cuda.lora.embedding import add_row_changes
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch, add_low_rank
 from quengine.kernels.glu import Gating, glu
+from quengine.kernels.lora import low_rank as definition
 from quengine.kernels.lora.change import LowRank
 from quengine.kernels.lora.low_rank import add_changes, stacked
 
@@ -107,6 +109,17 @@ def test_gated_units_of_a_changed_product(device: torch.device, rows: int, activ
     wanted = glu(add_changes(y.double(), x.double(), changes, scales), activation)
     found = added(y, x, changes, scales, activation=activation)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-3)
+
+
+def test_rows_that_are_read_of_a_changed_matrix(device: torch.device) -> None:
+    changes = changes_of([50], 300, [16, 20], device)
+    ids, x = torch.tensor([3, 49, 0, 3], device=device), torch.randn(4, 300, device=device)
+    scales = torch.randn(2, 4, device=device)
+    scales[:, 1] = 0.0
+    wanted = definition.add_row_changes(x.double(), ids, changes, scales, 2.5)
+    found = add_row_changes(x.clone(), ids, changes, scales, 2.5)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-4)
+    assert torch.equal(found[1], x[1])
 
 
 def test_rows_without_adapters_keep_their_bits(device: torch.device) -> None:
