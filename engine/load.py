@@ -158,7 +158,8 @@ def load_model(
     if stages:
         ctx_size, pools = fit_stages(config, checkpoint, draft, device, stages, ctx_size)
     layer = draft if draft is not None and draft.config.hidden_width else None
-    made = Machine(config, device, threads, free, progress, experts, layer, vision is not None, adapters)
+    of_part = adapters.of_part(part)
+    made = Machine(config, device, threads, free, progress, experts, layer, vision is not None, of_part)
     with on_device(device):
         shared = part is not checkpoint
         runner = made.ranks(path, part, ctx_size, pools) if shared else made.runner(part, ctx_size, pools)
@@ -196,12 +197,14 @@ def load_rank(plan: "RankPlan", communicator: "RankCommunicator") -> ModelRunner
     config = EngineConfig(**plan.options)
     device, _ = choose_device(config)
     stage = Stage(plan.number, plan.bounds) if plan.bounds else None
-    part = part_of(open_checkpoint(Path(plan.model)), stage or plan.rank)
+    whole = open_checkpoint(Path(plan.model))
+    part = part_of(whole, stage or plan.rank)
+    adapters = open_adapters(config, whole).of_part(part)
     torch.set_num_threads(plan.threads)
     experts = ExpertPlacement.choose(config, part, device.type)
     takes_images = bool(plan.options["mmproj"])
     free = free_memory(device, plan.count)
-    made = Machine(config, device, plan.threads, free, None, experts, takes_images=takes_images)
+    made = Machine(config, device, plan.threads, free, None, experts, None, takes_images, adapters)
     runner = made.runner(part, plan.ctx_size, plan.pools, communicator)
     runner.observed = ObservedInputs(runner.decoder, part.tensors, plan.ctx_size, communicator)
     return runner

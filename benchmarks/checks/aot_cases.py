@@ -20,15 +20,18 @@ from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, emp
 from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
-from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
+from quengine.kernels.cuda.lora.backend import AdaptedCuda
+from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch, add_low_rank
 from quengine.kernels.cuda.quantize.nearest_entries import nearest_entries
 from quengine.kernels.cuda.vision_rows import expanded_blocks
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
-from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes
+from quengine.kernels.lora.change import LowRank
+from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Adapters, Changes
 from quengine.kernels.quantize.entries import EntryBook
-from quengine.kv_cache import pools_of_one
+from quengine.kv_cache import KVCache, pools_of_one
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import ModelConfig
+from quengine.models.decoder import Decoder
 from quengine.models.draft_layer import layer_config
 from quengine.models.eagle_checkpoint import open_eagle
 from quengine.models.encoder import Encoder
@@ -191,6 +194,8 @@ def _rank_and_draft_cases() -> Iterator[Case]:
         "mistral-7b, rows that are given", (80, 90), partial(given_steps, narrow(PRESETS["mistral-7b"]))
     )
     yield Case("LoRA adapters", ARCHS, adapter_steps)
+    for name in ("mistral-7b", "gemma-4-tiny"):
+        yield Case(f"{name}, LoRA adapters", ARCHS, partial(adapted_steps, narrow(PRESETS[name])))
     yield Case("quantizers", ARCHS, quantizer_steps)
     yield Case("qwen3.5-mtp-tiny, drafts", (80, 90), partial(draft_steps, PRESETS["qwen3.5-mtp-tiny"]))
     yield Case("tiny, drafts of EAGLE-3", (80, 90), partial(eagle_steps, PRESETS["tiny"]))
@@ -276,7 +281,7 @@ def adapter_steps() -> Iterator[Step]:
 
     def step(x: Tensor | QuantizedActivations | Fp16Operand, rows: int, changes: CudaChanges) -> None:
         scales = empty(count, rows)
-        from_rank(empty(rows, sum(parts)), to_rank(x, changes, scales, pdl=pdl), changes, scales, pdl)
+        add_low_rank(empty(rows, sum(parts)), x, changes, scales, LowRankScratch(META), pdl=pdl)
 
     for changes in of_types:
         row = QuantizedActivations.empty(1, width, META)
@@ -294,6 +299,26 @@ def quantizer_steps() -> Iterator[Step]:
         if fmt.book:
             values, book = empty(fmt.group, 4096), EntryBook(fmt, torch.device("cpu"))
             yield False, partial(nearest_entries, book, values, values, empty(4096), fmt.name == "IQ1_S")
+
+
+class AdaptedMeta(AdaptedCuda, MetaBackend):
+    """The CUDA backend with adapters, on weights without data."""
+
+
+def adapted_steps(spec: SyntheticModel) -> Iterator[Step]:
+    """Steps of a model with two adapters of all its dense projections and its embedding."""
+    plan = plan_of(spec)
+    tensors = meta_tensors(plan.tensors)
+    changes = {
+        name: [LowRank(torch.zeros(16, held.cols), torch.zeros(held.rows, 16), 1.0)] * 2
+        for name, held in tensors.items()
+        if name.startswith(("blk.", "token_embd.", "output.")) and len(held.shape) == 2
+    }
+    backend = AdaptedMeta(Adapters(2, changes), META)
+    decoder = Decoder(plan.config, tensors, backend, plan.ctx_size, plan.chunk_size)
+    cache = KVCache.allocate(plan.config, plan.ctx_size, META, plan.cache_type, plan.pools)
+    graphs = CudaGraphs(decoder, cache, plan.slots, plan.prefill_tokens)
+    yield from _steps(graphs, Sizes(tuple(key._replace(adapted=True) for key in FEW.keys)))
 
 
 def draft_steps(spec: SyntheticModel) -> Iterator[Step]:

@@ -20,6 +20,7 @@ from quengine.parallel.wire import (
     PlannedStep,
     Prompts,
     ReadCache,
+    SetAdapters,
     WriteCache,
     WriteSums,
 )
@@ -94,6 +95,8 @@ def _run_graphs(runner: ModelRunner, message: Graphs) -> None:
         case Configure(slot, kind, settings, bias, ids, total):
             made = SamplingSettings(**settings)  # type: ignore[arg-type]
             graphs.set_sampling(slot, kind, made, dict(bias), list(ids), total)
+        case SetAdapters(slot, scales):
+            graphs.inputs.set_adapters(slot, None if scales is None else tuple(scales))
         case Capture(key):
             graphs.capture(key)
         case Prompts(lengths):

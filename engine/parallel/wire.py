@@ -131,6 +131,13 @@ class Configure(_ToRank, frozen=True):
     total: int
 
 
+class SetAdapters(_ToRank, frozen=True):
+    """`DecodeInputs.set_adapters`."""
+
+    slot: int
+    scales: Sequence[float] | None
+
+
 class Capture(_ToRank, frozen=True):
     """`CudaGraphs.capture`."""
 
@@ -152,7 +159,7 @@ class CopyBlocks(_ToRank, frozen=True):
 Step: TypeAlias = (
     PlannedStep | ReadCache | WriteCache | CopyBlocks | ChooseExperts | ObserveInputs | WriteSums
 )
-Graphs: TypeAlias = LaunchDecode | Configure | Capture | Prompts
+Graphs: TypeAlias = LaunchDecode | Configure | SetAdapters | Capture | Prompts
 Message: TypeAlias = Step | Graphs
 
 Together = Callable[[Message], AbstractContextManager[None]]

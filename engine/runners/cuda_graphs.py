@@ -28,7 +28,17 @@ from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kernels.lora.adapted import Adapted
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.parallel.wire import Capture, Configure, LaunchDecode, PlannedStep, Prompts, Together, alone
+from quengine.parallel.wire import (
+    Capture,
+    Configure,
+    LaunchDecode,
+    PlannedStep,
+    Prompts,
+    SetAdapters,
+    Together,
+    alone,
+)
+from quengine.request.adapter_scales import Scales
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import (
@@ -288,6 +298,12 @@ class CudaGraphs:
         counted, total = (ids, len(ids) + in_flight) if params.penalizes else ([], 0)
         with self.together(Configure(slot, kind, vars(settings), bias, counted, total)):
             self.set_sampling(slot, kind, settings, bias, counted, total)
+
+    def set_adapters(self, slot: int, scales: Scales | None) -> None:
+        """Sets the scales of a slot's LoRA adapters."""
+        if scales is not None or self.inputs.has_adapters(slot):
+            with self.together(SetAdapters(slot, scales)):
+                self.inputs.set_adapters(slot, scales)
 
     def set_sampling(
         self,

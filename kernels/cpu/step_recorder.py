@@ -443,6 +443,18 @@ class StepRecorder:
             self._then(scale_launch(y, scales[column % width // each], column, each, each))
         return y
 
+    def changed_rows(
+        self, x: Tensor, rows: QuantTensor, back: QuantTensor, scales: Tensor, factor: float
+    ) -> Tensor:
+        """x, rows that were read by token, plus the changes of these: F32 rows [vocabulary, M * R], scaled
+        by scales fp32 [M, T], times back [K, M * R]."""
+        width, each = rows.cols, rows.cols // len(scales)
+        read = self._fp32("shrunk", width)
+        self._stage([embed_launch(rows, self.inputs.tokens(rows.rows), read, factor)])
+        for number, of_adapter in enumerate(scales):
+            self._then(scale_launch(read, of_adapter, number * each, each, each))
+        return self.add_changes(x, read, [back])
+
     def add_changes(self, y: Tensor, shrunk: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
         """y plus the products of `shrunk` with the second matrices, F32 [rows, M * R] for each part of y's columns."""
         added, column, width = self._fp32("changes", y.shape[1]), 0, shrunk.shape[1] // len(parts)

@@ -219,7 +219,7 @@ class CudaBackend:
         rows = self._normed(x, norm)
         if isinstance(rows, QuantizedActivations):
             return matvec_glu(rows, gate_up, activation, scratch=self._quantization_scratch(), pdl=self.pdl)
-        return matmul_glu(rows, gate_up, self._room(), activation, self.pdl, _exact(batch))
+        return matmul_glu(rows, gate_up, self._room(), activation, self.pdl, exact(batch))
 
     def norm_pointwise(
         self,
@@ -265,7 +265,7 @@ class CudaBackend:
             return self._matmul(batch, rows, weight, stream)
         if isinstance(rows, QuantizedActivations):
             return self._matvec_norm(rows, weight, stream, next_norm, bias)
-        return RmsNormed(*matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, _exact(batch)))
+        return RmsNormed(*matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, exact(batch)))
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
@@ -295,8 +295,8 @@ class CudaBackend:
         activation: Activation = "silu",
     ) -> GatedRows:
         if norm is not None and isinstance(x, Tensor) and self._norms_in_groups(norm, len(x)):
-            return self._experts.glu(x, routing, gate_up, activation, _exact(batch), norm)
-        return self._experts.glu(self._normed(x, norm), routing, gate_up, activation, _exact(batch))
+            return self._experts.glu(x, routing, gate_up, activation, exact(batch), norm)
+        return self._experts.glu(self._normed(x, norm), routing, gate_up, activation, exact(batch))
 
     def experts_add(
         self,
@@ -314,10 +314,10 @@ class CudaBackend:
             residual = torch.zeros(len(routing.experts), down.expert_rows, device=self.device)
         if partial:
             stream = stream_of(residual)
-            added = self._experts.add(gated, routing, down, torch.zeros_like(stream), None, _exact(batch))
+            added = self._experts.add(gated, routing, down, torch.zeros_like(stream), None, exact(batch))
             peers = self.communicator.peers(*stream.shape)
             return self._add_sum(stream_of(added), stream, peers, None, next_norm, None, None, None)
-        return self._experts.add(gated, routing, down, stream_of(residual), next_norm, _exact(batch))
+        return self._experts.add(gated, routing, down, stream_of(residual), next_norm, exact(batch))
 
     @property
     def altup(self) -> AltUpOperations:
@@ -486,7 +486,7 @@ class CudaBackend:
         (count, width), layout = stream.shape, self._room().layout(len(stream))
         own = Fp16Operand.empty(count, width, stream.device, layout)
         rows = to_fp16_operand(stream, own, self.pdl)
-        return matmul(rows, weight, self._room(), before, self.pdl, _exact(batch))
+        return matmul(rows, weight, self._room(), before, self.pdl, exact(batch))
 
     def spread_logits(self, _batch: ForwardBatch, logits: Tensor, tokens: Tensor, vocab: int) -> Tensor:
         return spread_logits(logits, tokens, vocab)
@@ -504,7 +504,7 @@ class CudaBackend:
     def _product(self, batch: ForwardBatch, x: Rows, weight: PackedWeight) -> Tensor | ScaledProduct:
         if isinstance(x, QuantizedActivations):
             return matvec(x, weight, pdl=self.pdl)
-        return matmul_product(x, weight, self._room(), self.pdl, _exact(batch))
+        return matmul_product(x, weight, self._room(), self.pdl, exact(batch))
 
     def _add_partial(
         self,
@@ -707,7 +707,7 @@ class CudaBackend:
         x = self._rounded(x)
         if isinstance(x, QuantizedActivations):
             return matvec(x, weight, residual, pdl=self.pdl)
-        return matmul(x, weight, self._room(), residual, self.pdl, _exact(batch))
+        return matmul(x, weight, self._room(), residual, self.pdl, exact(batch))
 
     def _noted(self, weight: PackedWeight) -> PackedWeight:
         """Records the workspace that prefill needs for this weight."""
@@ -759,6 +759,6 @@ def begun_norm(norm: Norm | None) -> RMSNorm | None:
     return norm if isinstance(norm, RMSNorm) else None
 
 
-def _exact(batch: ForwardBatch) -> bool:
+def exact(batch: ForwardBatch) -> bool:
     """Whether few rows round weights once, as many rows do (MatmulMode): in prefill, not in batched decode."""
     return batch.phase == "prefill"

@@ -168,7 +168,7 @@ def quantize_gated(value, words_ptr, out, pair, first, width, TILES: tl.constexp
         groups = width // 32
         GROUPS: tl.constexpr = TILES // 4
         high, low, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
-        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+        group = first // 32 + tl.arange(0, GROUPS)
         store_quantized(
             out.high, out.low, out.scale, out.sums, pair * groups + group, group < groups, high, low, scale, sums
         )  # fmt: skip
@@ -179,18 +179,20 @@ def quantize_gated(value, words_ptr, out, pair, first, width, TILES: tl.constexp
 
 
 @triton.jit
-def begin_norm(hidden, hidden_ptr, row, column, inside, norm_ptr, out, words_ptr, N, TILES: tl.constexpr):
-    """Stores a program's part of a row of the stream, hidden [1, 16 * TILES], where hidden_ptr is not None, its sum of
-    squares, and the part times the norm's weights, quantized. TILES is even, so that a program has whole groups of 32,
-    or one, so that two programs share a group."""
+def begin_norm(
+    hidden, hidden_ptr, row, column, inside, norm_ptr, out, words_ptr, N, program, programs, TILES: tl.constexpr
+):  # fmt: skip
+    """Stores the part of a row of the stream of program number `program` of `programs`, hidden [1, 16 * TILES], where
+    hidden_ptr is not None, its sum of squares, and the part times the norm's weights, quantized. TILES is even, so that
+    a program has whole groups of 32, or one, so that two programs share a group."""
     value = hidden * tl.load(norm_ptr + column, mask=inside, other=0.0)
-    first = row * N + tl.program_id(0) * (16 * TILES)
+    first = row * N + program * (16 * TILES)
     if TILES == 1:
         leave_for_last(tl.reshape(value, [16]), words_ptr, first)
     if hidden_ptr is not None:
         tl.store(hidden_ptr + row * N + column, hidden, mask=inside)
     tl.store(
-        out.squares + row * tl.num_programs(0) + tl.program_id(0) + tl.arange(0, 1),
+        out.squares + row * programs + program + tl.arange(0, 1),
         tl.sum(hidden * hidden, 1),
     )
     if TILES == 1:
@@ -199,7 +201,7 @@ def begin_norm(hidden, hidden_ptr, row, column, inside, norm_ptr, out, words_ptr
         groups = N // 32
         GROUPS: tl.constexpr = TILES // 2
         high, low, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
-        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+        group = program * GROUPS + tl.arange(0, GROUPS)
         store_quantized(
             out.high, out.low, out.scale, out.sums, row * groups + group, group < groups, high, low, scale, sums
         )  # fmt: skip

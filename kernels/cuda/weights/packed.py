@@ -22,6 +22,7 @@ from quengine.kernels.cuda.weights.layout import (
     ScaleKind,
     packed_layout,
 )
+from quengine.kernels.cuda.weights.row_change import RowChange
 from quengine.kernels.quant_tensor import QuantTensor
 
 _WEIGHTS_AT_A_TIME = 1 << 25
@@ -91,11 +92,13 @@ class PackedWeight:
     """A matrix [rows, cols] applied to one input: parts side by side along the rows, in order.
 
     `paired`: rows r and r + 8 of a tile are row i of the first half and row i of the second half of the matrix (gate
-    and up), so that one thread holds both. Outputs are in the original order.
+    and up), so that one thread holds both. Outputs are in the original order. `change`: what adapters add to the
+    product of the one row that it is multiplied with.
     """
 
     parts: tuple[PackedPart | FloatPart, ...]
     paired: bool = False
+    change: RowChange | None = None
 
     @property
     def rows(self) -> int:
