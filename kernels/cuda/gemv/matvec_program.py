@@ -119,11 +119,11 @@ def finish_rows(begun, squares, matrix, x, tile0, P: tl.constexpr):
 
 
 @triton.jit
-def _await_words(pointers):
-    """The int32 words at `pointers`, once none of them is -1."""
-    words = tl.load(pointers, volatile=True)
+def await_words(pointers, inside):
+    """The int32 words at `pointers` [N], once none of those `inside` is -1."""
+    words = tl.load(pointers, mask=inside, other=0, volatile=True)
     while tl.max((words == -1).to(tl.int32), 0) > 0:
-        words = tl.load(pointers, volatile=True)
+        words = tl.load(pointers, mask=inside, other=0, volatile=True)
     return words
 
 
@@ -149,7 +149,7 @@ def quantize_as_last(value, words_ptr, out, first):
     if first % 32 >= OTHERS:
         i = tl.arange(0, 32)
         group = first // 32
-        words = _await_words(words_ptr + group * 32 + i % OTHERS)
+        words = await_words(words_ptr + group * 32 + i % OTHERS, i < 32)
         own = tl.reshape(tl.broadcast_to(value[None, :], [32 // COUNT, COUNT]), [32])
         values = tl.where(i < OTHERS, words.to(tl.float32, bitcast=True), own)
         high, low, scale, sums = quantize_group(values[None, :])
