@@ -18,10 +18,10 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     MatvecProgram,
     QuantizationScratch,
     QuantizedRow,
-    await_words,
     begin_rows,
     check_row,
     finish_rows,
+    taken_words,
 )
 from quengine.kernels.cuda.post_norm import branch_arguments, post_normed
 from quengine.kernels.cuda.rms_normed import RmsNormed
@@ -42,15 +42,6 @@ def _leave_product(words_ptr, x, matrix, WIDTH: tl.constexpr, P: tl.constexpr):
     product = tl.reshape(tl.permute(y, [3, 0, 2, 1]), [16 * P.tiles])
     column = tile0 * 16 + tl.arange(0, 16 * P.tiles)
     tl.store(words_ptr + column, product.to(tl.int32, bitcast=True), mask=column < WIDTH)
-
-
-@triton.jit
-def _take_row(words_ptr, column, inside):
-    """The product, once all of it is there; its words become -1 again."""
-    words = await_words(words_ptr + column, inside)
-    tl.debug_barrier()  # all warps have read the words
-    tl.store(words_ptr + column, -1, mask=inside)
-    return words.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -80,7 +71,7 @@ def _post_norm_kernel(
         stream = tl.load(residual_ptr + column, mask=inside, other=0.0) * residual_scale
         if branch_ptr is not None:
             other = tl.load(branch_ptr + column, mask=inside, other=0.0)
-        y = _take_row(words_ptr, column, inside)
+        y = taken_words(words_ptr + column, inside)
         stream += post_normed(y, weight, other, first_weight, branch_weight, eps, branch_eps, WIDTH)
         tl.store(residual_ptr + column, stream, mask=inside)
         if norm_ptr is not None:

@@ -128,6 +128,16 @@ def await_words(pointers, inside):
 
 
 @triton.jit
+def taken_words(pointers, inside):
+    """The fp32 values that other programs leave as words at `pointers` [N], once all that are `inside` are there. The
+    words become -1 again: no other program may read them. The rest is zero."""
+    words = await_words(pointers, inside)
+    tl.debug_barrier()  # all warps have read the words
+    tl.store(pointers, -1, mask=inside)
+    return words.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def leave_for_last(value, words_ptr, first):
     """Stores this program's outputs of a group of 32 that adjacent programs share: `value` [COUNT], outputs
     `first` on. All but the last program store theirs as words for `quantize_as_last`: a word is written
@@ -207,13 +217,11 @@ def begin_norm(hidden, hidden_ptr, row, column, inside, norm_ptr, out, words_ptr
 
 @dataclass(frozen=True)
 class QuantizationScratch:
-    """Memory for launches that quantize their results, reusable by every call of one stream: for each output
-    an fp32 value and an int32 word of `leave_for_last`; an int32 arrival counter for each 32. Between
-    launches counters are zero, and words -1.
+    """Memory for launches whose programs wait for values of others, reusable by every call of one stream: for each
+    output an fp32 value, and an int32 word of `leave_for_last` or `taken_words`. Between launches words are -1.
     """
 
     values: Tensor
-    arrivals: Tensor
     words: Tensor
 
     @classmethod
@@ -221,7 +229,6 @@ class QuantizationScratch:
         """Scratch for up to `width` values."""
         return cls(
             torch.empty(width, dtype=torch.float32, device=device),
-            torch.zeros(-(-width // 32), dtype=torch.int32, device=device),
             torch.full((width,), -1, dtype=torch.int32, device=device),
         )
 
@@ -232,7 +239,7 @@ class QuantizationScratch:
         """The given scratch, or a new one for `width` values. Raises ValueError if the given one is too small."""
         if given is None:
             return cls.empty(width, device)
-        if given.values.numel() < width or given.arrivals.numel() * 32 < width:
+        if given.values.numel() < width:
             raise ValueError(f"scratch holds {given.values.numel()} values, needs {width}")
         return given
 
