@@ -45,7 +45,7 @@ MODELS = {
 """Width of the model, of the feed-forward network, of the queries, and of the keys and the values; the vocabulary."""
 
 POST_NORMS = ("gemma3-4b",)
-"""Models whose results of o and down have norms of their own."""
+"""Models whose results of o and down have norms of their own, and whose gates are GELUs."""
 
 KINDS = {"qkv": "rows", "o": "norm", "gate_up": "swiglu", "down": "norm", "output": "rows"}
 SHORT: tuple[Candidate, ...] = (
@@ -95,7 +95,8 @@ def layer_of(model: str, name: str, number: int) -> Layer:
 def calls_of(model: str, layer: Layer, pdl: bool) -> Calls:
     """The launches of a layer, or of the output matrix."""
     if "output" not in layer:
-        return layer_calls(layer, pdl, post_norms=model in POST_NORMS)
+        post_norms = model in POST_NORMS
+        return layer_calls(layer, pdl, None, post_norms, "gelu_tanh" if post_norms else "silu")
     x = quantize_activations(torch.randn(1, MODELS[model][0], device="cuda"))
     return {"output": lambda w: matvec(x, w["output"], pdl=pdl)}
 
