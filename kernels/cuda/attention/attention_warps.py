@@ -1,9 +1,9 @@
 """Decode attention in registers: each warp of a program takes its own keys, and the warps are combined at the end.
 
 It does the work of attention_tiles.py's kernel (one KV split of one key/value head per program), for heads of 64 or
-128 and groups of up to 8, where it is faster. There, tiles pass through shared memory between barriers; here a warp
-loads keys and values as operands of the matrix instruction (attention_operands.py), and scores and weights stay in the
-registers of the result. The new key and value are added when the warps are combined.
+128 and groups of up to 8, and for some of 256 (`takes`), where it is faster. There, tiles pass through shared memory
+between barriers; here a warp loads keys and values as operands of the matrix instruction (attention_operands.py), and
+scores and weights stay in the registers of the result. The new key and value are added when the warps are combined.
 
 With a q8_0 cache the codes are multiplied as fp16. A key's scales multiply the scores of its groups of columns; a
 value's scales multiply the softmax weights, which are separate for each group.
@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cuda.attention.attention_arguments import LOG2_E, DecodeArguments
 from quengine.kernels.cuda.attention.attention_merge import LOWEST, merged, merged_splits, store_heads
 from quengine.kernels.cuda.attention.attention_operands import (
@@ -71,12 +71,16 @@ to combine.
 """
 
 
-def takes(qkv: Tensor, spec: AttentionSpec) -> bool:
-    """Whether this kernel supports such heads, on a GPU: both elements of a rotated pair must be in one thread."""
+def takes(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, coarse: bool) -> bool:
+    """Whether this kernel supports such heads, on a GPU: both elements of a rotated pair must be in one thread. Of 256
+    elements a program takes all registers, so it has groups of up to 4 of one sequence, and an fp16 cache."""
     rotates = 2 * spec.cos.shape[1] == spec.head_dim or spec.rope_layout == "pairs"
     aligned = qkv.dtype == torch.float32 and qkv.stride(0) % 4 == 0 and qkv.data_ptr() % 16 == 0
-    shaped = spec.heads <= 8 * spec.kv_heads and spec.head_dim in (64, 128) and not spec.gated
-    plain = not spec.v_norm and not spec.softcap and not spec.shared
+    shaped = spec.heads <= 8 * spec.kv_heads and spec.head_dim in (64, 128)
+    shaped |= (
+        spec.head_dim == 256 and spec.heads <= 4 * spec.kv_heads and layer.k_scale is None and not coarse
+    )
+    plain = not spec.gated and not spec.softcap and not spec.shared
     return uses_assembly() and shaped and plain and rotates and aligned
 
 
@@ -396,6 +400,8 @@ def _attention_warps_kernel(
         d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, R)), 0)
         v_new_ptr = qkv_ptr + (ALL_HEADS + SHAPE.kv_heads + kv_head + one) * HEAD_DIM
         v_new = gl.load(v_new_ptr + d, mask=owner, other=0.0)
+        if ROPE.v_norm:
+            v_new *= gl.expand_dims(gl.rsqrt(gl.sum(v_new * v_new, 1) / HEAD_DIM + eps), 1)
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         terms = gl.allocate_shared_memory(gl.float16, [2 * HEADS, HEAD_DIM], PLAIN)
         queries = gl.allocate_shared_memory(gl.float32, [HEADS, HEAD_DIM], PLAIN)
@@ -499,6 +505,6 @@ def _registers(given: DecodeArguments) -> int:
     """
     programs = given.qkv.shape[0] * given.shape.kv_heads
     shares = programs > FEW_PROGRAMS if given.coarse else given.layer.k_scale is None
-    if not (shares and given.pdl and given.shape.group <= 4):
+    if not (shares and given.pdl and given.shape.group <= 4) or given.shape.head_dim > 128:
         return 255
     return 128 if given.coarse else 168
