@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quengine.diagnostics.harness import in_parts, nmse_rows
 from quengine.diagnostics.parity.parity import ParityReport, TextPosition
+from quengine.diagnostics.parity.parity_metrics import nmse_cached
 from quengine.diagnostics.parity.parity_operations import Call, Operation, in_the_form_of, rows_of, watched
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.kernels.backend import Hidden
@@ -204,9 +205,8 @@ class _Replay:
 
     def _cached(self, layer: int) -> float | None:
         """The largest NMSE of the rows that a layer's attention has just cached; None: it caches none."""
-        rows_a, rows_b = (_layer_rows(side, layer, *self._rows) for side in (self._a, self._b))
-        pairs = zip(rows_a, rows_b, strict=True)
-        return max((_largest(mine, other) for mine, other in pairs), default=None)
+        rows = (_layer_rows(side, layer, *self._rows) for side in (self._a, self._b))
+        return max((float(errors.max()) for errors in nmse_cached(*rows)), default=None)
 
 
 def _of_one_width(call: _Kept, output: Tensor) -> tuple[_Kept, Tensor]:

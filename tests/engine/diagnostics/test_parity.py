@@ -478,6 +478,7 @@ def test_a_q8_0_cache_widens_the_budgets_of_whole_passes_only() -> None:
     plain, wide = budgets_for("reference", "cpu"), budgets_for("reference", "cpu", "q8_0")
     assert wide.keys() == plain.keys()
     assert all(wide[name].nmse_p99 == pytest.approx(100 * plain[name].nmse_p99) for name in plain)
+    assert all(budgets_for("cpu", "cuda", "q4_0")[name].nmse_max < 1 for name in plain)
 
 
 @pytest.mark.parametrize(
