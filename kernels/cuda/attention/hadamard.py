@@ -1,4 +1,4 @@
-"""The Hadamard transform of heads in CUDA kernels (kernels/hadamard.py): by sums and differences, or by matrix units."""
+"""The Hadamard transform of heads (kernels/hadamard.py) in CUDA kernels: by sums and differences, or matrix units."""
 
 import triton
 import triton.language as tl
