@@ -54,11 +54,17 @@ DEVICE_BUDGETS: Mapping[str, Budget] = {**REFERENCE_BUDGETS, "decode": _budget(1
 """Between two devices: in decode they share the integer sums, and only the float order may differ."""
 
 
-CODE_FACTORS: Mapping[CacheType, tuple[float, float]] = {"q8_0": (100.0, 10.0), "q4_0": (20_000.0, 20.0)}
-"""Factors by which the budgets are wider over a cache of codes, and by which that of the maximum is, which would pass
-anything if it were as much: a last bit that turns a code moves a value by 1/127 of its group's largest, in q4_0 by 1/8,
-and that difference is carried through the layers (docs/parity.md). Operation by operation nothing is widened.
+CODE_FACTORS: Mapping[CacheType, tuple[float, float, float]] = {
+    "q8_0": (100.0, 100.0, 10.0),
+    "q4_0": (2_000.0, 10_000.0, 500.0),
+}
+"""Factors by which the budgets are wider over a cache of codes: of the median, the p99 and the maximum. A last bit that
+turns a code moves a value by 1/127 of its group's largest, in q4_0 by 1/8, and that difference is carried through the
+layers (docs/parity.md). Operation by operation nothing is widened but attention over q4_0.
 """
+
+WIDEST = 0.5
+"""The largest budget over codes: logits that have nothing to do with each other are 1 to 2 apart."""
 
 
 def budgets_for(a: str, b: str, cache_type: CacheType = "f16") -> Mapping[str, Budget]:
@@ -66,11 +72,13 @@ def budgets_for(a: str, b: str, cache_type: CacheType = "f16") -> Mapping[str, B
     budgets = REFERENCE_BUDGETS if REFERENCE in (a, b) else DEVICE_BUDGETS
     if cache_type not in CODE_FACTORS:
         return budgets
-    factor, of_most = CODE_FACTORS[cache_type]
-    return {
-        name: Budget(budget.nmse_median * factor, budget.nmse_p99 * factor, budget.nmse_max * of_most)
-        for name, budget in budgets.items()
-    }
+
+    def wider(budget: Budget) -> Budget:
+        limits = (budget.nmse_median, budget.nmse_p99, budget.nmse_max)
+        factors = zip(limits, CODE_FACTORS[cache_type], strict=True)
+        return Budget(*(min(limit * factor, WIDEST) for limit, factor in factors))
+
+    return {name: wider(budget) for name, budget in budgets.items()}
 
 
 class TextPosition(NamedTuple):
