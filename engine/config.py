@@ -55,7 +55,8 @@ class EngineConfig:
         chunk_size: maximum number of prompt tokens per step; None: what suits the device.
         reuse_prefix: keep the blocks of finished requests for prompts with the same beginning (prefix cache). Always on
             if `parallel` is more than 1.
-        cache_type: data type of the KV cache, "f16" or "q8_0" (17/32 of the memory, rounded to 8 bits).
+        cache_type: data type of the KV cache, "f16", "q8_0" (17/32 of the memory, rounded to 8 bits) or
+            "q4_0" (9/32, rounded to 4 bits after a Hadamard transform).
         deterministic: the logits of a sequence are bit-identical, however its prompt was split into chunks and whatever
             was computed before or beside it. The cost: generated tokens are not reused as a prefix of later prompts,
             nor recomputed in chunks after a sequence was preempted. The CPU always computes like this; a GPU then
@@ -140,7 +141,10 @@ class EngineConfig:
     ] = None
     reuse_prefix: bool = False
     cache_type: Annotated[
-        CacheType, Flag("--cache-type", "Keys and values as f16 or q8_0 (half the memory).", RUN_PANEL)
+        CacheType,
+        Flag(
+            "--cache-type", "Keys and values as f16, q8_0 (half the memory) or q4_0 (a quarter).", RUN_PANEL
+        ),
     ] = "f16"
     deterministic: Annotated[
         bool, Flag("--deterministic", "The same bits for every chunk size, history and batch.", RUN_PANEL)
@@ -311,7 +315,7 @@ class EngineConfig:
         if self.backend not in ("auto", "reference"):
             raise EngineError(f"backend {self.backend!r}: must be auto or reference")
         if self.cache_type not in CACHE_TYPES:
-            raise EngineError(f"cache type {self.cache_type!r}: must be {' or '.join(CACHE_TYPES)}")
+            raise EngineError(f"cache type {self.cache_type!r}: must be one of {', '.join(CACHE_TYPES)}")
         check_ranges(self, "{name} {value}")
         given = (self.lora,) if isinstance(self.lora, str | Path) else self.lora
         if not isinstance(given, list | tuple) or not all(isinstance(each, str | Path) for each in given):

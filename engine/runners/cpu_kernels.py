@@ -100,7 +100,7 @@ def kernels_of(checkpoint: Checkpoint) -> list[KernelName]:
 
 
 def _name_operations(config: ModelConfig) -> None:
-    """Load or compile the kernels of all operations but matrices, for both types of cache."""
+    """Load or compile the kernels of all operations but matrices, for all types of cache."""
     table.choose_kernel()
     if config.logit_softcap:
         table.softcap_kernel()
@@ -161,8 +161,8 @@ def _name_attention(attention: Attention) -> None:
             table.key_panel_kernel(cache_type, *wide), table.value_panel_kernel(cache_type)
             if uses_tiles(attention.head_dim):
                 table.amx_scores_kernel(cache_type), table.amx_sums_kernel(cache_type)
-            table.rope_store_kernel(attention.rotation.layout, cache_type != "f16")
-            table.kv_split_kernel(cache_type != "f16")
+            table.rope_store_kernel(attention.rotation.layout, cache_type)
+            table.kv_split_kernel(cache_type)
 
 
 def _name_latent_attention(attention: LatentAttention) -> None:
@@ -171,12 +171,12 @@ def _name_latent_attention(attention: LatentAttention) -> None:
     table.scores_kernel(*wide), table.softmax_kernel(*wide), table.sums_kernel(*wide), table.combine_kernel()
     table.block_kernel(*((False, True) if wide else ()))
     for cache_type in CACHE_TYPES:
-        if can_store(cache_type, attention.head_dim):
+        if can_store(cache_type, attention.head_dim, latent=True):
             table.key_panel_kernel(cache_type, *wide), table.value_panel_kernel(cache_type)
             if uses_tiles(attention.head_dim):
                 table.amx_scores_kernel(cache_type), table.amx_sums_kernel(cache_type)
-            table.latent_store_kernel(attention.rotation.layout, cache_type != "f16")
-            table.kv_split_kernel(cache_type != "f16")
+            table.latent_store_kernel(attention.rotation.layout, cache_type)
+            table.kv_split_kernel(cache_type)
 
 
 def _start(names: list[KernelName]) -> subprocess.Popen[bytes]:

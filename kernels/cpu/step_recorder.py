@@ -358,7 +358,7 @@ class StepRecorder:
         cap: float = 0.0,
     ) -> Launch:
         """The stage of attention's KV splits; returns the kernel that combines them to `out` (attention_launches)."""
-        size = part_bytes(visible, queries.shape[1], layer.v.shape[2])
+        size = part_bytes(visible, queries.shape[1], layer.value_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
         splits, combine = attention_launches(queries, layer, visible, scale, out, parts, sinks, cap)
         stage = self._stage([splits])

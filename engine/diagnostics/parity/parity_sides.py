@@ -89,8 +89,8 @@ class LLMSide:
             pass
 
     def cached(self, start: int, end: int) -> list[Tensor]:
-        """A copy of what is stored of positions start .. end - 1 in every layer: keys and values, or in q8_0 their
-        codes and scales; or of its state as it is now.
+        """A copy of what is stored of positions start .. end - 1 in every layer: keys and values, or their codes
+        and scales; or of its state as it is now.
         """
         return read_cached(self.llm.runner, start, end, self.llm.model_config)
 

@@ -478,6 +478,9 @@ def test_a_q8_0_cache_widens_the_budgets_of_whole_passes_only() -> None:
     plain, wide = budgets_for("reference", "cpu"), budgets_for("reference", "cpu", "q8_0")
     assert wide.keys() == plain.keys()
     assert all(wide[name].nmse_p99 == pytest.approx(100 * plain[name].nmse_p99) for name in plain)
+    coarse = budgets_for("reference", "cpu", "q4_0")
+    assert all(coarse[name].nmse_median == pytest.approx(2000 * plain[name].nmse_median) for name in plain)
+    assert all(coarse[name].nmse_max <= 0.5 for name in plain)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from quengine import LLM, SamplingParams
 from quengine.kernels.cpu.runtime import kernel_table
 from quengine.kernels.cpu.runtime.code_store import CodeStore, code_store
 from quengine.kernels.cpu.runtime.kernel_table import KernelName
+from quengine.kernels.kv.cache_types import CACHE_TYPES
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.runners import cpu_kernels
@@ -38,7 +39,7 @@ def test_requests_of_every_kind_ask_for_no_other_kernel(
     known = cpu_kernels.kernels_of(checkpoint)
     checkpoint.close()
     asked.clear()  # the threads that compute have kernels of their own
-    for cache_type in ("f16", "q8_0"):
+    for cache_type in CACHE_TYPES:
         options = {"ctx_size": 256, "cache_type": cache_type, "parallel": 3, "draft_ngram": 2}
         with LLM(path, "cpu", **options) as llm:
             ids = llm.encode("the cat sat on the mat and the cat sat")

@@ -65,7 +65,7 @@ from tests.kernels.cpu.cpu_runs import (
     linear,
     route,
 )
-from tests.kernels.cpu.test_cpu_attention import definition
+from tests.kernels.cpu.test_cpu_attention import definition, restored
 from tests.kernels.gated_delta_steps import STEPS, Shape, expected, rows_of, spec_of, states
 from tests.kernels.weights import nmse, random_weight
 
@@ -88,7 +88,7 @@ def attention(
     q, mask = torch.randn(50, 4, 64, generator=generator), torch.ones(50, 50, dtype=torch.bool).tril()
     layer = allocate_layer(50, 2, 64, "cpu", cache_type)
     write_rows(layer, 0, *(torch.randn(50, 2, 64, generator=generator) for _ in range(2)))
-    return q, layer, definition(q, *read_rows(layer, slice(0, 50)), mask, 0.125)
+    return q, layer, restored(definition(q, *read_rows(layer, slice(0, 50)), mask, 0.125), layer)
 
 
 def errors() -> Iterator[tuple[str, float]]:
