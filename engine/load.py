@@ -26,6 +26,7 @@ from quengine.loading.placement import (
     free_memory,
     of_rank,
     part_of,
+    place_experts,
     rank_count,
     stages_of,
 )
@@ -156,6 +157,7 @@ def load_model(
     config, draft, ctx_size, pools, short = fit_drafts(config, part, draft, device, free, experts)
     if stages:
         ctx_size, pools = fit_stages(config, checkpoint, draft, device, stages, ctx_size)
+    experts = place_experts(config, part, draft, device, free, experts, ctx_size, pools)
     layer = draft if draft is not None and draft.config.hidden_width else None
     made = Machine(config, device, threads, free, progress, experts, layer, vision is not None, adapters)
     with on_device(device):

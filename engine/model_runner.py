@@ -155,6 +155,7 @@ class ModelRunner:
         exception that is raised concerns all rows; no sequence has then advanced, and the call may be repeated with
         fewer of them. The block tables cover the rows.
         """
+        self._place_experts(plan)
         if plan.phase == "prefill":
             plan.outcome = self._pooled_or_scored(plan)
             if plan.outcome is not None:
@@ -173,6 +174,14 @@ class ModelRunner:
             logits = self.forward(plan.phase, plan.rows, given=given).float().cpu()
         plan.sampled, plan.logits = plan.sampled_rows, dict(enumerate(logits))
         return plan
+
+    def _place_experts(self, plan: StepPlan) -> None:
+        """Lets the experts in host memory that are used most take places on the device."""
+        experts = self.decoder.host_experts
+        rows = sum(len(chunk.ids) for chunk in plan.chunks) or len(plan.sequences)
+        if experts is not None and experts.between_steps(rows):
+            assert self.graphs is not None
+            self.graphs.release()
 
     def _pooled_or_scored(self, plan: StepPlan) -> list[Result] | None:
         """The results of a step of prompts that are pooled or scored; None for others."""

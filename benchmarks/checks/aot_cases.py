@@ -21,9 +21,13 @@ from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
+from quengine.kernels.cuda.moe.exchange import add_sums, send_rows
 from quengine.kernels.cuda.vision_rows import expanded_blocks
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes
+from quengine.kernels.moe.exchange import Exchange
+from quengine.kernels.moe.held_experts import HeldExperts
+from quengine.kernels.moe.router import Routing
 from quengine.kv_cache import pools_of_one
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import ModelConfig
@@ -189,6 +193,7 @@ def _rank_and_draft_cases() -> Iterator[Case]:
         "mistral-7b, rows that are given", (80, 90), partial(given_steps, narrow(PRESETS["mistral-7b"]))
     )
     yield Case("LoRA adapters", ARCHS, adapter_steps)
+    yield Case("experts in host memory", ARCHS, exchange_steps)
     yield Case("qwen3.5-mtp-tiny, drafts", (80, 90), partial(draft_steps, PRESETS["qwen3.5-mtp-tiny"]))
     yield Case("tiny, drafts of EAGLE-3", (80, 90), partial(eagle_steps, PRESETS["tiny"]))
     yield Case(
@@ -283,6 +288,21 @@ def adapter_steps() -> Iterator[Step]:
             yield rows == 1, partial(step, empty(rows, width), rows, changes)
             for layout in OperandLayout if rows > 1 else ():
                 yield False, partial(step, Fp16Operand.empty(rows, width, META, layout), rows, changes)
+
+
+def exchange_steps() -> Iterator[Step]:
+    """Rows sent to the host, some of whose experts the device holds, and the sums that come back."""
+    pdl = has_dependent_launch(META)
+    for rows, width, used in ((1, 2048, 8), (16, 2880, 4), (130, 2048, 6)):
+        memory = empty(rows, width), empty(rows, used, dtype=torch.int32), empty(rows, used)
+        counts, launches = empty(32, dtype=torch.int64), empty(2, dtype=torch.int64)
+        exchange = Exchange(memory[0], memory[0], memory[1], memory[2], counts, launches)
+        experts = empty(64, dtype=torch.int32)
+        positions = empty(rows, dtype=torch.int32)
+        for held in (None, HeldExperts(experts, experts, 16)):
+            routing = Routing(memory[1], memory[2])
+            yield True, partial(send_rows, memory[0], routing, positions, held, exchange, pdl)
+        yield True, partial(add_sums, memory[0], exchange, pdl)
 
 
 def draft_steps(spec: SyntheticModel) -> Iterator[Step]:

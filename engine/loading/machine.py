@@ -15,6 +15,7 @@ from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.kernels.backend import Backend, LayerState
 from quengine.kernels.lora.adapted import Adapted
 from quengine.kernels.lora.low_rank import Adapters
+from quengine.kernels.moe.host_experts import FollowedExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
@@ -95,7 +96,8 @@ class Machine:
             cpu_kernels.compile_ahead(checkpoint, self.progress)
         experts = ExpertPlacement() if drafts else self.experts
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
-            host = experts.operations(backend, self.threads)
+            rows = max(config.chunk_size or DEFAULT_CHUNK[device.type], _graph_rows(config, drafts))
+            host = experts.operations(backend, self.threads, checkpoint.config, rows)
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
         if isinstance(backend, Adapted):
             adapters.check_taken(backend.end_loading())
@@ -105,7 +107,7 @@ class Machine:
             cache.keep_hidden(eagle.config.embedding_length, torch.float32, device)
             decoder.fused = self._fused(eagle, cache, backend)
         logger.debug("weights loaded")
-        if self.experts.layers:
+        if self.experts.layers and not isinstance(host, FollowedExperts):
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
         return _make_runner(config, decoder, cache, drafts, self.takes_images and not drafts)
 
@@ -201,7 +203,7 @@ class Machine:
     ) -> "DraftGraphs | None":
         """Steps in which a layer or an assistant drafts on the device; None where a model has a state that cannot wait
         for them, image rows with three positions, or steps that have the bits of any other (`deterministic`)."""
-        if target.device_decoder is None:
+        if target.device_decoder is None or self.experts.layers:
             return None
         shape = target.decoder.config
         # Text after images is rotated by less than its position.

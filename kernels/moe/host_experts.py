@@ -4,9 +4,10 @@ The rows of a layer are copied to the host after their norm, and the weighted su
 only the layers' hidden rows cross the bus, 8 bytes per column and token, never the weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +21,33 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 
 _HOST = torch.device("cpu")
+
+
+class PlacedExperts(Protocol):
+    """The experts of a decoder's first `layers` layers, which stay in host memory."""
+
+    layers: int
+
+    def of_layer(self, layer: int) -> Any:
+        """The expert operations of kernels.backend.Backend for a layer."""
+        ...
+
+    def between_steps(self, rows: int) -> bool:
+        """Called before a step of `rows` rows is launched; whether steps captured before are stale."""
+        ...
+
+
+@runtime_checkable
+class FollowedExperts(PlacedExperts, Protocol):
+    """Such experts, of which the host computes its part while a captured step runs on the device."""
+
+    def recording(self) -> AbstractContextManager[list[Any]]:
+        """Within this context the host's kernels of decode steps are listed, not run."""
+        ...
+
+    def followed(self, replay: Callable[[], None], launches: Sequence[Any]) -> Callable[[], None]:
+        """A call that replays a captured step on the device and has the host run its `launches`, without waiting."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,6 +68,12 @@ class HostExperts:
         self.device = device
         self.host = host
         self.layers = layers
+
+    def of_layer(self, layer: int) -> "HostExperts":  # noqa: ARG002 (all layers alike)
+        return self
+
+    def between_steps(self, rows: int) -> bool:  # noqa: ARG002 (nothing changes between steps)
+        return False
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
