@@ -6,7 +6,9 @@ import torch
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.moe.held_experts import Replacement
+from quengine.kernels.offload import split_experts
 from quengine.kernels.offload.split_experts import SplitExperts
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
@@ -16,6 +18,8 @@ from tests.kernels.cuda.moe.test_moe_decoder import IDS, model
 from tests.kernels.cuda.weights import nmse
 
 ROWS = 8
+DECODED = ([5, 17], [0, 0], [[[1]], [[2]]])
+"""Tokens, positions and block tables of a step of decode."""
 
 
 @pytest.fixture(autouse=True)
@@ -89,3 +93,62 @@ def test_replaced_experts_are_those_of_the_file(device: torch.device) -> None:
     after = split.logits([1, 1])
     assert nmse(after, split.exact([1, 1])) < 1e-6 and nmse(after, before) < 1e-6
     assert not torch.equal(after, before)
+
+
+def test_the_cpus_list_follows_a_captured_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter a captured step is the step itself, which waits for the sums of the list's thread."""
+    split = Split("dense layer first", "Q8_0", device, 2)
+    cache = KVCache.allocate(split.config, 96, device).layers
+    batch = decode_batch(*DECODED, device)
+    expected = split.decoder.forward(batch, cache).cpu().clone()
+    exchange = split.experts.exchange
+
+    def step() -> torch.Tensor:
+        with split.experts.recording() as made:
+            logits = split.decoder.forward(batch, cache)
+        launches[:] = made
+        return logits
+
+    launches, results = [], list[torch.Tensor]()
+    with monkeypatch.context() as without_sums:
+        without_sums.setattr(split_experts, "add_sums", lambda total, *_: total)
+        step()
+    for counts in (exchange.counts, exchange.launches):
+        counts.zero_()
+    run = split.experts.followed(lambda: results.append(step().cpu().clone()), list(launches))
+    for _ in range(3):
+        run()
+    assert len(results) == 3 and all(torch.equal(each, expected) for each in results)
+
+
+def test_uses_raise_the_share_of_experts_on_the_device(device: torch.device) -> None:
+    """A router that prefers the last experts, where the device has the first at the start."""
+    split = Split("dense layer first", "Q8_0", device, 2)
+    experts, layers = split.experts, sorted(split.experts.on_device)
+    assert layers == [1]
+    (held,) = experts.on_device.values()
+    bias = torch.tensor([0.0, 0.0, 9.0, 9.0], device=device)
+    router = split.decoder.blk[1].ffn.router
+    object.__setattr__(router, "bias", bias)
+    hits = []
+    for _ in range(12):
+        split.logits([1, 1, 1, 1])
+        experts.between_steps(64)
+        if experts.replacing.hits is not None and not (hits and hits[-1] == experts.replacing.hits):
+            hits.append(experts.replacing.hits)
+    assert hits[0] == 0.0 and hits[-1] > 0.5 and sorted(held.experts) == [2, 3]
+    assert experts.replacing.replaced == 2 and held.held.places.tolist()[:2] == [2, 2]
+    before = split.logits([1, 1])
+    assert nmse(before, split.logits([2])) < 1e-5
+
+
+def test_larger_weights_make_captured_steps_stale(device: torch.device) -> None:
+    split = Split("dense layer first", "Q8_0", device, 2)
+    (layer,) = split.experts.on_device.values()
+    assert not split.replace([Replacement(0, 0, 2)])
+    data = split.tensors["blk.1.ffn_up_exps.weight"].matrices()[3].data
+    scales = data.view(len(data), -1, 34)[:, :, :2].contiguous().view(torch.float16)
+    data.view(len(data), -1, 34)[:, :, :2] = (scales * 64).view(torch.uint8)
+    assert split.replace([Replacement(0, 2, 3)])
+    assert not split.replace([Replacement(0, 3, 2)]), "the scale is kept"
+    assert layer.experts == [2, 1]
