@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 
 from quengine.kernels.cpu.backend import CpuBackend
+from quengine.kernels.moe.held_experts import ExpertCounts
 from quengine.kernels.moe.host_experts import HostExperts
 from quengine.llm import LLM
 from quengine.models.synthetic.presets import synthetic_preset
@@ -58,21 +59,26 @@ def prompt_ms(llm: LLM, length: int, seed: int) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
+def counts_of(llm: LLM) -> ExpertCounts:
+    experts = llm.runner.decoder.host_experts
+    return (None if experts is None else experts.counts) or ExpertCounts()
+
+
 def measure(llm: LLM, options: argparse.Namespace, label: str) -> None:
     """Prints a row of the table."""
     batches, lengths = options.batch, options.prompt
     for batch in batches:
         llm.generate(prompts(llm, batch, 8, 1), sampled(SETTLING // batch, 1))
+    before = counts_of(llm)
     figures = [
         median(step_ms(llm, batch, options.tokens, 2 + n) for n in range(options.rounds)) for batch in batches
     ]
     figures += [median(prompt_ms(llm, length, 2 + n) for n in range(options.rounds)) for length in lengths]
-    experts = llm.runner.decoder.host_experts
-    hits = getattr(getattr(experts, "replacing", None), "hits", None)
-    replaced = getattr(getattr(experts, "replacing", None), "replaced", 0)
-    share = "" if hits is None else f"{100 * hits:5.1f}%"
+    after = counts_of(llm)
+    uses = after.device_uses - before.device_uses, after.host_uses - before.host_uses
+    share = f"{100 * uses[0] / sum(uses):5.1f}%" if sum(uses) else ""
     print(
-        f"{label:>10} " + " ".join(f"{each:9.3f}" for each in figures) + f" {share:>7} {replaced:8d}",
+        f"{label:>10} " + " ".join(f"{each:9.3f}" for each in figures) + f" {share:>7} {after.replaced:8d}",
         flush=True,
     )
 

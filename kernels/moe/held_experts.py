@@ -7,6 +7,7 @@ of subject.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,22 @@ class HeldExperts:
     places: Tensor
     uses: Tensor
     count: int
+
+
+class ExpertCounts(NamedTuple):
+    """Experts of layers in host memory that the device holds, and those that are in host memory alone; how often rows
+    used the one kind and the other, as of the last look; and how many experts have taken another's place."""
+
+    on_device: int = 0
+    in_host: int = 0
+    device_uses: int = 0
+    host_uses: int = 0
+    replaced: int = 0
+
+    @property
+    def hits(self) -> float:
+        """The share of uses whose experts the device held; 0 without uses."""
+        return self.device_uses / max(1, self.device_uses + self.host_uses)
 
 
 @dataclass(frozen=True)
@@ -56,12 +73,6 @@ def replacements(uses: Sequence[int], held: Sequence[int]) -> list[Replacement]:
 def most_used(uses: Sequence[int], count: int) -> list[int]:
     """The `count` experts that are used most; of equal ones the first."""
     return sorted(range(len(uses)), key=lambda expert: (-uses[expert], expert))[:count]
-
-
-def hit_share(uses: Tensor, places: Tensor, count: int) -> float:
-    """The share of uses [layers, E] whose experts are held, by `places` [layers, E]; 0 without uses."""
-    total = int(uses.sum())
-    return int(uses[places < count].sum()) / total if total else 0.0
 
 
 def places_of(held: Sequence[int], experts: int) -> Tensor:

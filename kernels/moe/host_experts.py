@@ -16,6 +16,7 @@ from quengine.kernels.backend import Backend, Hidden
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.layer_norm import Norm
+from quengine.kernels.moe.held_experts import ExpertCounts
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
@@ -27,6 +28,11 @@ class PlacedExperts(Protocol):
     """The experts of a decoder's first `layers` layers, which stay in host memory."""
 
     layers: int
+
+    @property
+    def counts(self) -> ExpertCounts | None:
+        """Where experts are and how often they are used; None: the device holds none."""
+        ...
 
     def of_layer(self, layer: int) -> Any:
         """The expert operations of kernels.backend.Backend for a layer."""
@@ -68,6 +74,10 @@ class HostExperts:
         self.device = device
         self.host = host
         self.layers = layers
+
+    @property
+    def counts(self) -> None:
+        return None
 
     def of_layer(self, layer: int) -> "HostExperts":  # noqa: ARG002 (all layers alike)
         return self

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quengine.kernels.moe.held_experts import FADING, Replacement, hit_share, replacements
+from quengine.kernels.moe.held_experts import FADING, ExpertCounts, Replacement, replacements
 from quengine.kernels.offload.device_experts import DeviceExperts
 
 LOOK_AFTER = 64
@@ -61,15 +61,13 @@ class _Stream:
 
 
 class Replacing:
-    """See the module docstring. uses: int32 [layers, E], with a row for each of `layers`, by number. held: experts of a
-    layer on the device.
+    """See the module docstring. uses: int32 [layers, E], with a row for each of `layers`, by number.
 
-    hits: the share of the rows' experts that the device held, as of the last look; None before the first. replaced: how
-    many experts took another's place.
+    `counts`: of all looks so far.
     """
 
-    def __init__(self, layers: dict[int, DeviceExperts], uses: Tensor, held: int) -> None:
-        self._layers, self._uses, self._held = layers, uses, held
+    def __init__(self, layers: dict[int, DeviceExperts], uses: Tensor) -> None:
+        self._layers, self._uses = layers, uses
         self._stream = _Stream(uses.device)
         on_gpu = uses.device.type == "cuda"
         self._seen = torch.zeros(uses.shape, dtype=torch.int32, pin_memory=on_gpu)
@@ -78,8 +76,8 @@ class Replacing:
         self._looking = False
         self._due = deque[_Change]()
         self._copied: tuple[_Change, Any] | None = None
-        self.hits: float | None = None
-        self.replaced = 0
+        self._left = torch.zeros_like(self._seen)
+        self.counts = ExpertCounts()
 
     def between_steps(self, rows: int) -> bool:
         """Does the next part of the work, without waiting, after `rows` more rows. Returns whether captured steps are
@@ -109,21 +107,27 @@ class Replacing:
         if self._looked is not None and not self._looked.query():
             return
         self._looking = False
-        held = self._held_places()
-        self.hits = hit_share(self._seen, held, self._held)
+        self._count()
         for number, layer in self._layers.items():
             changes = replacements(self._seen[number].tolist(), layer.experts)
             at_once = max(1, _WEIGHTS_AT_ONCE // layer.weights_of_one)
             for first in range(0, len(changes), at_once):
                 self._due.append(_Change(layer, changes[first : first + at_once]))
 
-    def _held_places(self) -> Tensor:
-        """`places`, as the host knows them."""
-        places = torch.full(self._seen.shape, self._held, dtype=torch.int32)
+    def _count(self) -> None:
+        """Counts the uses since the last look."""
+        new, on_device = self._seen - self._left, 0
+        self._left = self._seen - (self._seen >> FADING)
         for number, layer in self._layers.items():
-            for place, expert in enumerate(layer.experts):
-                places[number, expert] = place
-        return places
+            on_device += int(new[number, layer.experts].sum())
+        counts, held = self.counts, sum(len(layer.experts) for layer in self._layers.values())
+        self.counts = ExpertCounts(
+            held,
+            len(self._layers) * self._seen.shape[1] - held,
+            counts.device_uses + on_device,
+            counts.host_uses + int(new.sum()) - on_device,
+            counts.replaced,
+        )
 
     def _begin(self, change: _Change) -> bool:
         change.layer.begin(change.parts)
@@ -139,4 +143,4 @@ class Replacing:
             return
         self._copied = None
         change.layer.end(change.parts)
-        self.replaced += len(change.parts)
+        self.counts = self.counts._replace(replaced=self.counts.replaced + len(change.parts))

@@ -33,6 +33,7 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.exchange import Exchange
+from quengine.kernels.moe.held_experts import ExpertCounts
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.offload.device_experts import DeviceExperts, Matrices
 from quengine.kernels.offload.follower import FOLLOWER
@@ -79,7 +80,7 @@ class SplitExperts:
         self.exchange = Exchange.allocate(rows, width, used, device.device)
         self.uses = torch.zeros(layers, count, dtype=torch.int32, device=device.device)
         self.on_device: dict[int, DeviceExperts] = {}
-        self.replacing = Replacing(self.on_device, self.uses, self.held)
+        self.replacing = Replacing(self.on_device, self.uses)
         self._buffers: Buffers = {("branch", width): self.exchange.sums}
         self._recorded: list[Launch] | None = None
 
@@ -90,6 +91,11 @@ class SplitExperts:
     def between_steps(self, rows: int) -> bool:
         """See `Replacing.between_steps`."""
         return self.held > 0 and self.replacing.between_steps(rows)
+
+    @property
+    def counts(self) -> ExpertCounts:
+        """See `Replacing.counts`."""
+        return self.replacing.counts
 
     @contextmanager
     def recording(self) -> Iterator[list[Launch]]:

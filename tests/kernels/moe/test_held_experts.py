@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quengine.kernels.moe.held_experts import Replacement, hit_share, most_used, places_of, replacements
+from quengine.kernels.moe.held_experts import ExpertCounts, Replacement, most_used, places_of, replacements
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,4 @@ def test_the_most_used_and_their_places() -> None:
 
 
 def test_the_share_of_uses_that_are_held() -> None:
-    uses, places = torch.tensor([[6, 2], [0, 2]]), torch.tensor([[0, 1], [0, 1]])
-    assert hit_share(uses, places, 1) == 0.6
-    assert hit_share(torch.zeros_like(uses), places, 1) == 0.0
+    assert ExpertCounts(device_uses=3, host_uses=1).hits == 0.75 and ExpertCounts().hits == 0.0

@@ -7,7 +7,7 @@ from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.forward_batch import decode_batch
-from quengine.kernels.moe.held_experts import Replacement
+from quengine.kernels.moe.held_experts import ExpertCounts, Replacement
 from quengine.kernels.offload import split_experts
 from quengine.kernels.offload.split_experts import SplitExperts
 from quengine.kernels.reference import ReferenceBackend
@@ -130,14 +130,16 @@ def test_uses_raise_the_share_of_experts_on_the_device(device: torch.device) -> 
     bias = torch.tensor([0.0, 0.0, 9.0, 9.0], device=device)
     router = split.decoder.blk[1].ffn.router
     object.__setattr__(router, "bias", bias)
-    hits = []
+    seen = list[ExpertCounts]()
     for _ in range(12):
         split.logits([1, 1, 1, 1])
         experts.between_steps(64)
-        if experts.replacing.hits is not None and not (hits and hits[-1] == experts.replacing.hits):
-            hits.append(experts.replacing.hits)
-    assert hits[0] == 0.0 and hits[-1] > 0.5 and sorted(held.experts) == [2, 3]
-    assert experts.replacing.replaced == 2 and held.held.places.tolist()[:2] == [2, 2]
+        seen.append(experts.counts)
+    first = next(counts for counts in seen if counts.host_uses)
+    assert first.hits == 0.0 and first[:2] == (2, 2) and sorted(held.experts) == [2, 3]
+    last = seen[-1]
+    assert last.device_uses > last.host_uses - first.host_uses
+    assert last.replaced == 2 and held.held.places.tolist()[:2] == [2, 2]
     before = split.logits([1, 1])
     assert nmse(before, split.logits([2])) < 1e-5
 
