@@ -98,7 +98,11 @@ class Machine:
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
             rows = max(config.chunk_size or DEFAULT_CHUNK[device.type], _graph_rows(config, drafts))
             host = experts.operations(backend, self.threads, checkpoint.config, rows)
+            if isinstance(host, FollowedExperts):
+                host.begin_loading(split_tensors(tensors, experts.layers)[0].values())
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
+            if isinstance(host, FollowedExperts):
+                host.end_loading()
         if isinstance(backend, Adapted):
             adapters.check_taken(backend.end_loading())
         if eagle is None:

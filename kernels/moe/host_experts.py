@@ -4,7 +4,7 @@ The rows of a layer are copied to the host after their norm, and the weighted su
 only the layers' hidden rows cross the bus, 8 bytes per column and token, never the weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -38,14 +38,26 @@ class PlacedExperts(Protocol):
         """The expert operations of kernels.backend.Backend for a layer."""
         ...
 
-    def between_steps(self, rows: int) -> bool:
-        """Called before a step of `rows` rows is launched; whether steps captured before are stale."""
+    def between_steps(self, rows: int) -> None:
+        """Called before a step of `rows` rows is launched."""
         ...
 
 
 @runtime_checkable
 class FollowedExperts(PlacedExperts, Protocol):
     """Such experts, of which the host computes its part while a captured step runs on the device."""
+
+    def begin_loading(self, stored: Iterable[QuantTensor]) -> None:
+        """Called before the decoder is made, with the experts in host memory."""
+        ...
+
+    def end_loading(self) -> None:
+        """Called once the decoder is made."""
+        ...
+
+    def close(self) -> None:
+        """Called at the end, before the file is unmapped."""
+        ...
 
     def recording(self) -> AbstractContextManager[list[Any]]:
         """Within this context the host's kernels of decode steps are listed, not run."""
@@ -82,8 +94,8 @@ class HostExperts:
     def of_layer(self, layer: int) -> "HostExperts":  # noqa: ARG002 (all layers alike)
         return self
 
-    def between_steps(self, rows: int) -> bool:  # noqa: ARG002 (nothing changes between steps)
-        return False
+    def between_steps(self, rows: int) -> None:
+        """Nothing changes."""
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None

@@ -8,8 +8,7 @@ find an expert in neither place until it is there; so no step waits, and none re
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +17,13 @@ from torch import Tensor
 
 from quengine.kernels.moe.held_experts import FADING, ExpertCounts, Replacement, replacements
 from quengine.kernels.offload.device_experts import DeviceExperts
+from quengine.kernels.offload.side_stream import SideStream
 
 LOOK_AFTER = 64
 """Rows of steps after which uses are looked at."""
 
-_WEIGHTS_AT_ONCE = 1 << 24
-"""Weights copied at once, by some two hundred torch operations."""
+_AT_ONCE = 8
+"""Experts of a layer that are copied between two steps."""
 
 
 @dataclass(frozen=True)
@@ -34,32 +34,6 @@ class _Change:
     parts: Sequence[Replacement]
 
 
-class _Stream:
-    """A stream beside the current one; on a device that has none, the current one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._side = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
-
-    @contextmanager
-    def after_current(self) -> Iterator[None]:
-        """Within this context launches go to this stream, after those of the current one so far."""
-        if self._side is None:
-            yield
-            return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            yield
-
-    def mark(self) -> Any:
-        """An event after all launches of this stream so far."""
-        if self._side is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._side)
-        return event
-
-
 class Replacing:
     """See the module docstring. uses: int32 [layers, E], with a row for each of `layers`, by number.
 
@@ -68,7 +42,7 @@ class Replacing:
 
     def __init__(self, layers: dict[int, DeviceExperts], uses: Tensor) -> None:
         self._layers, self._uses = layers, uses
-        self._stream = _Stream(uses.device)
+        self._stream = SideStream(uses.device)
         on_gpu = uses.device.type == "cuda"
         self._seen = torch.zeros(uses.shape, dtype=torch.int32, pin_memory=on_gpu)
         self._rows = 0
@@ -79,19 +53,17 @@ class Replacing:
         self._left = torch.zeros_like(self._seen)
         self.counts = ExpertCounts()
 
-    def between_steps(self, rows: int) -> bool:
-        """Does the next part of the work, without waiting, after `rows` more rows. Returns whether captured steps are
-        stale (`DeviceExperts.copy`)."""
+    def between_steps(self, rows: int) -> None:
+        """Does the next part of the work, without waiting, after `rows` more rows."""
         self._rows += rows
         if self._copied is not None:
             self._end()
         elif self._due:
-            return self._begin(self._due.popleft())
+            self._begin(self._due.popleft())
         elif self._looking:
             self._choose()
         elif self._rows >= LOOK_AFTER:
             self._look()
-        return False
 
     def _look(self) -> None:
         """Copies the uses to the host, and lets them fade."""
@@ -110,9 +82,8 @@ class Replacing:
         self._count()
         for number, layer in self._layers.items():
             changes = replacements(self._seen[number].tolist(), layer.experts)
-            at_once = max(1, _WEIGHTS_AT_ONCE // layer.weights_of_one)
-            for first in range(0, len(changes), at_once):
-                self._due.append(_Change(layer, changes[first : first + at_once]))
+            for first in range(0, len(changes), _AT_ONCE):
+                self._due.append(_Change(layer, changes[first : first + _AT_ONCE]))
 
     def _count(self) -> None:
         """Counts the uses since the last look."""
@@ -129,12 +100,11 @@ class Replacing:
             counts.replaced,
         )
 
-    def _begin(self, change: _Change) -> bool:
+    def _begin(self, change: _Change) -> None:
         change.layer.begin(change.parts)
         with self._stream.after_current():
-            stale = change.layer.copy(change.parts)
+            change.layer.copy(change.parts)
         self._copied = change, self._stream.mark()
-        return stale
 
     def _end(self) -> None:
         assert self._copied is not None

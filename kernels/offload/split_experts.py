@@ -2,8 +2,8 @@
 
 A launch sends a layer's rows and their routing to the host. The device then computes the experts that it holds, those
 used most, while the CPU computes the others, on the weights as stored; another launch waits for the CPU's sums and adds
-them. Rows cross the bus, 8 bytes a column and token, never weights, but for those of an expert that takes another's
-place. Where the device holds none, the CPU computes all.
+them. Rows cross the bus, 8 bytes a column and token, not weights. Where the device holds none, the CPU computes all. In
+long prompts, which use all experts, the weights cross it instead (prompt_experts.py).
 
 The kernels of a captured step are a CUDA graph on the device, and one list on the CPU (`recording`). Otherwise each
 layer's are launched as the decoder comes to it. A row's sum is that of its experts on the device, in ascending order,
@@ -13,7 +13,7 @@ decode by the 1e-8 by which the CPU and the device agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -28,6 +28,7 @@ from quengine.kernels.cpu.step_inputs import RunInputs
 from quengine.kernels.cpu.step_recorder import Buffers, StepRecorder
 from quengine.kernels.cuda.backend import CudaBackend, stream_of
 from quengine.kernels.cuda.moe.exchange import add_sums, send_rows
+from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.moe.experts import GatedRows
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
@@ -35,8 +36,11 @@ from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.exchange import Exchange
 from quengine.kernels.moe.held_experts import ExpertCounts
 from quengine.kernels.moe.router import Routing
-from quengine.kernels.offload.device_experts import DeviceExperts, Matrices
+from quengine.kernels.offload.device_experts import DeviceExperts
 from quengine.kernels.offload.follower import FOLLOWER
+from quengine.kernels.offload.matrices import LayerMatrices, Matrices
+from quengine.kernels.offload.pinned import PinnedMemory
+from quengine.kernels.offload.prompt_experts import STREAMED_ROWS, PromptExperts
 from quengine.kernels.offload.replacing import Replacing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
@@ -54,6 +58,14 @@ class SentRows:
     routing: Routing | None
 
 
+@dataclass(frozen=True)
+class StreamedRows:
+    """Rows of a prompt whose experts the device computes, all of them: gated, for `down`."""
+
+    gated: GatedRows
+    down: ExpertWeights
+
+
 class SplitExperts:
     """The experts of a decoder's first `layers` layers, between `device` and `host`.
 
@@ -63,6 +75,7 @@ class SplitExperts:
         used: experts of a row.
         count: experts of a layer.
         held: how many experts of each layer the device holds; 0: none.
+        streams: the experts of long prompts pass through the device.
     """
 
     def __init__(
@@ -75,11 +88,16 @@ class SplitExperts:
         used: int,
         count: int,
         held: int = 0,
+        streams: bool = False,
     ) -> None:
         self.device, self.host, self.layers, self.held = device, host, layers, min(held, count)
+        self.streams = streams
         self.exchange = Exchange.allocate(rows, width, used, device.device)
         self.uses = torch.zeros(layers, count, dtype=torch.int32, device=device.device)
         self.on_device: dict[int, DeviceExperts] = {}
+        self.of_file: dict[int, LayerMatrices] = {}
+        self.prompts: PromptExperts | None = None
+        self._pinned: PinnedMemory | None = None
         self.replacing = Replacing(self.on_device, self.uses)
         self._buffers: Buffers = {("branch", width): self.exchange.sums}
         self._recorded: list[Launch] | None = None
@@ -88,9 +106,22 @@ class SplitExperts:
         """The operations of a layer, whose experts they load."""
         return LayerExperts(self, layer)
 
-    def between_steps(self, rows: int) -> bool:
+    def between_steps(self, rows: int) -> None:
         """See `Replacing.between_steps`."""
-        return self.held > 0 and self.replacing.between_steps(rows)
+        if self.held:
+            self.replacing.between_steps(rows)
+
+    def begin_loading(self, stored: Iterable[QuantTensor]) -> None:
+        """Page-locks the experts in host memory, `stored`, where they are to be copied to the device."""
+        if (self.held or self.streams) and self.device.device.type == "cuda":
+            self._pinned = PinnedMemory(each.data for each in stored)
+            self.streams &= self._pinned.whole
+
+    def end_loading(self) -> None:
+        """Reserves the room for experts of prompts."""
+        tables = (matrices.tables for layer in self.of_file.values() for matrices, _ in layer.parts)
+        if self.streams and self.of_file and all(table is not None for table in tables):
+            self.prompts = PromptExperts(self.of_file, self.device.device)
 
     @property
     def counts(self) -> ExpertCounts:
@@ -160,6 +191,9 @@ class SplitExperts:
     def close(self) -> None:
         """Ends the waiting of the CPU for a device that sends nothing more."""
         self.exchange.stopped.fill_(1)
+        self.prompts = None
+        if self._pinned is not None:
+            self._pinned.release()
 
 
 class LayerExperts:
@@ -178,10 +212,13 @@ class LayerExperts:
 
     def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> CpuExperts:
         assert self._gate_up is not None
-        experts, matrices = self.experts, Matrices(None, down, _on_host(bias))
+        experts = self.experts
+        if experts.held or experts.streams:
+            matrices = Matrices(None, down, _on_host(bias))
+            made = LayerMatrices.of(self._gate_up, matrices, experts.device.device)
+            experts.of_file[self.layer] = made
         if experts.held:
-            first, uses = list(range(experts.held)), experts.uses[self.layer]
-            self.on_device = DeviceExperts.load(self._gate_up, matrices, first, uses)
+            self.on_device = DeviceExperts(made, range(experts.held), experts.uses[self.layer])
             experts.on_device[self.layer] = self.on_device
         return self.experts.host.down_experts(down, _on_host(bias))
 
@@ -193,8 +230,13 @@ class LayerExperts:
         routing: Routing,
         gate_up: CpuExperts,
         activation: Activation = "silu",
-    ) -> SentRows:
+    ) -> SentRows | StreamedRows:
         device, held = self.experts.device, self.on_device
+        prompts = self.experts.prompts
+        if prompts is not None and batch.phase == "prefill" and len(routing.experts) >= STREAMED_ROWS:
+            self._count(routing)
+            weights, down = prompts.weights(self.layer)
+            return StreamedRows(device.experts_glu(batch, x, norm, routing, weights, activation), down)
         rows = stream_of(x) if norm is None else device.normed(x, norm)
         own = None if held is None else held.held
         places = send_rows(rows, routing, batch.positions, own, self.experts.exchange, device.pdl)
@@ -207,16 +249,18 @@ class LayerExperts:
     def experts_add(
         self,
         batch: ForwardBatch,
-        gated: SentRows,
-        routing: Routing,  # noqa: ARG002 (`gated` has it as both sides see it)
+        gated: SentRows | StreamedRows,
+        routing: Routing,
         down: CpuExperts,
         residual: Hidden | None,
-        next_norm: Norm | None = None,  # noqa: ARG002 (the operation that reads the sum begins it)
+        next_norm: Norm | None = None,
         *,
         partial: bool = False,
     ) -> Hidden:
         assert not partial, "ranks exchange rows with their hosts by copies"
         experts, device, held = self.experts, self.experts.device, self.on_device
+        if isinstance(gated, StreamedRows):
+            return device.experts_add(batch, gated.gated, routing, gated.down, residual, next_norm)
         if held is not None:
             assert gated.gated is not None and gated.routing is not None
             total = stream_of(
@@ -228,6 +272,12 @@ class LayerExperts:
             total = stream_of(residual).contiguous()
         experts.compute(gated, down, batch.phase)
         return add_sums(total, experts.exchange, device.pdl)
+
+    def _count(self, routing: Routing) -> None:
+        """Counts uses, as `send_rows` does."""
+        if self.on_device is not None:
+            uses = self.on_device.held.uses
+            uses += torch.bincount(routing.experts.flatten(), minlength=len(uses)).to(torch.int32)
 
 
 def _on_host(bias: Tensor | None) -> Tensor | None:

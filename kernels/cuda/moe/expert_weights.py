@@ -1,7 +1,7 @@
 """The matrices of all experts of a layer, packed one below the other, so that an expert is an offset in tiles."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -64,49 +64,22 @@ class ExpertWeights:
         return bias + sum(part.nbytes for part in self.parts)
 
 
-def put_experts(held: ExpertWeights, places: Sequence[int], experts: ExpertWeights) -> ExpertWeights:
-    """`held` with expert i of `experts` at place `places[i]`, in the same memory.
-
-    Its parts' scale and bound cover the new experts too: they differ from before only where a new expert has larger
-    weights than all so far, and launches captured before must then not run again.
-    """
-    parts = [_put_part(own, new, places, held) for own, new in zip(held.parts, experts.parts, strict=True)]
+def put_experts(held: ExpertWeights, places: Sequence[int], experts: ExpertWeights) -> None:
+    """Copies expert i of `experts` to place `places[i]` of `held`, whose scales and bounds cover it."""
+    for own, new in zip(held.parts, experts.parts, strict=True):
+        if isinstance(own, FloatPart):
+            assert isinstance(new, FloatPart)
+            pairs, rows = [(own.weight, new.weight)], held.part_rows
+        else:
+            assert isinstance(new, PackedPart)
+            planes = zip(own.planes, new.planes, strict=True)
+            pairs = [pair for n, pair in enumerate(planes) if n != 1 or not own.layout.book]
+            rows = held.expert_tiles
+        for number, place in enumerate(places):
+            for target, source in pairs:
+                target[place * rows : (place + 1) * rows] = source[number * rows : (number + 1) * rows]
     if held.bias is not None and experts.bias is not None:
         held.bias[list(places)] = experts.bias
-    return replace(held, parts=tuple(parts))
-
-
-def with_headroom(held: ExpertWeights) -> ExpertWeights:
-    """The same experts, with a scale and a bound that also cover weights of twice the size."""
-    parts = [
-        replace(part, weight_scale=part.weight_scale / 2, norm=2 * part.norm)
-        if isinstance(part, PackedPart)
-        else part
-        for part in held.parts
-    ]
-    return replace(held, parts=tuple(parts))
-
-
-def _put_part(
-    own: PackedPart | FloatPart, new: PackedPart | FloatPart, places: Sequence[int], held: ExpertWeights
-) -> PackedPart | FloatPart:
-    if isinstance(own, FloatPart):
-        assert isinstance(new, FloatPart)
-        pairs, rows = [(own.weight, new.weight)], held.part_rows
-    else:
-        assert isinstance(new, PackedPart)
-        planes = zip(own.planes, new.planes, strict=True)
-        pairs = [pair for n, pair in enumerate(planes) if n != 1 or not own.layout.book]
-        rows = held.expert_tiles
-    for number, place in enumerate(places):
-        for target, source in pairs:
-            target[place * rows : (place + 1) * rows] = source[number * rows : (number + 1) * rows]
-    if isinstance(own, FloatPart) or isinstance(new, FloatPart):
-        return own
-    scale, norm = min(own.weight_scale, new.weight_scale), max(own.norm, new.norm)
-    return (
-        own if (scale, norm) == (own.weight_scale, own.norm) else replace(own, weight_scale=scale, norm=norm)
-    )
 
 
 def pack_experts(

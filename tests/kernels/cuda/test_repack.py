@@ -31,7 +31,9 @@ def emptied(part: PackedPart, device: torch.device) -> PackedPart:
     return replace(part, low=~low, high=high, scales=~scales, supers=~supers)
 
 
-def repacked(part: PackedPart, first: torch.Tensor, second: torch.Tensor | None, name: str, device: torch.device) -> PackedPart:  # fmt: skip
+def repacked(
+    part: PackedPart, first: torch.Tensor, second: torch.Tensor | None, name: str, device: torch.device
+) -> PackedPart:
     """The experts in another order, then in their own: every place is written by another expert before."""
     table = repack_table(FORMATS[name], part.cols)
     assert table is not None
@@ -71,7 +73,9 @@ def test_padding_has_no_value(name: str, rows: int, cols: int, device: torch.dev
     assert isinstance(part, PackedPart)
     made = repacked(part, whole, None, name, device)
     expected = unpack_part(part).dequantize()
-    own = replace(made, **{plane: getattr(made, plane).cpu() for plane in ("low", "high", "scales", "supers")})
+    own = replace(
+        made, **{plane: getattr(made, plane).cpu() for plane in ("low", "high", "scales", "supers")}
+    )
     assert torch.equal(unpack_part(own).dequantize(), expected)
 
 

@@ -6,10 +6,12 @@ import torch
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.moe.held_experts import ExpertCounts, Replacement
 from quengine.kernels.offload import split_experts
 from quengine.kernels.offload.split_experts import SplitExperts
+from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
@@ -31,14 +33,24 @@ def without_dependent_launch(device: torch.device, monkeypatch: pytest.MonkeyPat
 class Split:
     """A decoder on the device with experts in host memory, `held` of each layer on the device."""
 
-    def __init__(self, name: str, kind: str, device: torch.device, held: int) -> None:
-        self.config, self.tensors = model(name, kind)
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        device: torch.device,
+        held: int,
+        tensors: dict[str, QuantTensor] | None = None,
+        streams: bool = False,
+    ) -> None:
+        self.config, made = model(name, kind)
+        self.tensors = tensors or made
         assert self.config.experts is not None
         backend, width = CudaBackend(device), self.config.embedding_length
         layers, used = self.config.block_count, self.config.experts.router.used
         count = self.config.experts.count
-        self.experts = SplitExperts(backend, CpuBackend(2), layers, ROWS, width, used, count, held)
+        self.experts = SplitExperts(backend, CpuBackend(2), layers, ROWS, width, used, count, held, streams)
         self.decoder = Decoder(self.config, self.tensors, backend, 32, 32, self.experts)
+        self.experts.end_loading()
 
     def logits(self, chunks: list[int]) -> torch.Tensor:
         return logits(self.decoder, chunks)
@@ -46,14 +58,12 @@ class Split:
     def exact(self, chunks: list[int]) -> torch.Tensor:
         return logits(Decoder(self.config, self.tensors, ReferenceBackend(keep=True), 32, 32), chunks)
 
-    def replace(self, changes: list[Replacement]) -> bool:
-        """In all layers; whether captured steps are stale then."""
-        stale = []
+    def replace(self, changes: list[Replacement]) -> None:
+        """In all layers."""
         for layer in self.experts.on_device.values():
             layer.begin(changes)
-            stale.append(layer.copy(changes))
+            layer.copy(changes)
             layer.end(changes)
-        return any(stale)
 
 
 def logits(decoder: Decoder, chunks: list[int]) -> torch.Tensor:
@@ -144,13 +154,35 @@ def test_uses_raise_the_share_of_experts_on_the_device(device: torch.device) -> 
     assert nmse(before, split.logits([2])) < 1e-5
 
 
-def test_larger_weights_make_captured_steps_stale(device: torch.device) -> None:
+def test_a_layers_scale_covers_experts_that_are_not_there_yet(device: torch.device) -> None:
     split = Split("dense layer first", "Q8_0", device, 2)
-    (layer,) = split.experts.on_device.values()
-    assert not split.replace([Replacement(0, 0, 2)])
     data = split.tensors["blk.1.ffn_up_exps.weight"].matrices()[3].data
-    scales = data.view(len(data), -1, 34)[:, :, :2].contiguous().view(torch.float16)
-    data.view(len(data), -1, 34)[:, :, :2] = (scales * 64).view(torch.uint8)
-    assert split.replace([Replacement(0, 2, 3)])
-    assert not split.replace([Replacement(0, 3, 2)]), "the scale is kept"
-    assert layer.experts == [2, 1]
+    blocks = data.view(len(data), -1, 34)
+    blocks[:, :, :2] = (blocks[:, :, :2].contiguous().view(torch.float16) * 64).view(torch.uint8)
+    again = Split("dense layer first", "Q8_0", device, 2, split.tensors)
+    (before,), (after,) = (list(each.experts.on_device.values()) for each in (split, again))
+    (part,), (scaled,) = before.gate_up.parts, after.gate_up.parts
+    assert isinstance(part, PackedPart) and isinstance(scaled, PackedPart)
+    assert scaled.weight_scale < part.weight_scale and scaled.norm > part.norm
+    again.replace([Replacement(0, 0, 3)])
+    assert nmse(again.logits([1, 1]), again.exact([1, 1])) < 1e-6
+
+
+@pytest.mark.parametrize(("name", "kind"), [("dense layer first", "Q8_0"), ("biases, clamped", "Q8_0")])
+def test_experts_of_long_prompts_pass_through_the_device(
+    name: str, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of a model that is on the device as a whole; a short prompt's rows go to the CPU."""
+    monkeypatch.setattr(split_experts, "STREAMED_ROWS", 3)
+    split = Split(name, kind, device, 2, streams=True)
+    assert split.experts.prompts is not None
+    whole = Decoder(split.config, split.tensors, CudaBackend(device), 32, 32)
+    sent = split.experts.exchange.sent
+    for _ in range(2):
+        before = int(sent)
+        assert torch.equal(split.logits([4])[:3], logits(whole, [4])[:3])
+        assert int(sent) == before
+    assert nmse(split.logits([2, 2]), split.exact([2, 2])) < 5e-5 and int(sent) > before
+    uses = sum(int(layer.held.uses.sum()) for layer in split.experts.on_device.values())
+    assert uses > 0
+    split.experts.close()
