@@ -88,12 +88,14 @@ class Machine:
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
         if checkpoint.config.encoder is not None:
             return self._encoder_runner(checkpoint, backend, cache)
-        if backend.name == "cuda" and communicator.rank == 0 and (drafts or not self.experts.layers):
+        captures = drafts or not self.experts.layers or communicator.size == 1
+        if backend.name == "cuda" and communicator.rank == 0 and captures:
             self._compile_ahead(checkpoint, ctx_size, pools, chunk_size, drafts)
-        if backend.name == "cpu" and self.progress is not None and communicator.size == 1:
+        on_host = backend.name == "cpu" or (self.experts.layers > 0 and not drafts)
+        if on_host and self.progress is not None and communicator.size == 1:
             from quengine.runners import cpu_kernels
 
-            cpu_kernels.compile_ahead(checkpoint, self.progress)
+            cpu_kernels.compile_ahead(checkpoint, self.progress, experts_alone=backend.name != "cpu")
         experts = ExpertPlacement() if drafts else self.experts
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
             rows = max(config.chunk_size or DEFAULT_CHUNK[device.type], _graph_rows(config, drafts))

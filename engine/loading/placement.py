@@ -177,11 +177,12 @@ def _expert_share(
     """Bytes of the device that the cache leaves to experts in host memory: of those requested, or half of what is left
     beside one sequence of the requested context, or a usable one."""
     placed = experts.holding(config, 1, memory.room)
-    if config.gpu_experts is not None or not placed.held:
+    if config.gpu_experts is not None:
         return placed.device_bytes(placed.held)
     least = config.ctx_size or min(USABLE_CONTEXT, needs.config.context_length)
     beyond = memory.room - needs.nbytes(least, config.cache_type)
-    return max(0, min(beyond // 2, placed.device_bytes(experts.experts)))
+    every = replace(placed, held=experts.experts).shared_bytes if placed.held else 0
+    return max(0, min(beyond // 2, every))
 
 
 def place_experts(

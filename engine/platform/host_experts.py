@@ -29,6 +29,7 @@ class ExpertPlacement:
     sizes: bytes of each layer's experts as stored, on a CUDA device; layers without experts are not there.
     tables: bytes of tables of which steps read single rows, which are in host memory, too.
     experts: of a layer. held: how many experts of each layer in host memory the device holds as well: those used most.
+    streams: the experts of long prompts pass through the device.
     """
 
     layers: int = 0
@@ -36,6 +37,7 @@ class ExpertPlacement:
     tables: int = 0
     experts: int = 0
     held: int = 0
+    streams: bool = False
 
     @classmethod
     def choose(cls, config: EngineConfig, checkpoint: Checkpoint, kind: str) -> "ExpertPlacement":
@@ -72,15 +74,30 @@ class ExpertPlacement:
         of_one = sum(self.host.values()) // max(1, self.experts)
         return (held + 1) * (of_one + of_one // 32) if held else 0
 
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes on the device through which the experts of long prompts pass: one layer's as stored, and repacked."""
+        largest = max(self.host.values(), default=0)
+        return 2 * largest + largest // 32
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes on the device of experts in host memory."""
+        return self.device_bytes(self.held) + (self.stream_bytes if self.streams else 0)
+
     def holding(self, config: EngineConfig, least: int, room: int) -> "ExpertPlacement":
         """With as many experts on the device as requested, or as fit in `room` bytes there; `least`: fewer do not
-        pay, the experts of a row."""
+        pay, the experts of a row. Prompts' experts pass through the device if that leaves half of the room."""
         if not self.host or config.ranks > 1 or config.deterministic or config.backend == "reference":
             return self
-        if config.gpu_experts is not None:
-            return replace(self, held=min(config.gpu_experts, self.experts))
+        requested = config.gpu_experts
+        left = room - self.device_bytes(min(requested or 0, self.experts))
+        streams = self.stream_bytes <= (left if requested is not None else left // 2)
+        if requested is not None:
+            return replace(self, held=min(requested, self.experts), streams=streams)
+        room -= self.stream_bytes if streams else 0
         held = min(self.experts, room // max(1, self.device_bytes(1) // 2) - 1)
-        return replace(self, held=held if held >= least else 0)
+        return replace(self, held=held if held >= least else 0, streams=streams)
 
     def check_host_memory(self, free: int) -> None:
         """Raises CannotRunError where `free` bytes of host memory do not hold what lies there."""
@@ -111,7 +128,7 @@ class ExpertPlacement:
 
         assert experts is not None
         sizes = rows, model.embedding_length, experts.router.used, experts.count
-        return SplitExperts(cast("CudaBackend", device), host, self.layers, *sizes, self.held)
+        return SplitExperts(cast("CudaBackend", device), host, self.layers, *sizes, self.held, self.streams)
 
     def note(self) -> str:
         """A line for the user: which experts are in host memory, as requested."""
