@@ -23,11 +23,14 @@ from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPart
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
 from quengine.kernels.cuda.moe.exchange import add_sums, send_rows
 from quengine.kernels.cuda.vision_rows import expanded_blocks
+from quengine.kernels.cuda.weights.packed import PackedPart, PartBounds, empty_part
+from quengine.kernels.cuda.weights.repack import repack, repack_table
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes
 from quengine.kernels.moe.exchange import Exchange
 from quengine.kernels.moe.held_experts import HeldExperts
 from quengine.kernels.moe.router import Routing
+from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import pools_of_one
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import ModelConfig
@@ -303,6 +306,23 @@ def exchange_steps() -> Iterator[Step]:
             routing = Routing(memory[1], memory[2])
             yield True, partial(send_rows, memory[0], routing, positions, held, exchange, pdl)
         yield True, partial(add_sums, memory[0], exchange, pdl)
+    for name, (rows, cols), paired in product(
+        ("Q4_K", "Q6_K", "MXFP4"), ((768, 2048), (2880, 2880)), (False, True)
+    ):
+        if cols % FORMATS[name].block == 0:
+            yield False, partial(repack_step, name, rows, cols, paired)
+
+
+def repack_step(name: str, rows: int, cols: int, paired: bool) -> None:
+    """Experts that pass through the device."""
+    kind, table = FORMATS[name], repack_table(FORMATS[name], cols)
+    assert table is not None
+    stored = empty(8, rows, kind.row_bytes(cols), dtype=torch.uint8)
+    like = QuantTensor(name, kind, (rows, cols), stored[0])
+    held = 8 * rows * (1 + paired)
+    part = empty_part(like, held, PartBounds(1.0, 1.0), lambda size: empty(size, dtype=torch.uint8), META)
+    assert isinstance(part, PackedPart)
+    repack(part, stored, stored if paired else None, empty(8, dtype=torch.int32), rows, table.to(META))
 
 
 def draft_steps(spec: SyntheticModel) -> Iterator[Step]:
