@@ -15,9 +15,11 @@ from quengine.block_pool import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.moe.host_experts import FollowedExperts
 from quengine.kernels.ranks.communicator import Communicator
 from quengine.kv_cache import KVCache
 from quengine.loading.automatic_drafts import fit_drafts, settle_drafts
+from quengine.loading.expert_uses import write_uses
 from quengine.loading.load_vision import open_vision, projector_path
 from quengine.loading.machine import Machine
 from quengine.loading.open_adapters import open_adapters
@@ -104,6 +106,9 @@ class LoadedModel:
 
     def close(self) -> None:
         """Ends the other ranks, gives up what was captured, and unmaps the files."""
+        experts = self.decoder.host_experts
+        if isinstance(experts, FollowedExperts) and (uses := experts.last_uses) is not None:
+            write_uses(self.path, uses)
         self.runner.release()
         self.checkpoint.close()
         if self.draft_checkpoint is not None:

@@ -19,6 +19,7 @@ from quengine.kernels.moe.host_experts import FollowedExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
+from quengine.loading.expert_uses import read_uses
 from quengine.loading.open_adapters import NONE_OPEN, OpenAdapters
 from quengine.loading.placement import of_rank
 from quengine.memory import gib
@@ -101,7 +102,8 @@ class Machine:
             rows = max(config.chunk_size or DEFAULT_CHUNK[device.type], _graph_rows(config, drafts))
             host = experts.operations(backend, self.threads, checkpoint.config, rows)
             if isinstance(host, FollowedExperts):
-                host.begin_loading(split_tensors(tensors, experts.layers)[0].values())
+                uses = read_uses(checkpoint.path, experts.layers, experts.experts) if experts.held else None
+                host.begin_loading(split_tensors(tensors, experts.layers)[0].values(), uses)
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
             if isinstance(host, FollowedExperts):
                 host.end_loading()

@@ -47,8 +47,15 @@ class PlacedExperts(Protocol):
 class FollowedExperts(PlacedExperts, Protocol):
     """Such experts, of which the host computes its part while a captured step runs on the device."""
 
-    def begin_loading(self, stored: Iterable[QuantTensor]) -> None:
-        """Called before the decoder is made, with the experts in host memory."""
+    @property
+    def last_uses(self) -> list[list[int]] | None:
+        """Uses of each layer's experts, where they are counted."""
+        ...
+
+    def begin_loading(
+        self, stored: Iterable[QuantTensor], uses: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Called before the decoder is made, with the experts in host memory, and `last_uses` of an earlier run."""
         ...
 
     def end_loading(self) -> None:

@@ -50,8 +50,14 @@ class Replacing:
         self._looking = False
         self._due = deque[_Change]()
         self._copied: tuple[_Change, Any] | None = None
-        self._left = torch.zeros_like(self._seen)
+        self._left = uses.to("cpu", copy=True)
+        self._has_looked = False
         self.counts = ExpertCounts()
+
+    @property
+    def last_uses(self) -> list[list[int]] | None:
+        """Uses as of the last look; None before the first."""
+        return self._seen.tolist() if self._has_looked else None
 
     def between_steps(self, rows: int) -> None:
         """Does the next part of the work, without waiting, after `rows` more rows."""
@@ -79,6 +85,7 @@ class Replacing:
         if self._looked is not None and not self._looked.query():
             return
         self._looking = False
+        self._has_looked = True
         self._count()
         for number, layer in self._layers.items():
             changes = replacements(self._seen[number].tolist(), layer.experts)

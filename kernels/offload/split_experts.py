@@ -34,7 +34,7 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.exchange import Exchange
-from quengine.kernels.moe.held_experts import ExpertCounts
+from quengine.kernels.moe.held_experts import ExpertCounts, most_used
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.offload.device_experts import DeviceExperts
 from quengine.kernels.offload.follower import FOLLOWER
@@ -111,8 +111,18 @@ class SplitExperts:
         if self.held:
             self.replacing.between_steps(rows)
 
-    def begin_loading(self, stored: Iterable[QuantTensor]) -> None:
-        """Page-locks the experts in host memory, `stored`, where they are to be copied to the device."""
+    @property
+    def last_uses(self) -> list[list[int]] | None:
+        """Uses of each layer's experts, as of the last look; None: there was none, or the device holds no experts."""
+        return self.replacing.last_uses
+
+    def begin_loading(
+        self, stored: Iterable[QuantTensor], uses: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Page-locks the experts in host memory, `stored`, where they are to be copied to the device, which holds the
+        most used at first. uses: `last_uses` of an earlier run."""
+        if uses is not None:
+            self.uses.copy_(torch.tensor(uses, dtype=torch.int32))
         if (self.held or self.streams) and self.device.device.type == "cuda":
             self._pinned = PinnedMemory(each.data for each in stored)
             self.streams &= self._pinned.whole
@@ -218,7 +228,8 @@ class LayerExperts:
             made = LayerMatrices.of(self._gate_up, matrices, experts.device.device)
             experts.of_file[self.layer] = made
         if experts.held:
-            self.on_device = DeviceExperts(made, range(experts.held), experts.uses[self.layer])
+            uses = experts.uses[self.layer]
+            self.on_device = DeviceExperts(made, most_used(uses.tolist(), experts.held), uses)
             experts.on_device[self.layer] = self.on_device
         return self.experts.host.down_experts(down, _on_host(bias))
 

@@ -41,6 +41,7 @@ class Split:
         held: int,
         tensors: dict[str, QuantTensor] | None = None,
         streams: bool = False,
+        uses: list[list[int]] | None = None,
     ) -> None:
         self.config, made = model(name, kind)
         self.tensors = tensors or made
@@ -49,6 +50,8 @@ class Split:
         layers, used = self.config.block_count, self.config.experts.router.used
         count = self.config.experts.count
         self.experts = SplitExperts(backend, CpuBackend(2), layers, ROWS, width, used, count, held, streams)
+        if device.type == "cpu" or uses is not None:
+            self.experts.begin_loading([], uses)
         self.decoder = Decoder(self.config, self.tensors, backend, 32, 32, self.experts)
         self.experts.end_loading()
 
@@ -152,6 +155,10 @@ def test_uses_raise_the_share_of_experts_on_the_device(device: torch.device) -> 
     assert last.replaced == 2 and held.held.places.tolist()[:2] == [2, 2]
     before = split.logits([1, 1])
     assert nmse(before, split.logits([2])) < 1e-5
+    uses = experts.last_uses
+    assert uses is not None and uses[0] == [0] * 4
+    again = Split("dense layer first", "Q8_0", device, 2, uses=uses)
+    assert [sorted(layer.experts) for layer in again.experts.on_device.values()] == [[2, 3]]
 
 
 def test_a_layers_scale_covers_experts_that_are_not_there_yet(device: torch.device) -> None:
