@@ -140,6 +140,8 @@ class ExpertPlacement:
         note = f"experts of {len(host)} of {len(self.sizes)} layers, {gib(sum(host.values()))}, stay in host memory"
         if not self.held:
             return f"{note} and are computed by the CPU"
+        if self.held == self.experts:
+            return f"{note}, and the GPU has room for all of them: steps are faster without --cpu-moe and --n-cpu-moe"
         return f"{note}; the CPU computes them, but for the {self.held} of each layer used most, which the GPU holds"
 
 

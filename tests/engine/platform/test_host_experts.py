@@ -124,6 +124,11 @@ def test_the_note_says_how_many_the_device_holds() -> None:
         "experts of 2 of 3 layers, 0.0 MiB, stay in host memory; the CPU computes them, but for the 5 of each layer "
         "used most, which the GPU holds"
     )
+    assert (
+        dataclasses.replace(PLACED, held=32)
+        .note()
+        .endswith("steps are faster without --cpu-moe and --n-cpu-moe")
+    )
 
 
 @pytest.mark.parametrize(
