@@ -54,6 +54,11 @@ class Replacing:
         self._has_looked = False
         self.counts = ExpertCounts()
 
+    def begin_with(self, uses: Tensor) -> None:
+        """Sets the uses, before any step."""
+        self._uses.copy_(uses)
+        self._left.copy_(uses)
+
     @property
     def last_uses(self) -> list[list[int]] | None:
         """Uses as of the last look; None before the first."""

@@ -122,7 +122,7 @@ class SplitExperts:
         """Page-locks the experts in host memory, `stored`, where they are to be copied to the device, which holds the
         most used at first. uses: `last_uses` of an earlier run."""
         if uses is not None:
-            self.uses.copy_(torch.tensor(uses, dtype=torch.int32))
+            self.replacing.begin_with(torch.tensor(uses, dtype=torch.int32))
         if (self.held or self.streams) and self.device.device.type == "cuda":
             self._pinned = PinnedMemory(each.data for each in stored)
             self.streams &= self._pinned.whole
@@ -201,6 +201,8 @@ class SplitExperts:
     def close(self) -> None:
         """Ends the waiting of the CPU for a device that sends nothing more."""
         self.exchange.stopped.fill_(1)
+        if self.device.device.type == "cuda":
+            torch.cuda.synchronize(self.device.device)
         self.prompts = None
         if self._pinned is not None:
             self._pinned.release()
