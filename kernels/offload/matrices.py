@@ -154,7 +154,7 @@ class ExpertPlaces:
 
     def _put_bias(self, matrices: Matrices, experts: Sequence[int], places: Tensor) -> None:
         if self.weights.bias is not None and matrices.bias is not None:
-            self.weights.bias[places.long()] = matrices.bias[list(experts)].to(places.device)
+            self.weights.bias[places.long()] = _sent(matrices.bias[list(experts)], places.device)
 
     def load(self, matrices: Matrices, experts: Sequence[int], places: Sequence[int]) -> None:
         """Copies experts of the host to places."""
@@ -162,7 +162,7 @@ class ExpertPlaces:
             put_experts(self.weights, places, matrices.packed(experts, self.device))
             return
         stored = [copied(kind, experts, None, self.device) for kind in matrices.kinds]
-        self.put(matrices, experts, torch.tensor(places, dtype=torch.int32, device=self.device), stored)
+        self.put(matrices, experts, _sent(torch.tensor(places, dtype=torch.int32), self.device), stored)
 
 
 def copied(
@@ -187,6 +187,11 @@ def copied(
         made[first:end].copy_(stored.view(end - first, rows, width), non_blocking=True)
         first = end
     return made
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """Small values on the device, without waiting for what it does."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def _padded_rows(matrix: QuantTensor, paired: bool) -> int:
