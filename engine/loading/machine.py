@@ -103,7 +103,9 @@ class Machine:
             host = experts.operations(backend, self.threads, checkpoint.config, rows)
             if isinstance(host, FollowedExperts):
                 uses = read_uses(checkpoint.path, experts.layers, experts.experts) if experts.held else None
-                host.begin_loading(split_tensors(tensors, experts.layers)[0].values(), uses)
+                # Of the file: those of the loader are handed out once.
+                stored, _ = split_tensors(checkpoint.tensors, experts.layers)
+                host.begin_loading((each for name, each in stored.items() if name != ROW_TABLE), uses)
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
             if isinstance(host, FollowedExperts):
                 host.end_loading()
