@@ -15,7 +15,7 @@ from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.kernels.backend import Backend, LayerState
 from quengine.kernels.lora.adapted import Adapted
 from quengine.kernels.lora.low_rank import Adapters
-from quengine.kernels.moe.host_experts import FollowedExperts
+from quengine.kernels.moe.host_experts import FollowedExperts, PlacedExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
@@ -99,13 +99,7 @@ class Machine:
             cpu_kernels.compile_ahead(checkpoint, self.progress, experts_alone=backend.name != "cpu")
         experts = ExpertPlacement() if drafts else self.experts
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
-            rows = max(config.chunk_size or DEFAULT_CHUNK[device.type], _graph_rows(config, drafts))
-            host = experts.operations(backend, self.threads, checkpoint.config, rows)
-            if isinstance(host, FollowedExperts):
-                uses = read_uses(checkpoint.path, experts.layers, experts.experts) if experts.held else None
-                # Of the file: those of the loader are handed out once.
-                stored, _ = split_tensors(checkpoint.tensors, experts.layers)
-                host.begin_loading((each for name, each in stored.items() if name != ROW_TABLE), uses)
+            host = self._host_experts(experts, checkpoint, backend)
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
             if isinstance(host, FollowedExperts):
                 host.end_loading()
@@ -120,6 +114,22 @@ class Machine:
         if self.experts.layers and not isinstance(host, FollowedExperts):
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
         return _make_runner(config, decoder, cache, drafts, self.takes_images and not drafts)
+
+    def _host_experts(
+        self, experts: ExpertPlacement, checkpoint: Checkpoint, backend: Backend[Any]
+    ) -> PlacedExperts | None:
+        """What computes the experts in host memory, ready for a decoder to load them; None: there are none."""
+        if not experts.layers:
+            return None
+        chunk = self.config.chunk_size or DEFAULT_CHUNK[self.device.type]
+        rows = max(chunk, _graph_rows(self.config, drafts=False))
+        host = experts.operations(backend, self.threads, checkpoint.config, rows)
+        if isinstance(host, FollowedExperts):
+            uses = read_uses(checkpoint.path, experts.layers, experts.experts) if experts.held else None
+            # Of the file: those of the loader are handed out once.
+            stored, _ = split_tensors(checkpoint.tensors, experts.layers)
+            host.begin_loading((each for name, each in stored.items() if name != ROW_TABLE), uses)
+        return host
 
     def _fused(self, eagle: EagleCheckpoint, cache: KVCache, backend: Backend[Any]) -> FusedRows:
         """The part of an EAGLE-3 draft model that its target's steps compute."""

@@ -115,10 +115,8 @@ class ExpertPlacement:
 
     def operations(
         self, device: Backend[Any], threads: int, model: ModelConfig, rows: int
-    ) -> PlacedExperts | None:
-        """What computes the experts in host memory, in steps of up to `rows` rows; None: there are none."""
-        if not self.layers:
-            return None
+    ) -> PlacedExperts:
+        """What computes the experts in host memory, in steps of up to `rows` rows."""
         from quengine.kernels.cpu.backend import CpuBackend
 
         host, experts = CpuBackend(threads), model.experts
