@@ -113,9 +113,7 @@ class ExpertPlacement:
                 f"{gib(free)}; lower --n-cpu-moe, or use a smaller model or a smaller quantization"
             )
 
-    def operations(
-        self, device: Backend[Any], threads: int, model: ModelConfig, rows: int
-    ) -> PlacedExperts:
+    def operations(self, device: Backend[Any], threads: int, model: ModelConfig, rows: int) -> PlacedExperts:
         """What computes the experts in host memory, in steps of up to `rows` rows."""
         from quengine.kernels.cpu.backend import CpuBackend
 
