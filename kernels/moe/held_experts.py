@@ -70,6 +70,13 @@ def replacements(uses: Sequence[int], held: Sequence[int]) -> list[Replacement]:
     ]
 
 
+def asking(uses: Tensor, held: Tensor) -> list[int]:
+    """The layers, by number, in which `replacements` finds some: uses int32 [layers, E], held bool [layers, E]."""
+    most = uses.masked_fill(held, -1).amax(1)
+    least = uses.masked_fill(~held, torch.iinfo(torch.int32).max // 4).amin(1)
+    return (most > _RATIO * least + _MARGIN).nonzero().flatten().tolist()
+
+
 def most_used(uses: Sequence[int], count: int) -> list[int]:
     """The `count` experts that are used most; of equal ones the first."""
     return sorted(range(len(uses)), key=lambda expert: (-uses[expert], expert))[:count]

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quengine.kernels.moe.held_experts import FADING, ExpertCounts, Replacement, replacements
+from quengine.kernels.moe.held_experts import FADING, ExpertCounts, Replacement, asking, replacements
 from quengine.kernels.offload.device_experts import DeviceExperts
 from quengine.kernels.offload.side_stream import SideStream
 
-LOOK_AFTER = 64
-"""Rows of steps after which uses are looked at."""
+LOOK_AFTER, _LOOK_AFTER_ROWS = 64, 512
+"""Steps, or rows of steps, after which uses are looked at."""
 
 _AT_ONCE = 8
 """Experts of a layer that are copied between two steps."""
@@ -45,7 +45,7 @@ class Replacing:
         self._stream = SideStream(uses.device)
         on_gpu = uses.device.type == "cuda"
         self._seen = torch.zeros(uses.shape, dtype=torch.int32, pin_memory=on_gpu)
-        self._rows = 0
+        self._rows = self._steps = 0
         self._looked: Any = None
         self._looking = False
         self._due = deque[_Change]()
@@ -66,19 +66,19 @@ class Replacing:
 
     def between_steps(self, rows: int) -> None:
         """Does the next part of the work, without waiting, after `rows` more rows."""
-        self._rows += rows
+        self._rows, self._steps = self._rows + rows, self._steps + 1
         if self._copied is not None:
             self._end()
         elif self._due:
             self._begin(self._due.popleft())
         elif self._looking:
             self._choose()
-        elif self._rows >= LOOK_AFTER:
+        elif self._steps >= LOOK_AFTER or self._rows >= _LOOK_AFTER_ROWS:
             self._look()
 
     def _look(self) -> None:
         """Copies the uses to the host, and lets them fade."""
-        self._rows, self._looking = 0, True
+        self._rows, self._steps, self._looking = 0, 0, True
         self._seen.copy_(self._uses, non_blocking=True)
         self._uses -= self._uses >> FADING
         if self._uses.device.type == "cuda":
@@ -91,22 +91,25 @@ class Replacing:
             return
         self._looking = False
         self._has_looked = True
-        self._count()
+        held = torch.zeros(self._seen.shape, dtype=torch.bool)
         for number, layer in self._layers.items():
+            held[number, layer.experts] = True
+        self._count(held)
+        for number in asking(self._seen, held):
+            layer = self._layers[number]
             changes = replacements(self._seen[number].tolist(), layer.experts)
             for first in range(0, len(changes), _AT_ONCE):
                 self._due.append(_Change(layer, changes[first : first + _AT_ONCE]))
 
-    def _count(self) -> None:
-        """Counts the uses since the last look."""
-        new, on_device = self._seen - self._left, 0
+    def _count(self, held: Tensor) -> None:
+        """Counts the uses since the last look, and of which experts they were that the device holds."""
+        new = self._seen - self._left
         self._left = self._seen - (self._seen >> FADING)
-        for number, layer in self._layers.items():
-            on_device += int(new[number, layer.experts].sum())
-        counts, held = self.counts, sum(len(layer.experts) for layer in self._layers.values())
+        on_device = int(new[held].sum())
+        counts, there = self.counts, int(held.sum())
         self.counts = ExpertCounts(
-            held,
-            len(self._layers) * self._seen.shape[1] - held,
+            there,
+            len(self._layers) * self._seen.shape[1] - there,
             counts.device_uses + on_device,
             counts.host_uses + int(new.sum()) - on_device,
             counts.replaced,

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from quengine.kernels.moe.held_experts import ExpertCounts, Replacement, most_used, places_of, replacements
+from quengine.kernels.moe.held_experts import (
+    ExpertCounts,
+    Replacement,
+    asking,
+    most_used,
+    places_of,
+    replacements,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +29,10 @@ def test_the_most_used_replace_the_least_used(
     uses: list[int], held: list[int], expected: list[Replacement]
 ) -> None:
     assert replacements(uses, held) == expected
+    mask = torch.zeros(2, len(uses), dtype=torch.bool)
+    mask[1, held] = True
+    asked = asking(torch.tensor([[0] * len(uses), uses], dtype=torch.int32), mask)
+    assert asked == ([1] if expected else [])
 
 
 def test_counts_of_a_router_without_preference_replace_nearly_none() -> None:

@@ -146,7 +146,7 @@ def test_uses_raise_the_share_of_experts_on_the_device(device: torch.device) -> 
     seen = list[ExpertCounts]()
     for _ in range(12):
         split.logits([1, 1, 1, 1])
-        experts.between_steps(64)
+        experts.between_steps(512)
         seen.append(experts.counts)
     first = next(counts for counts in seen if counts.host_uses)
     assert first.hits == 0.0 and first[:2] == (2, 2) and sorted(held.experts) == [2, 3]
