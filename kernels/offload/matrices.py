@@ -177,16 +177,19 @@ def copied(
     made = room[: len(experts) * rows * width].view(shape)
     size, first = rows * width, 0
     while first < len(experts):
-        end = first + 1
-        begin = kind[experts[first]].data
-        while end < len(experts) and kind[experts[end]].data.data_ptr() == begin.data_ptr() + size * (
-            end - first
-        ):
+        begin, end = kind[experts[first]].data, first + 1
+        while end < len(experts) and _follows(begin, kind[experts[end]].data, size * (end - first)):
             end += 1
-        stored = begin if end == first + 1 else begin.as_strided((end - first, rows, width), (size, width, 1))
-        made[first:end].copy_(stored.view(end - first, rows, width), non_blocking=True)
+        stored = begin.as_strided((end - first, rows, width), (size, width, 1))
+        made[first:end].copy_(stored, non_blocking=True)
         first = end
     return made
+
+
+def _follows(first: Tensor, other: Tensor, distance: int) -> bool:
+    """Whether `other` lies in the memory of `first`, `distance` bytes further on."""
+    alike = first.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return alike and other.data_ptr() == first.data_ptr() + distance
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:
