@@ -82,8 +82,10 @@ class EngineConfig:
         mmap: on the CPU, compute from the pages of the mapped file; otherwise from a copy of the weights in huge pages,
             which is a few percent faster but takes time at the start.
         cpu_moe: on a CUDA device, the experts of all layers stay in host memory and are computed by the CPU, for a
-            mixture of experts that does not fit the GPU. Steps are then not captured.
+            mixture of experts that does not fit the GPU.
         n_cpu_moe: the same for the experts of the first N layers.
+        gpu_experts: of each layer whose experts are in host memory, a CUDA device also holds this number of experts,
+            those that are used most; None: as many as fit, or none with `deterministic` or several devices.
         tensor_parallel: how many devices share the model, each a process with its part of every layer
             (docs/tensor-parallel.md). On the CPU they are processes, which share its threads. None: on CUDA
             devices the fewest that hold it, or as many as `devices` names; on the CPU one.
@@ -222,6 +224,17 @@ class EngineConfig:
         Range(0),
         Flag("--n-cpu-moe -ncmoe", "The same for the experts of the first N layers.", RUN_PANEL, "N"),
     ] = 0
+    gpu_experts: Annotated[
+        int | None,
+        Range(0),
+        Flag(
+            "--gpu-experts",
+            "Of layers with experts in host memory, the GPU also holds the N experts that are used most; default: as "
+            "many as fit.",
+            RUN_PANEL,
+            "N",
+        ),
+    ] = None
     tensor_parallel: Annotated[
         int | None,
         Range(1, MOST_RANKS),
@@ -325,6 +338,7 @@ class EngineConfig:
             raise EngineError(f"mmproj {self.mmproj}: no_mmproj leaves images out; give one of them")
         self._check_shares()
         self._check_devices()
+        self._check_gpu_experts()
         if self.draft_tokens is not None and not self.speculates:
             raise EngineError(
                 f"draft_tokens {self.draft_tokens}: nothing drafts; ask for a draft model (--draft-model), look-up "
@@ -369,6 +383,21 @@ class EngineConfig:
     def shares(self) -> tuple[float, ...] | None:
         """The shares of `tensor_split`, as numbers."""
         return None if self.tensor_split is None else tuple(map(float, self.tensor_split.split(",")))
+
+    def _check_gpu_experts(self) -> None:
+        if not self.gpu_experts:
+            return
+        problem = None
+        if not self.places_experts:
+            problem = (
+                "no experts are in host memory, so the GPU has all; request it with --cpu-moe or --n-cpu-moe"
+            )
+        elif self.deterministic:
+            problem = "with --deterministic a row's bits may not follow from where experts are; leave one out"
+        elif self.ranks > 1:
+            problem = f"{self.ranks} devices share the model, of which none holds experts twice; leave it out"
+        if problem is not None:
+            raise EngineError(f"gpu_experts {self.gpu_experts}: {problem}")
 
     def _check_devices(self) -> None:
         if self.devices is None:
@@ -443,6 +472,7 @@ class Configured:
         mmap: bool = True,
         cpu_moe: bool = False,
         n_cpu_moe: int = 0,
+        gpu_experts: int | None = None,
         tensor_parallel: int | None = None,
         expert_parallel: bool = False,
         devices: str | None = None,

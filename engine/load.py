@@ -15,8 +15,11 @@ from quengine.block_pool import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.moe.host_experts import FollowedExperts
+from quengine.kernels.ranks.communicator import Communicator
 from quengine.kv_cache import KVCache
 from quengine.loading.automatic_drafts import fit_drafts, settle_drafts
+from quengine.loading.expert_uses import write_uses
 from quengine.loading.load_vision import open_vision, projector_path
 from quengine.loading.machine import Machine
 from quengine.loading.open_adapters import open_adapters
@@ -25,6 +28,7 @@ from quengine.loading.placement import (
     free_memory,
     of_rank,
     part_of,
+    place_experts,
     rank_count,
     stages_of,
 )
@@ -104,6 +108,9 @@ class LoadedModel:
 
     def close(self) -> None:
         """Ends the other ranks, gives up what was captured, and unmaps the files."""
+        experts = self.decoder.host_experts
+        if isinstance(experts, FollowedExperts) and (uses := experts.last_uses) is not None:
+            write_uses(self.path, uses)
         self.runner.release()
         self.checkpoint.close()
         if self.draft_checkpoint is not None:
@@ -157,6 +164,7 @@ def load_model(
     config, draft, ctx_size, pools, short = fit_drafts(config, part, draft, device, free, experts)
     if stages:
         ctx_size, pools = fit_stages(config, checkpoint, draft, device, stages, ctx_size)
+    experts = place_experts(config, part, draft, device, free, experts, ctx_size, pools)
     layer = draft if draft is not None and draft.config.hidden_width else None
     of_part = adapters.of_part(part)
     made = Machine(config, device, threads, free, progress, experts, layer, vision is not None, of_part)

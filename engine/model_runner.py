@@ -13,6 +13,7 @@ from quengine.errors import EngineError
 from quengine.kernels import sampling
 from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import Phase
+from quengine.kernels.moe.host_experts import FollowedExperts
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
@@ -139,6 +140,8 @@ class ModelRunner:
             self.graphs.release()
         if self.ranks is not None:
             self.ranks.close()
+        if isinstance(self.decoder.host_experts, FollowedExperts):
+            self.decoder.host_experts.close()
         self.graphs = self.device_decoder = None
         del self.decoder, self.cache
 
@@ -158,6 +161,9 @@ class ModelRunner:
         exception that is raised concerns all rows; no sequence has then advanced, and the call may be repeated with
         fewer of them. The block tables cover the rows.
         """
+        if self.decoder.host_experts is not None:
+            rows = sum(len(chunk.ids) for chunk in plan.chunks)
+            self.decoder.host_experts.between_steps(rows or len(plan.sequences))
         if plan.phase == "prefill":
             plan.outcome = self._pooled_or_scored(plan)
             if plan.outcome is not None:

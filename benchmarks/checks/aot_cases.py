@@ -22,11 +22,18 @@ from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
 from quengine.kernels.cuda.lora.backend import AdaptedCuda
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch, add_low_rank
+from quengine.kernels.cuda.moe.exchange import add_sums, send_rows
 from quengine.kernels.cuda.quantize.nearest_entries import nearest_entries
 from quengine.kernels.cuda.vision_rows import expanded_blocks
+from quengine.kernels.cuda.weights.packed import PackedPart, PartBounds, empty_part
+from quengine.kernels.cuda.weights.repack import repack, repack_table
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.lora.change import LowRank
 from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Adapters, Changes
+from quengine.kernels.moe.exchange import Exchange
+from quengine.kernels.moe.held_experts import HeldExperts
+from quengine.kernels.moe.router import Routing
+from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.quantize.entries import EntryBook
 from quengine.kv_cache import KVCache, pools_of_one
 from quengine.models.checkpoint import open_checkpoint
@@ -204,6 +211,7 @@ def _rank_and_draft_cases() -> Iterator[Case]:
     for name in ("mistral-7b", "gemma-4-tiny"):
         yield Case(f"{name}, LoRA adapters", ARCHS, partial(adapted_steps, narrow(PRESETS[name])))
     yield Case("quantizers", ARCHS, quantizer_steps)
+    yield Case("experts in host memory", ARCHS, exchange_steps)
     yield Case("qwen3.5-mtp-tiny, drafts", (80, 90), partial(draft_steps, PRESETS["qwen3.5-mtp-tiny"]))
     yield Case("tiny, drafts of EAGLE-3", (80, 90), partial(eagle_steps, PRESETS["tiny"]))
     yield Case(
@@ -326,6 +334,38 @@ def adapted_steps(spec: SyntheticModel) -> Iterator[Step]:
     cache = KVCache.allocate(plan.config, plan.ctx_size, META, plan.cache_type, plan.pools)
     graphs = CudaGraphs(decoder, cache, plan.slots, plan.prefill_tokens)
     yield from _steps(graphs, Sizes(tuple(key._replace(adapted=True) for key in FEW.keys)))
+
+
+def exchange_steps() -> Iterator[Step]:
+    """Rows sent to the host, some of whose experts the device holds, and the sums that come back."""
+    pdl = has_dependent_launch(META)
+    for rows, width, used in ((1, 2048, 8), (16, 2880, 4), (130, 2048, 6)):
+        memory = empty(rows, width), empty(rows, used, dtype=torch.int32), empty(rows, used)
+        counts, launches = empty(32, dtype=torch.int64), empty(2, dtype=torch.int64)
+        exchange = Exchange(memory[0], memory[0], memory[1], memory[2], counts, launches)
+        experts = empty(64, dtype=torch.int32)
+        positions = empty(rows, dtype=torch.int32)
+        for held in (None, HeldExperts(experts, experts, 16)):
+            routing = Routing(memory[1], memory[2])
+            yield True, partial(send_rows, memory[0], routing, positions, held, exchange, pdl)
+        yield True, partial(add_sums, memory[0], exchange, pdl)
+    for name, (rows, cols), paired in product(
+        ("Q4_K", "Q6_K", "MXFP4"), ((768, 2048), (2880, 2880)), (False, True)
+    ):
+        if cols % FORMATS[name].block == 0:
+            yield False, partial(repack_step, name, rows, cols, paired)
+
+
+def repack_step(name: str, rows: int, cols: int, paired: bool) -> None:
+    """Experts that pass through the device."""
+    kind, table = FORMATS[name], repack_table(FORMATS[name], cols)
+    assert table is not None
+    stored = empty(8, rows, kind.row_bytes(cols), dtype=torch.uint8)
+    like = QuantTensor(name, kind, (rows, cols), stored[0])
+    held = 8 * rows * (1 + paired)
+    part = empty_part(like, held, PartBounds(1.0, 1.0), lambda size: empty(size, dtype=torch.uint8), META)
+    assert isinstance(part, PackedPart)
+    repack(part, stored, stored if paired else None, empty(8, dtype=torch.int32), rows, table.to(META))
 
 
 def draft_steps(spec: SyntheticModel) -> Iterator[Step]:

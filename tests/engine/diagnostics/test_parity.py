@@ -339,6 +339,13 @@ def test_sides_that_do_not_say_which_model_are_an_error(
         parse_sides(a, b, model)
 
 
+def test_a_side_may_have_its_experts_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    on("cpu", monkeypatch)
+    a, b = parse_sides("cpu", "m.gguf@cuda:moe", "m")
+    assert (a.device, a.cpu_moe) == ("cpu", False)
+    assert (b.model, b.device, b.cpu_moe) == ("m.gguf", "cuda", True)
+
+
 def test_the_reference_has_its_own_budget() -> None:
     assert budgets_for("reference", "cpu") == budgets_for("reference", "cuda") == REFERENCE_BUDGETS
     assert budgets_for("cpu", "cuda") == DEVICE_BUDGETS
