@@ -16,7 +16,6 @@ from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.moe.host_experts import FollowedExperts
-from quengine.kernels.ranks.communicator import Communicator
 from quengine.kv_cache import KVCache
 from quengine.loading.automatic_drafts import fit_drafts, settle_drafts
 from quengine.loading.expert_uses import write_uses
