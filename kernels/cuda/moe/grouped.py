@@ -1,6 +1,6 @@
 """The experts of more than one row: rows grouped by expert, two grouped matmuls, and the weighted sum.
 
-Four launches: the grouping with the copy of the rows (two for many rows; on Hopper the one for few rows also norms
+Four launches: the grouping with the copy of the rows (three for many rows; on Hopper the one for few rows also norms
 them), gate and up with their activation, down, and the sum with the residual and the next norm. If gate and up share
 no tiles (matrices of two formats, plain floats, biases before an activation without a clamp), products are stored and
 their gated unit is another launch. gemm/workspace.py has the table of kernels.
