@@ -54,6 +54,16 @@ class Changes:
         return Changes(self.parts, self.a.to(device, dtype), self.b.to(device, dtype))
 
 
+def exact_dtype(changes: Changes) -> torch.dtype:
+    """The smallest type that holds the values as they are: most files have 16 bits of each."""
+    if changes.a.is_meta:
+        return changes.a.dtype
+    for dtype in (torch.float16, torch.bfloat16):
+        if all(torch.equal(values.to(dtype).to(values.dtype), values) for values in (changes.a, changes.b)):
+            return dtype
+    return torch.float32
+
+
 def padded_rank(changes: Iterable[LowRank | None]) -> int:
     """The rank R of `Changes` of these."""
     most = max(len(change.a) for change in changes if change is not None)

@@ -30,7 +30,7 @@ from quengine.kernels.cuda.row_forms import FP16, QUANTIZED, form_of
 from quengine.kernels.cuda.weights.layout import TILE_ROWS
 from quengine.kernels.cuda.weights.row_change import LAUNCH_KINDS, RowChange
 from quengine.kernels.glu import Gating
-from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes
+from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes, exact_dtype
 
 _RANKS = tl.constexpr(RANKS_AT_ONCE)
 _COLUMNS = 64
@@ -59,7 +59,7 @@ class CudaChanges(Changes):
 
     @classmethod
     def of(cls, changes: Changes, device: torch.device) -> "CudaChanges":
-        placed = changes.to(_exact_dtype(changes), device)
+        placed = changes.to(exact_dtype(changes), device)
         tiles, first = list[tuple[int, int, int]](), 0
         for part, rows in enumerate(changes.parts):
             end = first + rows
@@ -83,16 +83,6 @@ class CudaChanges(Changes):
     def of_row(self, scales: Tensor) -> RowChange:
         """For one row, with scales [M, 1] of the adapters."""
         return RowChange(self.a, self.b, self.matrices, scales, self.words, self.launches)
-
-
-def _exact_dtype(changes: Changes) -> torch.dtype:
-    """The smallest type that holds the values as they are: most files have 16 bits of each."""
-    if changes.a.is_meta:
-        return changes.a.dtype
-    for dtype in (torch.float16, torch.bfloat16):
-        if all(torch.equal(values.to(dtype).to(values.dtype), values) for values in (changes.a, changes.b)):
-            return dtype
-    return torch.float32
 
 
 class LowRankScratch:
