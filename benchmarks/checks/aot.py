@@ -56,6 +56,7 @@ UNWRITTEN = frozenset(
 ) | {
     *("norm_ptr", "weight_ptr", "w_ptr", "gate_ptr", "position_ptr", "table_ptr", "k_ptr", "v_ptr"),
     *("conv_ptr", "conv_bias_ptr", "decay_ptr", "skip_ptr", "history_ptr", "memory_ptr"),
+    *("first_weight_ptr", "branch_weight_ptr"),
     *("sink_ptr", "bias_ptr", "known_experts_ptr", "known_positions_ptr", "known_weight_ptr"),
     *(f"rotation.{field}" for field in RotationPointers._fields),
     *(f"cache.{field}" for field in CachePointers._fields),

@@ -16,14 +16,17 @@ from quengine.parallel.wire import (
     Graphs,
     LaunchDecode,
     Message,
+    ObserveInputs,
     PlannedStep,
     Prompts,
     ReadCache,
     SetAdapters,
     WriteCache,
+    WriteSums,
 )
 
 if TYPE_CHECKING:
+    from quengine.parallel.observed_inputs import ObservedInputs
     from quengine.runners.cuda_graphs import CudaGraphs
 
 
@@ -40,6 +43,10 @@ def run(runner: ModelRunner, message: Message) -> None:
             runner.copy_blocks(copies)
         case ChooseExperts(experts):
             _choose(runner, experts)
+        case ObserveInputs(number, on):
+            _observed(runner).observe(number, on)
+        case WriteSums(folder):
+            _observed(runner).write(folder)
         case _:
             _run_graphs(runner, message)
 
@@ -59,6 +66,11 @@ def _compute(runner: ModelRunner, step: PlannedStep) -> None:
             all_logits = step.output == "all logits"
             runner.forward(step.phase, step.rows, all_logits, step.eager, step.given)
             _choose(runner, {})
+
+
+def _observed(runner: ModelRunner) -> "ObservedInputs":
+    assert runner.observed is not None
+    return runner.observed
 
 
 def _graphs(runner: ModelRunner) -> "CudaGraphs":

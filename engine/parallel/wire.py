@@ -100,6 +100,19 @@ class ChooseExperts(_ToRank, frozen=True):
     experts: Mapping[int, Sequence[Sequence[int]]]
 
 
+class ObserveInputs(_ToRank, frozen=True):
+    """`ObservedInputs.observe`."""
+
+    run: str
+    on: bool
+
+
+class WriteSums(_ToRank, frozen=True):
+    """`ObservedInputs.write`: rank 0 reads the files of the folder when all have met."""
+
+    folder: str
+
+
 class LaunchDecode(_ToRank, frozen=True):
     """`CudaGraphs.launch`, on inputs with these changes, by index."""
 
@@ -143,7 +156,9 @@ class CopyBlocks(_ToRank, frozen=True):
     copies: Sequence[BlockCopy]
 
 
-Step: TypeAlias = PlannedStep | ReadCache | WriteCache | CopyBlocks | ChooseExperts
+Step: TypeAlias = (
+    PlannedStep | ReadCache | WriteCache | CopyBlocks | ChooseExperts | ObserveInputs | WriteSums
+)
 Graphs: TypeAlias = LaunchDecode | Configure | SetAdapters | Capture | Prompts
 Message: TypeAlias = Step | Graphs
 

@@ -36,6 +36,7 @@ from quengine.kernels.cpu.gemv.matmul import (
     task_rows,
 )
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
+from quengine.kernels.cpu.moe.exchange import await_rows_launch, sums_ready_launch
 from quengine.kernels.cpu.moe.experts import CpuExperts, down_launches, gate_up_launch, spread_launch
 from quengine.kernels.cpu.moe.groups import GROUP, HEAD, ExpertSlots
 from quengine.kernels.cpu.moe.operations import ExpertRows
@@ -64,6 +65,7 @@ from quengine.kernels.hidden_rows import NOT_DRAFTED
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.mamba2 import Mamba2Spec
+from quengine.kernels.moe.exchange import Exchange
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
@@ -297,6 +299,14 @@ class StepRecorder:
             self._then(launch)
         return y
 
+    def await_rows(self, exchange: Exchange) -> None:
+        """What follows reads the rows that another device sends next."""
+        self._stage([await_rows_launch(exchange)])
+
+    def sums_ready(self, exchange: Exchange) -> None:
+        """Tells the other device that `exchange.sums` are written."""
+        self._then(sums_ready_launch(exchange))
+
     def _spread(self, inputs: Sequence[Tensor], groups: ExpertSlots) -> list[Tensor]:
         """Copies the sources to their places, each distinct one once; returns the kernels' inputs."""
         spread: dict[int, Tensor] = {}
@@ -358,7 +368,7 @@ class StepRecorder:
         cap: float = 0.0,
     ) -> Launch:
         """The stage of attention's KV splits; returns the kernel that combines them to `out` (attention_launches)."""
-        size = part_bytes(visible, queries.shape[1], layer.v.shape[2])
+        size = part_bytes(visible, queries.shape[1], layer.value_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
         splits, combine = attention_launches(queries, layer, visible, scale, out, parts, sinks, cap)
         stage = self._stage([splits])

@@ -2,10 +2,11 @@
 
 A decode layer is five launches: QKV, attention (rotation, cache write, KV splits and their combination, quantization),
 output with the residual, gate and up with their activation and quantization, down with the residual. Output and down
-also begin the norm that reads their sum, and the matmul that reads it ends it; a norm of the product itself, or scales
-of its rows, are one more launch. A mixture of experts takes three launches in place of the last two. A gated delta net
-has one launch in place of attention, in batches two. Where ranks share a model, the launches of output and down sum
-over them, too. The residual stream is fp32. Implements kernels.backend.Backend.
+also begin the norm that reads their sum, and the matmul that reads it ends it; of products that have a norm of their
+own they compute both norms. Scales of a product's rows are one more launch. A mixture of experts takes three launches
+in place of the last two. A gated delta net has one launch in place of attention, in batches two. Where ranks share a
+model, the launches of output and down sum over them, too. The residual stream is fp32. Implements
+kernels.backend.Backend.
 
 The kernels for a row, and so its last bits, depend on the number of rows, unless they are `batch_invariant`: then one
 family of kernels serves every number of rows, and a row's bits follow from its own sequence alone.
@@ -54,6 +55,7 @@ from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantiz
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
+from quengine.kernels.cuda.gemv.matvec_post_norm import matvec_post_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.hidden_rows import hidden_before, joined, keep_hidden
 from quengine.kernels.cuda.latent.latent_attention import LatentOperations
@@ -255,16 +257,19 @@ class CudaBackend:
                 batch, rows, weight, residual, next_norm, post_norm, bias, row_scale, branch
             )
         stream = stream_of(residual)
-        begins = next_norm is not None and isinstance(rows, QuantizedActivations) and can_begin_norm(weight)
-        if post_norm is not None or row_scale is not None or (bias is not None and not begins):
+        if isinstance(rows, QuantizedActivations) and can_begin_norm(weight) and row_scale is None:
+            if post_norm is None and next_norm is not None:
+                return self._matvec_norm(rows, weight, stream, next_norm, bias)
+            if post_norm is not None and bias is None and weight.change is None:
+                scratch = self._quantization_scratch()
+                return matvec_post_norm(rows, weight, stream, post_norm, next_norm, branch, scratch, self.pdl)
+        if post_norm is not None or row_scale is not None or bias is not None:
             product = self._product(batch, rows, weight)
             return self._add_product(product, stream, post_norm, next_norm, bias, row_scale, branch)
-        if next_norm is None or (isinstance(rows, QuantizedActivations) and not begins):
+        if next_norm is None or isinstance(rows, QuantizedActivations):
             return self._matmul(batch, rows, weight, stream)
         if self._norms_in_groups(next_norm, len(stream)):
             return self._matmul(batch, rows, weight, stream)
-        if isinstance(rows, QuantizedActivations):
-            return self._matvec_norm(rows, weight, stream, next_norm, bias)
         return RmsNormed(*matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, exact(batch)))
 
     def gate_up_experts(
@@ -437,7 +442,7 @@ class CudaBackend:
         if isinstance(x, Fp16Operand):
             return x.gather(rows)
         assert not isinstance(x, QuantizedActivations), "nothing is gathered of a single token"
-        return stream_of(x)[rows]
+        return stream_of(x).index_select(0, rows)
 
     def add_to_rows(self, x: Residual, rows: Tensor, values: Tensor) -> Tensor:
         return stream_of(x).index_add_(0, rows, values)

@@ -143,7 +143,7 @@ def matvec_norm(
     room = QuantizationScratch.of(scratch, weight.rows, residual.device)
     geometry, change = matvec_geometry([part], "norm"), weight.change
     programs = triton.cdiv(part.tiles, geometry.tiles)
-    hidden = torch.empty_like(residual)
+    hidden = residual.new_empty(residual.shape)
     squares = torch.empty(1, programs, dtype=torch.float32, device=residual.device)
     out = QuantizedActivations.empty(1, weight.rows, residual.device)
     of_change = RowChangeProgram.of(change, NORM, geometry.warps)

@@ -174,7 +174,7 @@ def matvec_experts_add(
     part, width, device = down.parts[0], down.expert_rows, residual.device
     if residual.shape != (rows, width) or not residual.is_contiguous():
         raise ValueError(f"residual must be contiguous {[rows, width]}, not {list(residual.shape)}")
-    hidden = torch.empty_like(residual)
+    hidden = residual.new_empty(residual.shape)
     if not isinstance(part, PackedPart):
         products = matvec_expert_rows(gated, routing, down, pdl)
         _weigh_rows_kernel[(triton.cdiv(width, 256), rows)](
