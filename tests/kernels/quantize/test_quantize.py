@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quengine.kernels.block_formats import FORMATS, dequantize
+from quengine.kernels.quantize.books import EVEN
 from quengine.kernels.quantize.entries import EntryBook
 from quengine.kernels.quantize.quantize import quantize
 from quengine.models.gguf import open_gguf
@@ -156,6 +157,17 @@ def test_nor_are_those_of_codebooks(name: str) -> None:
         assert (mine.sum(1) <= theirs.sum(1)).all(), key
         if key.startswith("peculiar"):
             assert not mine[:, :2].any() and (mine[0] <= theirs[0] * 1.001 + 1e-11).all()
+
+
+@pytest.mark.parametrize("name", sorted(EVEN))
+def test_zeros_turn_no_other_signs(name: str) -> None:
+    """Of eight weights with an odd number of negative ones a 0 is turned rather than another."""
+    rows = drawn("tails", 12)
+    rows[np.random.default_rng(4).random(rows.shape) < 0.1] = 0
+    values = dequantize(FORMATS[name], torch.from_numpy(ours(name, rows, drawn_importance()))).numpy()
+    eights, theirs = rows.reshape(-1, 8), values.reshape(-1, 8)
+    wrong = (eights * theirs < 0) & (eights == 0).any(1, keepdims=True)
+    assert not wrong.any()
 
 
 def test_ggmls_recorded_errors_are_what_it_gives() -> None:
