@@ -199,6 +199,18 @@ def test_nor_are_those_of_the_older_types_with_an_imatrix(name: str, kind: str) 
     assert (mine * weights).sum() <= (theirs * weights).sum()
 
 
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_1"])
+def test_nor_are_those_of_weights_on_a_grid(name: str) -> None:
+    """Such as of a file in Q4_1 whose weights were written as F16: d and the minimum are near those of the grid."""
+    stored = torch.from_numpy(ours("Q4_1", drawn("uneven")))
+    rows = (10 * dequantize(FORMATS["Q4_1"], stored).half().float()).half().float().numpy()
+    importance = np.exp(1.5 * np.random.default_rng(7).standard_normal(COLUMNS)).astype(np.float32)
+    weights = ggml_weights(name, rows, importance)
+    mine = squares(name, ours(name, rows, importance), rows)
+    theirs = squares(name, ggml_quantize(name, rows, importance), rows)
+    assert (mine * weights).sum() <= (theirs * weights).sum()
+
+
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", *SEARCHED])
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "imatrix"])
 def test_peculiar_rows_stay_finite_and_near(name: str, weighted: bool) -> None:
