@@ -49,6 +49,8 @@ class SyntheticModel:
     shared_kv_layers, layer_input_length: as ModelConfig and LayerInputSizes have them.
     altup_streams, laurel_rank: of alternating updates, where an architecture has them, as AltUpSizes says.
         sparse_layers: layers in front in which one gate in twenty is above its cutoff.
+    router_skew: what multiplies the routers' rows of every tenth expert, so that tokens prefer these; random routers
+        prefer none.
     target_width: of a model that drafts from another one's hidden rows, their values; 0: it does not.
     yarn_factor, yarn_context: of YaRN, and the positions of the context that it extends; a factor of 1: no YaRN.
     """
@@ -96,6 +98,7 @@ class SyntheticModel:
     altup_streams: int = 4
     laurel_rank: int = 64
     sparse_layers: int = 0
+    router_skew: float = 1.0
     target_width: int = 0
 
     def of_layers(self, count: int, preset: str) -> "SyntheticModel":

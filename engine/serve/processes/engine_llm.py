@@ -204,8 +204,12 @@ class LLMEngine:
         scheduler = self._llm.scheduler
         checkpoints = scheduler.blocks.checkpoints if scheduler.blocks.has_states else None
         images = None if self._llm.images is None else self._llm.images.counts
+        placed = self._llm.runner.decoder.host_experts
         return EngineStats(
-            slots, scheduler.cache_used, scheduler.cache_size, checkpoints=checkpoints, images=images
+            *(slots, scheduler.cache_used, scheduler.cache_size),
+            checkpoints=checkpoints,
+            images=images,
+            experts=None if placed is None else placed.counts,
         )
 
     def kill(self) -> None:

@@ -18,17 +18,19 @@ from quengine.kernels.cpu.ir.attention_ir import (
     dot_codes,
     softmax_weights,
 )
+from quengine.kernels.cpu.ir.cache_ir import hadamard_row
 from quengine.kernels.cpu.ir.gate_ir import cap_floats
 from quengine.kernels.cpu.ir.row_ir import dot_float_row, float_at, int64_at, store_f32
 from quengine.kernels.cpu.ir.tile_ir import clear_floats, stack_floats
 from quengine.kernels.cpu.runtime.argument_types import arguments_at
 from quengine.kernels.cpu.runtime.arguments import size_of
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
+from quengine.kernels.kv.cache_types import CACHE_FORMATS, CacheType
 
 
-def kv_split_kernel(q8_0: bool) -> bytes:
+def kv_split_kernel(cache_type: CacheType) -> bytes:
     """Task s * kv_heads + h: the query heads of key/value head h over KV split s, counted over all tokens."""
-    name, access = "F16", "row"
+    name, access, is_coded = "F16", "row", CACHE_FORMATS[cache_type].coded
     visible_at, visible_bytes = arguments_at(VisibleRow), size_of(VisibleRow)
 
     def attend_split(args: SplitArguments, task: int) -> None:
@@ -51,9 +53,9 @@ def kv_split_kernel(q8_0: bool) -> bytes:
                 row, run = block_run(table, start + done, count - done)
                 for position in range(run):
                     key = k + (row + position) * args.k.row_stride
-                    if q8_0:
+                    if is_coded:
                         key_scale = k_scale + (row + position) * args.k.scale_row_stride
-                        dot = dot_codes(key, key_scale, width, q)
+                        dot = dot_codes(cache_type, key, key_scale, width, q)
                     else:
                         dot = dot_float_row(name, access, key, width, q)
                     store_f32(dot * args.scale, scores + 4 * (done + position))
@@ -67,10 +69,12 @@ def kv_split_kernel(q8_0: bool) -> bytes:
             while done < count:
                 row, run = block_run(table, start + done, count - done)
                 weights, rows = scores + 4 * done, v + row * args.v.row_stride
-                if q8_0:
+                if is_coded:
                     stride = args.v.scale_row_stride
                     scales = v_scale + row * stride
-                    add_weighted_codes(weights, run, rows, args.v.row_stride, scales, stride, values, out)
+                    add_weighted_codes(
+                        cache_type, weights, run, rows, args.v.row_stride, scales, stride, values, out
+                    )
                 else:
                     add_weighted_halves(weights, run, rows, args.v.row_stride, values, out)
                 done += run
@@ -87,7 +91,10 @@ def combine_kernel(sinks: bool = False) -> bytes:
         visible = visible_at(args.visible + visible_bytes * (task // heads))
         splits = (visible.count + KV_SPLIT - 1) // KV_SPLIT
         parts = args.parts + (visible.first_split * heads + task % heads) * args.part_bytes
-        combine_parts(parts, splits, heads * args.part_bytes, width, args.out + task * 4 * width)
+        out = args.out + task * 4 * width
+        combine_parts(parts, splits, heads * args.part_bytes, width, out)
+        if args.hadamard:
+            hadamard_row(out, width, args.hadamard)
 
     def combine_splits_and_sink(args: CombineArguments, task: int) -> None:
         width, heads = args.width, args.heads
@@ -96,5 +103,7 @@ def combine_kernel(sinks: bool = False) -> bytes:
         parts = args.parts + (visible.first_split * heads + task % heads) * args.part_bytes
         sink, out = float_at(args.sinks, task % heads), args.out + task * 4 * width
         combine_parts_and_sink(parts, splits, heads * args.part_bytes, width, sink, out)
+        if args.hadamard:
+            hadamard_row(out, width, args.hadamard)
 
     return compile_kernel(combine_splits_and_sink if sinks else combine_splits, CombineArguments)

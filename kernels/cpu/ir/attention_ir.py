@@ -1,12 +1,13 @@
-"""Vector code of decode attention: exponentials, softmax weights, weighted sums, q8_0 rows, block tables."""
+"""Vector code of decode attention: exponentials, softmax weights, weighted sums, rows of codes, block tables."""
 
 from __future__ import annotations
 
 from llvmlite import ir
 from numba import types
 
+from quengine.kernels.cpu.ir.cache_ir import emit_codes
 from quengine.kernels.cpu.ir.vector_code import vector_code
-from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, I64, Emitter, vec
+from quengine.kernels.cpu.ir.vector_ir import F32, I32, I64, Emitter, vec
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
 # exp(r) = 1 + r + r^2 * P(r) for |r| <= ln(2)/2: the minimax polynomial of Cephes' expf (S. Moshier), accurate to one
@@ -106,20 +107,17 @@ def add_weighted_halves(
     e.spans(e.i64(0), width, columns, 32)
 
 
-def _codes(e: Emitter, address: ir.Value, offset: int) -> ir.Value:
-    """Eight int8 codes from memory as fp32 lanes."""
-    return e.to_float(e.widen(e.load(vec(I8, 8), address, offset), I32, True))
-
-
 @vector_code(result=types.float32)
-def dot_codes(e: Emitter, codes: ir.Value, scales: ir.Value, width: ir.Value, x: ir.Value) -> ir.Value:
-    """fp32 dot product of a q8_0 row with fp32 at address x: int8 codes, and an fp16 scale for every 32."""
+def dot_codes(
+    e: Emitter, cache_type: str, codes: ir.Value, scales: ir.Value, width: ir.Value, x: ir.Value
+) -> ir.Value:
+    """fp32 dot product of a row of codes with fp32 at address x: an fp16 scale for every 32."""
 
     def group(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-        here, inputs = e.b.add(codes, i), _lane_address(e, x, i)
-        dot = e.b.fmul(_codes(e, here, 0), e.load(vec(F32, 8), inputs))
+        parts, inputs = emit_codes(e, cache_type, codes, i), _lane_address(e, x, i)
+        dot = e.b.fmul(parts[0], e.load(vec(F32, 8), inputs))
         for k in range(1, 4):
-            dot = e.fma(_codes(e, here, 8 * k), e.load(vec(F32, 8), inputs, 32 * k), dot)
+            dot = e.fma(parts[k], e.load(vec(F32, 8), inputs, 32 * k), dot)
         scale = e.load_halves(1, e.b.add(scales, e.b.udiv(i, e.i64(16))))
         return [e.fma(e.splat_lane(scale, 0, 8), dot, state[0])]
 
@@ -129,6 +127,7 @@ def dot_codes(e: Emitter, codes: ir.Value, scales: ir.Value, width: ir.Value, x:
 @vector_code
 def add_weighted_codes(
     e: Emitter,
+    cache_type: str,
     weights: ir.Value,
     count: ir.Value,
     codes: ir.Value,
@@ -138,20 +137,21 @@ def add_weighted_codes(
     width: ir.Value,
     out: ir.Value,
 ) -> None:
-    """out[d] += sum over i < count of weights[i] * values[i, d], d < width, in order of i, over q8_0 rows.
+    """out[d] += sum over i < count of weights[i] * values[i, d], d < width, in order of i, over rows of codes.
 
-    weights, out: fp32 addresses; codes, scales: addresses of int8 rows `stride` bytes and fp16 rows `scale_stride`
-    bytes apart.
+    weights, out: fp32 addresses; codes, scales: addresses of codes `stride` bytes and fp16 rows `scale_stride` bytes
+    apart.
     """
 
     def group(d: ir.Value) -> None:
-        first, scale = e.b.add(codes, d), e.b.add(scales, e.b.udiv(d, e.i64(16)))
+        scale = e.b.add(scales, e.b.udiv(d, e.i64(16)))
 
         def row(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
             factor = e.load_halves(1, e.b.add(scale, e.b.mul(i, scale_stride)))
             weight = e.b.fmul(e.lane(factor, 0), e.load(F32, _lane_address(e, weights, i)))
-            here, wide = e.b.add(first, e.b.mul(i, stride)), e.splat(weight, 8)
-            return [e.fma(wide, _codes(e, here, 8 * k), state[k]) for k in range(4)]
+            parts = emit_codes(e, cache_type, e.b.add(codes, e.b.mul(i, stride)), d)
+            wide = e.splat(weight, 8)
+            return [e.fma(wide, part, total) for part, total in zip(parts, state, strict=True)]
 
         target = _lane_address(e, out, d)
         before = [e.load(vec(F32, 8), target, 32 * k) for k in range(4)]

@@ -132,7 +132,8 @@ def _experts_add_kernel(
     tl.store(hidden_ptr + row * N + column, hidden, mask=inside)
     if norm_ptr is not None:
         out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
-        begin_norm(hidden, None, row, column, inside, norm_ptr, out, words_ptr, N, P.tiles)
+        block, blocks = tl.program_id(0), tl.num_programs(0)
+        begin_norm(hidden, None, row, column, inside, norm_ptr, out, words_ptr, N, block, blocks, P.tiles)
 
 
 @triton.jit
