@@ -52,6 +52,10 @@ _DEFAULT = SamplingKind(64, bias=False, penalties=False)
 _FIRST = (decode_key(1, _DEFAULT), GraphKey("prefill", PREFILL_ROWS[0], 1))
 """The steps of a first short request; decode's kernels are the slowest to compile."""
 
+_FIRST_PROMPTS = (24, 100, 40, 6)
+"""Lengths of a first prompt, for each number of rows a block that matmuls of up to 128 rows have; a prompt of a size
+that has not been seen twice is not captured, and its launches would wait for one kernel after another."""
+
 
 @dataclass(frozen=True)
 class LayerPlan:
@@ -197,8 +201,8 @@ def compilers() -> int:
 
 
 def compile_stages(*plans: KernelPlan) -> list[Callable[[], None]]:
-    """The stages of compilation: each step of a first short request by itself, then those that draft, then all other
-    steps."""
+    """The stages of compilation: each step of a first short request by itself, then those that draft, then first
+    prompts of other lengths, then all other steps."""
     made, drafts = list[CudaGraphs](), list[DraftGraphs]()
 
     @torch.no_grad()
@@ -219,11 +223,18 @@ def compile_stages(*plans: KernelPlan) -> list[Callable[[], None]]:
             steps.run_ordinary()
 
     @torch.no_grad()
+    def prompts(tokens: int) -> None:
+        for graphs in made:
+            if tokens <= graphs.longest_chunk:
+                graphs.run_prompts([tokens])
+
+    @torch.no_grad()
     def rest() -> None:
         for graphs in made:
             run_all(graphs)
 
-    return [*(partial(first, key) for key in _FIRST), drafting_steps, rest]
+    of_prompts = [partial(prompts, tokens) for tokens in _FIRST_PROMPTS]
+    return [*(partial(first, key) for key in _FIRST), drafting_steps, *of_prompts, rest]
 
 
 def run_all(graphs: CudaGraphs) -> None:
