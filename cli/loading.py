@@ -67,7 +67,7 @@ def load_llm(model: str, config: EngineConfig) -> "LLM":
     progress = ProgressLine()
     progress(f"loading {model}")
     if config.backend != "reference":
-        cuda_start.begin(config.device)
+        cuda_start.begin(config.device, model)
     logger.debug("arguments read")
     with interrupts.at_once():
         from quengine.llm import LLM  # with torch, half a second or more by itself

@@ -8,6 +8,7 @@ from typing import Any
 
 from quengine.config import DEFAULT_CHUNK
 from quengine.errors import CannotRunError
+from quengine.kernels.kv.cache_types import CACHE_TYPES
 from quengine.memory import CacheNeeds, DeviceMemory, choose_context, gib, workspace_bytes
 from quengine.models.architectures import attentions_of, layers_of
 from quengine.models.blocks.encoder import BidirectionalAttention
@@ -182,8 +183,9 @@ def _device_lines(summary: ModelSummary, devices: list[dict[str, Any]]) -> list[
     needs = CacheNeeds(config, DEFAULT_CHUNK["cpu"])
     cache = needs.cache_bytes(config.context_length)
     smaller = ""
-    if needs.can_store("q8_0"):
-        smaller = f" ({gib(needs.cache_bytes(1024, 'q8_0'))} with --cache-type q8_0)"
+    if smallest := [t for t in CACHE_TYPES if t != "f16" and needs.can_store(t)]:
+        sizes = (f"{gib(needs.cache_bytes(1024, t))} with --cache-type {t}" for t in smallest)
+        smaller = f" ({', '.join(sizes)})"
     lines = [
         f"memory        weights {gib(summary.weight_bytes)} + KV cache {gib(cache)} (fp16, "
         f"{config.context_length} tokens) = {gib(summary.weight_bytes + cache)}; "

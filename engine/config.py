@@ -55,7 +55,8 @@ class EngineConfig:
         chunk_size: maximum number of prompt tokens per step; None: what suits the device.
         reuse_prefix: keep the blocks of finished requests for prompts with the same beginning (prefix cache). Always on
             if `parallel` is more than 1.
-        cache_type: data type of the KV cache, "f16" or "q8_0" (17/32 of the memory, rounded to 8 bits).
+        cache_type: data type of the KV cache, "f16", "q8_0" (17/32 of the memory, rounded to 8 bits) or
+            "q4_0" (9/32, rounded to 4 bits after a Hadamard transform).
         deterministic: the logits of a sequence are bit-identical, however its prompt was split into chunks and whatever
             was computed before or beside it. The cost: generated tokens are not reused as a prefix of later prompts,
             nor recomputed in chunks after a sequence was preempted. The CPU always computes like this; a GPU then
@@ -81,8 +82,10 @@ class EngineConfig:
         mmap: on the CPU, compute from the pages of the mapped file; otherwise from a copy of the weights in huge pages,
             which is a few percent faster but takes time at the start.
         cpu_moe: on a CUDA device, the experts of all layers stay in host memory and are computed by the CPU, for a
-            mixture of experts that does not fit the GPU. Steps are then not captured.
+            mixture of experts that does not fit the GPU.
         n_cpu_moe: the same for the experts of the first N layers.
+        gpu_experts: of each layer whose experts are in host memory, a CUDA device also holds this number of experts,
+            those that are used most; None: as many as fit, or none with `deterministic` or several devices.
         tensor_parallel: how many devices share the model, each a process with its part of every layer
             (docs/tensor-parallel.md). On the CPU they are processes, which share its threads. None: on CUDA
             devices the fewest that hold it, or as many as `devices` names; on the CPU one.
@@ -140,7 +143,10 @@ class EngineConfig:
     ] = None
     reuse_prefix: bool = False
     cache_type: Annotated[
-        CacheType, Flag("--cache-type", "Keys and values as f16 or q8_0 (half the memory).", RUN_PANEL)
+        CacheType,
+        Flag(
+            "--cache-type", "Keys and values as f16, q8_0 (half the memory) or q4_0 (a quarter).", RUN_PANEL
+        ),
     ] = "f16"
     deterministic: Annotated[
         bool, Flag("--deterministic", "The same bits for every chunk size, history and batch.", RUN_PANEL)
@@ -218,6 +224,17 @@ class EngineConfig:
         Range(0),
         Flag("--n-cpu-moe -ncmoe", "The same for the experts of the first N layers.", RUN_PANEL, "N"),
     ] = 0
+    gpu_experts: Annotated[
+        int | None,
+        Range(0),
+        Flag(
+            "--gpu-experts",
+            "Of layers with experts in host memory, the GPU also holds the N experts that are used most; default: as "
+            "many as fit.",
+            RUN_PANEL,
+            "N",
+        ),
+    ] = None
     tensor_parallel: Annotated[
         int | None,
         Range(1, MOST_RANKS),
@@ -311,7 +328,7 @@ class EngineConfig:
         if self.backend not in ("auto", "reference"):
             raise EngineError(f"backend {self.backend!r}: must be auto or reference")
         if self.cache_type not in CACHE_TYPES:
-            raise EngineError(f"cache type {self.cache_type!r}: must be {' or '.join(CACHE_TYPES)}")
+            raise EngineError(f"cache type {self.cache_type!r}: must be one of {', '.join(CACHE_TYPES)}")
         check_ranges(self, "{name} {value}")
         given = (self.lora,) if isinstance(self.lora, str | Path) else self.lora
         if not isinstance(given, list | tuple) or not all(isinstance(each, str | Path) for each in given):
@@ -321,6 +338,7 @@ class EngineConfig:
             raise EngineError(f"mmproj {self.mmproj}: no_mmproj leaves images out; give one of them")
         self._check_shares()
         self._check_devices()
+        self._check_gpu_experts()
         if self.draft_tokens is not None and not self.speculates:
             raise EngineError(
                 f"draft_tokens {self.draft_tokens}: nothing drafts; ask for a draft model (--draft-model), look-up "
@@ -365,6 +383,21 @@ class EngineConfig:
     def shares(self) -> tuple[float, ...] | None:
         """The shares of `tensor_split`, as numbers."""
         return None if self.tensor_split is None else tuple(map(float, self.tensor_split.split(",")))
+
+    def _check_gpu_experts(self) -> None:
+        if not self.gpu_experts:
+            return
+        problem = None
+        if not self.places_experts:
+            problem = (
+                "no experts are in host memory, so the GPU has all; request it with --cpu-moe or --n-cpu-moe"
+            )
+        elif self.deterministic:
+            problem = "with --deterministic a row's bits may not follow from where experts are; leave one out"
+        elif self.ranks > 1:
+            problem = f"{self.ranks} devices share the model, of which none holds experts twice; leave it out"
+        if problem is not None:
+            raise EngineError(f"gpu_experts {self.gpu_experts}: {problem}")
 
     def _check_devices(self) -> None:
         if self.devices is None:
@@ -439,6 +472,7 @@ class Configured:
         mmap: bool = True,
         cpu_moe: bool = False,
         n_cpu_moe: int = 0,
+        gpu_experts: int | None = None,
         tensor_parallel: int | None = None,
         expert_parallel: bool = False,
         devices: str | None = None,

@@ -29,6 +29,7 @@ from quengine.config import (
 )
 from quengine.engine_lock import EngineLock
 from quengine.errors import EngineError
+from quengine.kernels.compile_clock import moment
 from quengine.kernels.cpu.runtime.threads import dismiss_threads
 from quengine.load import load_model
 from quengine.memory import attended_bytes
@@ -599,11 +600,11 @@ class LLM(Configured):
         self.scheduler.commit(step)
         if self.speculation is not None:
             self.speculation.committed(step)
-        texts = list[tuple[Sequence, str]]()
+        texts, now = list[tuple[Sequence, str]](), moment()
         for sequence, result in results:
             text = ""
             if isinstance(result, Sample):
-                text = sequence.advance(result)
+                text = sequence.advance(result, now)
             elif isinstance(result, Verified) and self.speculation is not None:
                 text = self.speculation.take(sequence, result)
             elif sequence.pooled and not sequence.finished:

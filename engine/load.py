@@ -15,9 +15,10 @@ from quengine.block_pool import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.kernels.ranks.communicator import Communicator
+from quengine.kernels.moe.host_experts import FollowedExperts
 from quengine.kv_cache import KVCache
 from quengine.loading.automatic_drafts import fit_drafts, settle_drafts
+from quengine.loading.expert_uses import write_uses
 from quengine.loading.load_vision import open_vision, projector_path
 from quengine.loading.machine import Machine
 from quengine.loading.open_adapters import open_adapters
@@ -26,6 +27,7 @@ from quengine.loading.placement import (
     free_memory,
     of_rank,
     part_of,
+    place_experts,
     rank_count,
     stages_of,
 )
@@ -37,6 +39,7 @@ from quengine.models.decoder import Decoder
 from quengine.models.hub.hub import resolve_model
 from quengine.models.tensor_split import Rank
 from quengine.models.tokenizer import Tokenizer
+from quengine.platform import early_compiler
 from quengine.platform.device import choose_device, device_name, on_device
 from quengine.platform.host_experts import ExpertPlacement
 from quengine.platform.machine import available_memory, thread_count
@@ -46,6 +49,7 @@ from quengine.speculative.draft_model import DraftModel
 from quengine.speculative.load_draft import check_generates, check_shared, open_draft
 
 if TYPE_CHECKING:
+    from quengine.parallel.communicator import RankCommunicator
     from quengine.parallel.group import RankGroup
     from quengine.parallel.wire import RankPlan
 
@@ -103,6 +107,9 @@ class LoadedModel:
 
     def close(self) -> None:
         """Ends the other ranks, gives up what was captured, and unmaps the files."""
+        experts = self.decoder.host_experts
+        if isinstance(experts, FollowedExperts) and (uses := experts.last_uses) is not None:
+            write_uses(self.path, uses)
         self.runner.release()
         self.checkpoint.close()
         if self.draft_checkpoint is not None:
@@ -156,14 +163,17 @@ def load_model(
     config, draft, ctx_size, pools, short = fit_drafts(config, part, draft, device, free, experts)
     if stages:
         ctx_size, pools = fit_stages(config, checkpoint, draft, device, stages, ctx_size)
+    experts = place_experts(config, part, draft, device, free, experts, ctx_size, pools)
     layer = draft if draft is not None and draft.config.hidden_width else None
-    made = Machine(config, device, threads, free, progress, experts, layer, vision is not None, adapters)
+    of_part = adapters.of_part(part)
+    made = Machine(config, device, threads, free, progress, experts, layer, vision is not None, of_part)
     with on_device(device):
         shared = part is not checkpoint
         runner = made.ranks(path, part, ctx_size, pools) if shared else made.runner(part, ctx_size, pools)
         drafts, of_drafts = made.drafts_beside(runner, draft, pools)
     notes = [*checkpoint.notes, *why, *_notes(config, checkpoint, part, runner, experts)]
     notes += [*short, *of_drafts, *sees, *adapters.notes]
+    early_compiler.end(device.type == "cuda")
     load_s = time.perf_counter() - began
     in_vain = experts.note() if config.places_experts and not experts.layers else None
     for note in notes:
@@ -187,18 +197,24 @@ def _in_thread(make: Callable[[], T]) -> Future[T]:
     return made
 
 
-def load_rank(plan: "RankPlan", communicator: Communicator) -> ModelRunner:
+def load_rank(plan: "RankPlan", communicator: "RankCommunicator") -> ModelRunner:
     """Loads the part of the model of a rank other than rank 0, with its cache. Raises as `load_model` does."""
+    from quengine.parallel.observed_inputs import ObservedInputs
+
     config = EngineConfig(**plan.options)
     device, _ = choose_device(config)
     stage = Stage(plan.number, plan.bounds) if plan.bounds else None
-    part = part_of(open_checkpoint(Path(plan.model)), stage or plan.rank)
+    whole = open_checkpoint(Path(plan.model))
+    part = part_of(whole, stage or plan.rank)
+    adapters = open_adapters(config, whole).of_part(part)
     torch.set_num_threads(plan.threads)
     experts = ExpertPlacement.choose(config, part, device.type)
     takes_images = bool(plan.options["mmproj"])
     free = free_memory(device, plan.count)
-    made = Machine(config, device, plan.threads, free, None, experts, takes_images=takes_images)
-    return made.runner(part, plan.ctx_size, plan.pools, communicator)
+    made = Machine(config, device, plan.threads, free, None, experts, None, takes_images, adapters)
+    runner = made.runner(part, plan.ctx_size, plan.pools, communicator)
+    runner.observed = ObservedInputs(runner.decoder, part.tensors, plan.ctx_size, communicator)
+    return runner
 
 
 def _log_checkpoint(what: str, checkpoint: Checkpoint) -> None:

@@ -10,13 +10,13 @@ from operator import mul
 from quengine.block_pool import CachePool
 from quengine.config import MOST_DRAFT_TOKENS
 from quengine.errors import CannotRunError, EngineError
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType, can_store
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, can_store
 from quengine.kernels.moe.grouping import default_block, most_blocks
 from quengine.models.architectures import attentions_of, layers_of
 from quengine.models.blocks.block import PagedKV, SlotState, State
 from quengine.models.blocks.experts import ExpertConfig
 from quengine.models.blocks.gated_delta import GatedDeltaSizes
-from quengine.models.blocks.latent_attention import LatentSizes
+from quengine.models.blocks.latent_attention import LatentAttention, LatentSizes
 from quengine.models.config import AltUpSizes, CacheGroup, ModelConfig
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
@@ -186,7 +186,11 @@ class CacheNeeds:
 
     def can_store(self, cache_type: CacheType) -> bool:
         models = (config for config in (self.config, self.draft) if config is not None)
-        return all(can_store(cache_type, a.head_dim) for config in models for a in attentions_of(config))
+        return all(
+            can_store(cache_type, a.head_dim, isinstance(a, LatentAttention))
+            for config in models
+            for a in attentions_of(config)
+        )
 
 
 @dataclass(frozen=True)
@@ -526,12 +530,14 @@ def _ways(
 ) -> list[str]:
     """What would let the run start: shorter context, smaller cache type, no draft model, experts on the host."""
     ways = [f"-c {fitting}"] if fitting >= CONTEXT_STEP else []
-    if cache_type == "f16" and needs.can_store("q8_0"):
-        smaller = needs.fitting(memory.room, wanted, "q8_0")
-        if needs.nbytes(wanted, "q8_0") <= memory.room:
-            ways.append("--cache-type q8_0")
-        elif smaller >= CONTEXT_STEP:
-            ways.append(f"--cache-type q8_0 -c {smaller}")
+    for smaller in CACHE_TYPES[CACHE_TYPES.index(cache_type) + 1 :]:
+        if not needs.can_store(smaller):
+            continue
+        if needs.nbytes(wanted, smaller) <= memory.room:
+            ways.append(f"--cache-type {smaller}")
+            break
+        if (shorter := needs.fitting(memory.room, wanted, smaller)) >= CONTEXT_STEP:
+            ways.append(f"--cache-type {smaller} -c {shorter}")
     ways += _ways_with_fewer_states(needs, memory, wanted, fitting, cache_type)
     if needs.draft is not None:
         own = needs.draft.is_draft_layer and needs.draft.eagle is None

@@ -13,6 +13,7 @@ from quengine.errors import EngineError
 from quengine.kernels import sampling
 from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import Phase
+from quengine.kernels.moe.host_experts import FollowedExperts
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
@@ -41,6 +42,7 @@ from quengine.step_plan import (
 
 if TYPE_CHECKING:
     from quengine.parallel.group import RankGroup
+    from quengine.parallel.observed_inputs import ObservedInputs
     from quengine.runners.device_decode import DeviceDecoder
 
 _NAMES: dict[Phase, str] = {"prefill": "prefill", "decode": "decode step"}
@@ -93,7 +95,8 @@ class StepGraphs(Protocol):
 class ModelRunner:
     """Runs a decoder over its cache.
 
-    `ranks`: the group of which this runner is rank 0; None on the other ranks, and without ranks. `adapters`: the
+    `ranks`: the group of which this runner is rank 0; None on the other ranks, and without ranks. `observed`: on these
+        other ranks, what their matrices read. `adapters`: the
     scales of LoRA adapters for rows of no sequence (`logits`).
 
     Args:
@@ -120,6 +123,7 @@ class ModelRunner:
         self.choose = choose
         self.packs_prompts = packs_prompts
         self.ranks: RankGroup | None = None
+        self.observed: ObservedInputs | None = None
         self.adapters: Scales | None = None
         self._has_states = any(pool.is_state for pool in cache.pools)
 
@@ -136,6 +140,8 @@ class ModelRunner:
             self.graphs.release()
         if self.ranks is not None:
             self.ranks.close()
+        if isinstance(self.decoder.host_experts, FollowedExperts):
+            self.decoder.host_experts.close()
         self.graphs = self.device_decoder = None
         del self.decoder, self.cache
 
@@ -155,6 +161,9 @@ class ModelRunner:
         exception that is raised concerns all rows; no sequence has then advanced, and the call may be repeated with
         fewer of them. The block tables cover the rows.
         """
+        if self.decoder.host_experts is not None:
+            rows = sum(len(chunk.ids) for chunk in plan.chunks)
+            self.decoder.host_experts.between_steps(rows or len(plan.sequences))
         if plan.phase == "prefill":
             plan.outcome = self._pooled_or_scored(plan)
             if plan.outcome is not None:

@@ -185,16 +185,19 @@ class Scheduler:
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
         if plan.phase == "decode":
+            has_states = self.blocks.has_states
             for sequence, slot, drafted in zip(plan.sequences, plan.slots, plan.drafted, strict=True):
                 if sequence.slot is not slot or sequence.finished:
                     continue
                 slot.launched -= 1
-                slot.drafted -= drafted
                 slot.waits = False
-                if self.blocks.has_states and not sequence.draft:  # else Speculation.take sets it
+                if drafted:
+                    slot.drafted -= drafted
+                if has_states and not sequence.draft:  # else Speculation.take sets it
                     sequence.replay = 0
-                if (sequence.num_cached_tokens + 1) % BLOCK_SIZE:
-                    sequence.num_cached_tokens += 1
+                cached = sequence.num_cached_tokens + 1
+                if cached % BLOCK_SIZE:
+                    sequence.num_cached_tokens = cached
                 else:  # a block is full
                     self._cached(sequence, 1)
             return
@@ -448,16 +451,33 @@ class Scheduler:
         ahead: steps are in flight. The step is then of all sequences whose inputs the device has or gets; None if one
         of them has no blocks for it, or there are too many rows.
         """
-        known = [each for each in self.decoding if not ahead or self._is_known(each)]
-        ready = [each for each in known if self._has_reach(each)]
-        if ahead and (len(ready) < len(known) or self._is_too_large(ready)):
+        ready = list[Sequence]()
+        usual = ahead and self._keeps_all and self.holds_back is None
+        for sequence in self.decoding:
+            slot = sequence.slot
+            after = sequence.num_cached_tokens + slot.launched + 1
+            # Nearly always all of this holds, and in steps of many sequences two calls for each take the host long.
+            if usual and slot.launched and not (slot.waits or slot.drafted) and after < slot.end:
+                if len(sequence.block_tables[0]) * BLOCK_SIZE >= after or self._has_room(sequence, after):
+                    ready.append(sequence)
+                    continue
+                return None
+            if ahead and not self._is_known(sequence):
+                continue
+            if self._has_reach(sequence):
+                ready.append(sequence)
+            elif ahead:
+                return None
+        if ahead and self._is_too_large(ready):
             return None
         return StepPlan.decode(ready) if ready else None
 
     def _is_too_large(self, sequences: Seq[Sequence]) -> bool:
         """Whether a decode step of these sequences has more rows than one that is launched ahead may have."""
         most = self._most_ahead
-        return most is not None and sum(1 + sequence.replay for sequence in sequences) > most
+        if most is None or not self.blocks.has_states:
+            return most is not None and len(sequences) > most
+        return sum(1 + sequence.replay for sequence in sequences) > most
 
     def _has_reach(self, sequence: Sequence) -> bool:
         """Whether a sequence has, or gets, blocks for the next token that is to be computed."""

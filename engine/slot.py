@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from quengine.runners.graph_keys import SamplingKind
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Slot:
     """The place of a sequence in the tables of a device, from its admission to its release; a new one after preemption.
 
@@ -38,6 +38,7 @@ class Slot:
     kind: "SamplingKind | None" = None
     wanted: "SamplingKind | None" = None
     adapted: bool = False
+    row: tuple[int, int, int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.row = (self.index, self.index, -1, 0)

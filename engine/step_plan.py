@@ -186,7 +186,7 @@ class StepPlan:
             width = 2 * max(self.drafted) + 1
             return [verified(tokens[number * width :][:width]) for number in range(len(self.sequences))]
         if self.sampled is None:
-            return [Sample(token) if token >= 0 else NO_CHOICE for token in tokens[: len(self.sequences)]]
+            return [*map(_SAMPLES.__getitem__, tokens[: len(self.sequences)])]
         found = list[Result]()
         for sequence, slot, row in zip(self.sequences, self.slots, self.sampled, strict=True):
             result: Result = None
@@ -222,6 +222,17 @@ def given_rows(images: PromptImages | None, ids: Seq[int], start: int, first: in
     spans = [(first + low, first + high, before) for low, high, before in runs]
     places = () if images is None else images.places(start, start + len(ids))
     return GivenRows(numbers, joined(values), spans, places) if values else TOKENS_ALONE
+
+
+class _Samples(dict[int, Result]):
+    """The result that each token of a device stands for, made once: steps of many sequences take one of each."""
+
+    def __missing__(self, token: int) -> Result:
+        self[token] = found = Sample(token) if token >= 0 else NO_CHOICE
+        return found
+
+
+_SAMPLES = _Samples()
 
 
 def _after_draft(

@@ -19,9 +19,9 @@ def causal_mask_band(
     column: the band is a view of one line, with both strides 1, and 2048 rows over 32768 positions take 36 KiB. Built
     once per model, on its device.
     """
-    distance = context + chunk - 1 - torch.arange(context + 2 * chunk - 1, device=device)
+    distance = torch.arange(context + chunk - 1, -chunk, -1)
     visible = distance >= 0
-    line = visible if window is None else visible & (distance < window)
+    line = (visible if window is None else visible & (distance < window)).to(device)
     return line.as_strided((chunk, context + chunk), (1, 1))
 
 

@@ -17,7 +17,7 @@ from quengine.kernels.encoder_attention import EncoderAttentionSpec
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
 from quengine.kernels.glu import Activation, Gating
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_FORMATS, CacheFormat, CacheType
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.mamba2 import Mamba2Spec
@@ -36,20 +36,41 @@ it on.
 """
 
 
+_CACHE_TYPES: dict[torch.dtype, CacheType] = {torch.float16: "f16", torch.int8: "q8_0", torch.uint8: "q4_0"}
+
+
 @dataclass(frozen=True)
 class KVLayer:
     """One layer's KV cache, written in place.
 
-    `k`, `v`: [rows, kv_heads, head_dim], BLOCK_SIZE rows per block, fp16, or int8 codes with `k_scale`, `v_scale`
-    [rows, kv_heads, head_dim / 32] fp16 (q8_0, see kernels/kv/kv_q8_0.py). Strides are arbitrary; in memory each
-    head's positions are adjacent. Of a latent attention `v` and `v_scale` are `k` and `k_scale` themselves: its values
-    are the first elements of its keys (kernels/latent_attention.py).
+    `k`, `v`: [rows, kv_heads, head_dim], BLOCK_SIZE rows per block, fp16, or codes with `k_scale`, `v_scale` [rows,
+    kv_heads, head_dim / 32] fp16 (kernels/kv/kv_codes.py): int8 in q8_0, in q4_0 uint8 [rows, kv_heads, head_dim / 2].
+    Strides are arbitrary; in memory each head's positions are adjacent. Of a latent attention `v` and `v_scale` are `k`
+    and `k_scale` themselves: its values are the first elements of its keys (kernels/latent_attention.py).
     """
 
     k: Tensor
     v: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+    @property
+    def cache_type(self) -> CacheType:
+        return _CACHE_TYPES[self.k.dtype]
+
+    @property
+    def format(self) -> CacheFormat:
+        return CACHE_FORMATS[self.cache_type]
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a key."""
+        return self.k.shape[2] * (2 if self.format.bits == 4 else 1)
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value."""
+        return self.v.shape[2] * (2 if self.format.bits == 4 else 1)
 
     @property
     def tensors(self) -> list[Tensor]:

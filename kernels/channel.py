@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 T = TypeVar("T")
+U = TypeVar("U")
 T_co = TypeVar("T_co", covariant=True)
 
 _LENGTH_BYTES = 8
@@ -44,6 +45,10 @@ class Channel(Generic[T]):
 
     def __init__(self, end: socket.socket, decoder: MessageDecoder[T]) -> None:
         self._socket, self._decoder = end, decoder
+
+    def decoding(self, decoder: "MessageDecoder[U]") -> "Channel[U]":
+        """The same end, which receives other messages."""
+        return Channel(self._socket, decoder)
 
     def send(self, message: object) -> None:
         """Send a message as MessagePack. Raises OSError where the other end is closed; as `encode`, with nothing sent,

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
+from typing import NamedTuple
 
 _lock = Lock()
 _seconds = 0.0
@@ -12,6 +13,17 @@ _seconds = 0.0
 def seconds() -> float:
     """Seconds of compilation since the process started."""
     return _seconds
+
+
+class Moment(NamedTuple):
+    """`time.perf_counter` now, and how much of the time until then was compilation."""
+
+    now: float
+    compiled: float
+
+
+def moment() -> Moment:
+    return Moment(time.perf_counter(), seconds())
 
 
 @contextmanager

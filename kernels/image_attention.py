@@ -11,6 +11,7 @@ from torch import Tensor
 from quengine.kernels.attention import attention
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.hadamard import hadamard
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
 
 
@@ -24,7 +25,7 @@ def attend_within_images(
 ) -> Tensor:
     """`out` [T, heads * head_dim] with the rows of `batch.embeds.spans` written over it.
 
-    q: the rotated queries [T, heads, head_dim] of a prefill step, whose keys and values are in the cache. A row sees
+    q: of `rope_store`, [T, heads, head_dim], of a prefill step, whose keys and values are in the cache. A row sees
     what causal attention sees, within the layer's window, and all rows of its run.
     """
     spans = spans_of(batch, spec)
@@ -43,5 +44,6 @@ def attend_within_images(
                 found = attention(
                     q[first:end], k, v, seen | (keys >= run), spec.scale, spec.sinks, spec.softcap
                 )
+                found = hadamard(found) if layer.format.hadamard else found
                 out[first:end] = found.reshape(end - first, -1).to(out.dtype)
     return out

@@ -21,6 +21,7 @@ from quengine.kernels.encoder_attention import EncoderAttentionSpec, encoder_att
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 from quengine.kernels.glu import Activation, Gating, glu
+from quengine.kernels.hadamard import hadamard
 from quengine.kernels.hidden_rows import keep_rows, rows_before, spread_logits
 from quengine.kernels.image_attention import attend_within_images
 from quengine.kernels.kv.kv_rows import read_rows, slot_mapping
@@ -291,7 +292,7 @@ class ReferenceBackend(PlainRows):
         rows = slot_mapping(torch.arange(first, end), table)
         keys, values = (t.to(self.dtype) for t in read_rows(layer, rows))
         y = attention(q, keys, values, mask, spec.scale, spec.sinks, spec.softcap)
-        return y.reshape(tokens, -1)
+        return (hadamard(y) if layer.format.hadamard else y).reshape(tokens, -1)
 
     def latent_attention(
         self, batch: ForwardBatch, q: Tensor, latent: Tensor, spec: LatentSpec, layer: KVLayer

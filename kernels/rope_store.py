@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.hadamard import hadamard
 from quengine.kernels.kv.kv_rows import slot_mapping, write_rows
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import apply_rope
@@ -18,7 +19,7 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardB
 
     qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp64, computed in that type, of a gated attention without its
     gates (`split_gates` of kernels/attention.py), of a `shared` one heads * head_dim columns, and nothing is written.
-    Returns the rotated queries [T, heads, head_dim].
+    Returns the rotated queries [T, heads, head_dim], transformed where the stored keys are (CacheFormat.hadamard).
     """
     tokens = qkv.shape[0]
     positions = batch.positions.long()
@@ -36,10 +37,9 @@ def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardB
         v = rms_norm(v, v.new_ones(spec.head_dim), spec.eps)
     if spec.query_scale is not None:
         q = q * spec.query_scale[positions, None, None].to(qkv.dtype)
-    if spec.shared:
-        return q
-    write_rows(layer, slot_mapping(positions, row_tables(batch, spec.cache_group)), k, v)
-    return q
+    if not spec.shared:
+        write_rows(layer, slot_mapping(positions, row_tables(batch, spec.cache_group)), k, v)
+    return hadamard(q) if layer.format.hadamard else q
 
 
 def row_tables(batch: ForwardBatch, group: int) -> Tensor:

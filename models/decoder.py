@@ -12,7 +12,7 @@ from quengine.kernels.backend import Backend, Hidden, LayerState
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.layer_norm import Norm
-from quengine.kernels.moe.host_experts import HostExperts
+from quengine.kernels.moe.host_experts import PlacedExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.altup import AltUpLayer, Streams
 from quengine.models.architectures import layers_of
@@ -57,7 +57,7 @@ class Decoder:
         backend: Backend[Any],
         ctx_size: int,
         chunk_size: int,
-        host_experts: HostExperts | None = None,
+        host_experts: PlacedExperts | None = None,
     ) -> None:
         if config.encoder is not None:
             raise EngineError(f"a {config.architecture} model is an encoder: it computes no logits")

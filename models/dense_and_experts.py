@@ -1,9 +1,10 @@
 """A dense feed-forward and a mixture of experts side by side, on a backend."""
 
+from typing import Any
+
 from quengine.kernels.backend import Branch, Hidden
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.layer_norm import Norm
-from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.blocks.dense_and_experts import DenseAndExperts
 from quengine.models.experts import MixtureOfExperts
@@ -13,9 +14,7 @@ from quengine.models.layers import FeedForwardEntry, LayerTensors
 class DenseAndExpertsLayer(MixtureOfExperts):
     """See blocks/dense_and_experts.py. `norm` is None: the stream is read through three norms."""
 
-    def __init__(
-        self, declared: DenseAndExperts, tensors: LayerTensors, host: HostExperts | None = None
-    ) -> None:
+    def __init__(self, declared: DenseAndExperts, tensors: LayerTensors, host: Any = None) -> None:
         super().__init__(declared.experts, tensors, host)
         dense, eps = declared.dense, tensors.eps
         self.norm = None

@@ -10,7 +10,6 @@ from torch import Tensor
 from quengine.kernels.backend import Hidden
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.layer_norm import Norm
-from quengine.kernels.moe.host_experts import HostExperts
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
@@ -32,7 +31,7 @@ class MixtureOfExperts:
 
     chosen: Tensor | None = None
 
-    def __init__(self, declared: Experts, tensors: LayerTensors, host: HostExperts | None = None) -> None:
+    def __init__(self, declared: Experts, tensors: LayerTensors, host: Any = None) -> None:
         each, experts = declared.each, declared.experts
         self.backend = tensors.backend
         self.expert_backend = host or tensors.backend

@@ -1,5 +1,7 @@
 """Tables shared by layers: rotary tables and causal masks, made once for all layers of a kind."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from quengine.errors import EngineError
 from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.latent_spec import LatentSpec
-from quengine.kernels.moe.host_experts import HostExperts
+from quengine.kernels.moe.host_experts import PlacedExperts
 from quengine.kernels.rope import rope_table
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.latent_attention import LatentAttention
@@ -35,7 +37,7 @@ class LayerTables:
         device: torch.device,
         ctx_size: int,
         chunk_size: int,
-        host: HostExperts | None = None,
+        host: PlacedExperts | None = None,
     ) -> None:
         self._device, self._ctx_size, self._chunk_size = device, ctx_size, chunk_size
         self._host = host
@@ -55,9 +57,11 @@ class LayerTables:
         """The index of a layer's cache group (ModelConfig.cache_groups), whose block tables it uses."""
         return self._groups[layer]
 
-    def host_experts(self, layer: int) -> HostExperts | None:
-        """What computes a layer's experts on the host; None if the backend computes them."""
-        return self._host if self._host is not None and layer < self._host.layers else None
+    def host_experts(self, layer: int) -> Any:
+        """The operations of a layer's experts in host memory; None if the backend computes them."""
+        if self._host is None or layer >= self._host.layers:
+            return None
+        return self._host.of_layer(layer)
 
     def attention(self, layer: int, declared: Attention, eps: float) -> AttentionSpec:
         """What a layer's attention is given, without tensors of its own. `eps`: of its norms."""

@@ -11,8 +11,9 @@ from math import prod
 from pathlib import Path
 
 from quengine.errors import EngineError
-from quengine.kernels.kv.cache_types import Q8_0_GROUP, can_store
+from quengine.kernels.kv.cache_types import CACHE_TYPES, refusal
 from quengine.models.architectures import attentions_of
+from quengine.models.blocks.latent_attention import LatentAttention
 from quengine.models.config import ModelConfig
 from quengine.models.gguf import GGUFError, GGUFFile, StringArray, open_gguf
 from quengine.models.gguf.config_gguf import read_gguf_config
@@ -104,9 +105,10 @@ class ModelSummary:
         if config is None or not self.tensors:
             return []
         found = []
-        sizes = {attention.head_dim for attention in attentions_of(config)}
-        if odd := [size for size in sorted(sizes) if not can_store("q8_0", size)]:
-            found.append(f"--cache-type q8_0: heads of {odd[0]} are no multiple of {Q8_0_GROUP}")
+        rows = sorted({(a.head_dim, isinstance(a, LatentAttention)) for a in attentions_of(config)})
+        for cache_type in CACHE_TYPES:
+            if reasons := [why for size, latent in rows if (why := refusal(cache_type, size, latent))]:
+                found.append(f"--cache-type {cache_type}: it needs {reasons[0]}")
         alone = next((row.name for row in self.computed if _OF_ONE_EXPERT.search(row.name)), None)
         if config.experts is not None and alone is not None:
             found.append(f"--expert-parallel: each expert is in a tensor of its own, as {shown(alone)}")

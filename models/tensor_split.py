@@ -16,6 +16,7 @@ from math import lcm, prod
 import torch
 
 from quengine.errors import EngineError
+from quengine.kernels.lora.change import LowRank
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.blocks.block import OUTPUT_CUT, Axis, Cut
 from quengine.models.config import LayerSizes, ModelConfig
@@ -116,6 +117,24 @@ class ModelSplit:
             parts = [matrices[:, part.start : part.stop] for part in kept]
             data = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).flatten(0, 1)
         return QuantTensor(tensor.name, tensor.format, shape, data.contiguous())
+
+    def change(self, name: str, change: LowRank) -> LowRank:
+        """The rank's part of a LoRA adapter's change of a matrix: its columns of A, or its rows of B."""
+        cut = cut_of(name, self.whole, self.rank.by_expert)
+        if cut is None:
+            return change
+        kept = self._kept(name, cut)
+        if cut.along == "experts":
+            (held,) = kept
+            a, b = (
+                torch.cat([each[held.start : held.stop], torch.zeros_like(each[:1])])
+                for each in (change.a, change.b)
+            )
+            return LowRank(a, b, change.scale)
+        index = torch.cat([torch.arange(part.start, part.stop) for part in kept])
+        if cut.along == "columns":
+            return change._replace(a=change.a.index_select(-1, index))
+        return change._replace(b=change.b.index_select(-2, index))
 
     def shape(self, tensor: QuantTensor) -> tuple[int, ...]:
         """The shape of the rank's part."""

@@ -111,6 +111,16 @@ def joined_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
     return {f"blk.{i}.{name}": spec for i, block in layers for name, spec in block.joined().items()}
 
 
+def adapted_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
+    """The tensors that a LoRA adapter may name: those of a model, those that hold several of these, and an output
+    matrix that is the embedding, which it changes as the output alone."""
+    specs = {**joined_specs(config), **tensor_specs(config)}
+    if config.tied_output and "token_embd.weight" in specs and "output.weight" not in specs:
+        shape = specs["token_embd.weight"].shape
+        specs["output.weight"] = TensorSpec(shape, OUTPUT_CUT, "{head}lm_head.weight")
+    return specs
+
+
 def required_tensors(config: ModelConfig) -> dict[str, Shape]:
     """Name and torch-order shape of every tensor of a model of this configuration."""
     return {name: spec.shape for name, spec in tensor_specs(config).items()}

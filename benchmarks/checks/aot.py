@@ -47,14 +47,22 @@ from quengine.kernels.cuda.launch.kernel import DirectLaunch
 
 T = TypeVar("T")
 
+OWN = frozenset(("own_sums_ptr", "own_arrivals_ptr"))
+"""Pointers through which launches of one kernel alone read and write, of which the one before has ended when the
+producer lets the next one start (kernels/cuda/lora/low_rank.py)."""
+
 UNWRITTEN = frozenset(
     f"{plane}{part}" for plane in ("low", "high", "scales", "supers") for part in ("", "_a", "_b", "_ptr")
 ) | {
     *("norm_ptr", "weight_ptr", "w_ptr", "gate_ptr", "position_ptr", "table_ptr", "k_ptr", "v_ptr"),
     *("conv_ptr", "conv_bias_ptr", "decay_ptr", "skip_ptr", "history_ptr", "memory_ptr"),
+    *("first_weight_ptr", "branch_weight_ptr"),
     *("sink_ptr", "bias_ptr", "known_experts_ptr", "known_positions_ptr", "known_weight_ptr"),
     *(f"rotation.{field}" for field in RotationPointers._fields),
     *(f"cache.{field}" for field in CachePointers._fields),
+    *("change.a", "change.b", "change.matrices", "a_ptr", "b_ptr", "tiles_ptr"),
+    *("known_x_ptr", "known_low_ptr", "known_x_scale_ptr", "known_squares_ptr", "known_scales_ptr"),
+    *OWN,
 }
 """Pointers that no PDL producer writes through: weights and tables; what an earlier step has written (its
 position, its cache rows); and what a launch wrote that had ended when the producer let its consumers start
@@ -209,7 +217,7 @@ def overlap_faults(launch: RecordedLaunch, early: Early) -> list[str]:
     # A grouped matmul learns which experts have rows before the launch in front begins, or only after its wait.
     known_early = launch.arguments.get("EARLY")
     known = UNWRITTEN | {"of_block_ptr"} if known_early else UNWRITTEN
-    found = [f"writes {name} before it waits" for name in sorted(written)]
+    found = [f"writes {name} before it waits" for name in sorted(written - OWN)]
     found += [f"reads {name} before it waits" for name in sorted(read - known)]
     codes = {"low", "low_a"} & set(pointers.values()) if known_early is not False else set()
     return found + (["reads no weights before it waits"] if codes and not codes & read else [])

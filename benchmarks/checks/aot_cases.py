@@ -20,13 +20,25 @@ from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, emp
 from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
-from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
+from quengine.kernels.cuda.lora.backend import AdaptedCuda
+from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch, add_low_rank
+from quengine.kernels.cuda.moe.exchange import add_sums, send_rows
+from quengine.kernels.cuda.quantize.nearest_entries import nearest_entries
 from quengine.kernels.cuda.vision_rows import expanded_blocks
+from quengine.kernels.cuda.weights.packed import PackedPart, PartBounds, empty_part
+from quengine.kernels.cuda.weights.repack import repack, repack_table
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
-from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes
-from quengine.kv_cache import pools_of_one
+from quengine.kernels.lora.change import LowRank
+from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Adapters, Changes
+from quengine.kernels.moe.exchange import Exchange
+from quengine.kernels.moe.held_experts import HeldExperts
+from quengine.kernels.moe.router import Routing
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.quantize.entries import EntryBook
+from quengine.kv_cache import KVCache, pools_of_one
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import ModelConfig
+from quengine.models.decoder import Decoder
 from quengine.models.draft_layer import layer_config
 from quengine.models.eagle_checkpoint import open_eagle
 from quengine.models.encoder import Encoder
@@ -161,12 +173,16 @@ def _option_cases() -> Iterator[Case]:
     that are compiled already."""
     options: dict[str, dict[str, Any]] = {
         "a cache of q8_0": {"cache_type": "q8_0"},
+        "a cache of q4_0": {"cache_type": "q4_0"},
         "several rows of a sequence": {"shares": True},
         "several rows, a cache of q8_0": {"shares": True, "cache_type": "q8_0"},
+        "several rows, a cache of q4_0": {"shares": True, "cache_type": "q4_0"},
         "deterministic": {"batch_invariant": True},
     }
     for (option, given), name in product(options.items(), LAYER_KINDS):
         spec = PRESETS[name]
+        if given.get("cache_type") == "q4_0" and name == "glm-4.7-flash":  # its latents are not stored so
+            continue
         own = name in WIDE and option != "deterministic"
         wide = partial(model_steps, spec if own else narrow(spec), FEW, **given)
         yield Case(f"{name}, {option}", (90,), wide)
@@ -174,9 +190,12 @@ def _option_cases() -> Iterator[Case]:
             yield Case(
                 f"{name}, narrow, {option}", (80, 89), partial(model_steps, narrow(spec), FEW, **given)
             )
-    for name in ("gpt-oss-20b", "gemma-4-31b", "mistral-small-4"):
-        steps = partial(model_steps, narrow(PRESETS[name]), FEW, cache_type="q8_0")
-        yield Case(f"{name}, a cache of q8_0", (90,), steps)
+    for name, cache_type in (
+        *(("gpt-oss-20b", "q8_0"), ("gemma-4-31b", "q8_0"), ("mistral-small-4", "q8_0")),
+        *(("gpt-oss-20b", "q4_0"), ("gemma-4-31b", "q4_0")),
+    ):
+        steps = partial(model_steps, narrow(PRESETS[name]), FEW, cache_type=cache_type)
+        yield Case(f"{name}, a cache of {cache_type}", (90,), steps)
     floats = partial(model_steps, replace(OF_TYPES, quant="F16"), FEW, batch_invariant=True)
     yield Case("F16, every matrix, deterministic", ARCHS, floats)
 
@@ -189,6 +208,10 @@ def _rank_and_draft_cases() -> Iterator[Case]:
         "mistral-7b, rows that are given", (80, 90), partial(given_steps, narrow(PRESETS["mistral-7b"]))
     )
     yield Case("LoRA adapters", ARCHS, adapter_steps)
+    for name in ("mistral-7b", "gemma-4-tiny"):
+        yield Case(f"{name}, LoRA adapters", ARCHS, partial(adapted_steps, narrow(PRESETS[name])))
+    yield Case("quantizers", ARCHS, quantizer_steps)
+    yield Case("experts in host memory", ARCHS, exchange_steps)
     yield Case("qwen3.5-mtp-tiny, drafts", (80, 90), partial(draft_steps, PRESETS["qwen3.5-mtp-tiny"]))
     yield Case("tiny, drafts of EAGLE-3", (80, 90), partial(eagle_steps, PRESETS["tiny"]))
     yield Case(
@@ -221,9 +244,9 @@ def model_steps(
 ) -> Iterator[Step]:
     """Steps of decode and of prompts. shares: rather one of decode in which a sequence may have several rows."""
     (graphs,) = plan_of(spec, shares_sequences=shares, **options).graphs()
-    # Queries and two terms of dequantized keys of 512 elements take more registers than there are: some 200 bytes a
-    # thread are spilled, which is no failure.
-    fits = options.get("cache_type") != "q8_0" or graphs.decoder.config.head_dim <= 256
+    # Queries and dequantized keys of 512 elements take more registers than there are: up to 200 bytes a thread are
+    # spilled, which is no failure.
+    fits = options.get("cache_type", "f16") == "f16" or graphs.decoder.config.head_dim <= 256
     if shares:
         yield fits, partial(graphs.run_padding, decode_key(16, DEFAULT, shares=True))
         return
@@ -273,7 +296,7 @@ def adapter_steps() -> Iterator[Step]:
 
     def step(x: Tensor | QuantizedActivations | Fp16Operand, rows: int, changes: CudaChanges) -> None:
         scales = empty(count, rows)
-        from_rank(empty(rows, sum(parts)), to_rank(x, changes, scales, pdl=pdl), changes, scales, pdl)
+        add_low_rank(empty(rows, sum(parts)), x, changes, scales, LowRankScratch(META), pdl=pdl)
 
     for changes in of_types:
         row = QuantizedActivations.empty(1, width, META)
@@ -283,6 +306,66 @@ def adapter_steps() -> Iterator[Step]:
             yield rows == 1, partial(step, empty(rows, width), rows, changes)
             for layout in OperandLayout if rows > 1 else ():
                 yield False, partial(step, Fp16Operand.empty(rows, width, META, layout), rows, changes)
+
+
+def quantizer_steps() -> Iterator[Step]:
+    """The searches for entries of codebooks."""
+    for fmt in FORMATS.values():
+        if fmt.book:
+            values, book = empty(fmt.group, 4096), EntryBook(fmt, torch.device("cpu"))
+            yield False, partial(nearest_entries, book, values, values, empty(4096), fmt.name == "IQ1_S")
+
+
+class AdaptedMeta(AdaptedCuda, MetaBackend):
+    """The CUDA backend with adapters, on weights without data."""
+
+
+def adapted_steps(spec: SyntheticModel) -> Iterator[Step]:
+    """Steps of a model with two adapters of all its dense projections and its embedding."""
+    plan = plan_of(spec)
+    tensors = meta_tensors(plan.tensors)
+    changes = {
+        name: [LowRank(torch.zeros(16, held.cols), torch.zeros(held.rows, 16), 1.0)] * 2
+        for name, held in tensors.items()
+        if name.startswith(("blk.", "token_embd.", "output.")) and len(held.shape) == 2
+    }
+    backend = AdaptedMeta(Adapters(2, changes), META)
+    decoder = Decoder(plan.config, tensors, backend, plan.ctx_size, plan.chunk_size)
+    cache = KVCache.allocate(plan.config, plan.ctx_size, META, plan.cache_type, plan.pools)
+    graphs = CudaGraphs(decoder, cache, plan.slots, plan.prefill_tokens)
+    yield from _steps(graphs, Sizes(tuple(key._replace(adapted=True) for key in FEW.keys)))
+
+
+def exchange_steps() -> Iterator[Step]:
+    """Rows sent to the host, some of whose experts the device holds, and the sums that come back."""
+    pdl = has_dependent_launch(META)
+    for rows, width, used in ((1, 2048, 8), (16, 2880, 4), (130, 2048, 6)):
+        memory = empty(rows, width), empty(rows, used, dtype=torch.int32), empty(rows, used)
+        counts, launches = empty(32, dtype=torch.int64), empty(2, dtype=torch.int64)
+        exchange = Exchange(memory[0], memory[0], memory[1], memory[2], counts, launches)
+        experts = empty(64, dtype=torch.int32)
+        positions = empty(rows, dtype=torch.int32)
+        for held in (None, HeldExperts(experts, experts, 16)):
+            routing = Routing(memory[1], memory[2])
+            yield True, partial(send_rows, memory[0], routing, positions, held, exchange, pdl)
+        yield True, partial(add_sums, memory[0], exchange, pdl)
+    for name, (rows, cols), paired in product(
+        ("Q4_K", "Q6_K", "MXFP4"), ((768, 2048), (2880, 2880)), (False, True)
+    ):
+        if cols % FORMATS[name].block == 0:
+            yield False, partial(repack_step, name, rows, cols, paired)
+
+
+def repack_step(name: str, rows: int, cols: int, paired: bool) -> None:
+    """Experts that pass through the device."""
+    kind, table = FORMATS[name], repack_table(FORMATS[name], cols)
+    assert table is not None
+    stored = empty(8, rows, kind.row_bytes(cols), dtype=torch.uint8)
+    like = QuantTensor(name, kind, (rows, cols), stored[0])
+    held = 8 * rows * (1 + paired)
+    part = empty_part(like, held, PartBounds(1.0, 1.0), lambda size: empty(size, dtype=torch.uint8), META)
+    assert isinstance(part, PackedPart)
+    repack(part, stored, stored if paired else None, empty(8, dtype=torch.int32), rows, table.to(META))
 
 
 def draft_steps(spec: SyntheticModel) -> Iterator[Step]:

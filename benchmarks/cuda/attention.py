@@ -1,6 +1,7 @@
 """Decode and prefill attention at Mistral-7B's shapes: 32 query heads over 8 of 128, against bytes and SDPA.
 
-    python -m benchmarks.cuda.attention [decode|prefill|batch|deep] [--json FILE] [--sweep]
+    python -m benchmarks.cuda.attention [decode|prefill|batch|deep] [--json FILE] [--sweep] [--cache TYPE ...]
+        [--depth N ...]
 
 `deep` is decode of one sequence in a long context with the large heads of other models. Times are per launch inside a
 CUDA graph of up to 16 layers, each with its own cache.
@@ -9,6 +10,7 @@ CUDA graph of up to 16 layers, each with its own cache.
 import argparse
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +27,7 @@ from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.forward_batch import prefill_batch
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_FORMATS, CACHE_TYPES, CacheType, row_bytes
 from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.kernels.rope import RopeSpec, rope_table
 
@@ -39,10 +41,10 @@ DEEP = {
 }
 """Query heads, key-value heads, head size and whether heads are gated, of layers that see all of a long context."""
 DEPTHS = (2048, 16384, 65536)
-CONTEXT = 16384 + 64
+CONTEXT = DEPTHS[-1] + 64
 CHUNK = 2048
 BATCHES = ((8, 192), (32, 192), (64, 130), (64, 192), (128, 192), (8, 2048), (32, 2048), (64, 1024))
-SWEPT_Q8_0 = ((128, 8, 2), (64, 8, 2), (64, 4, 2), (32, 4, 2), (32, 4, 3))
+SWEPT_CODES = ((128, 8, 2), (64, 8, 2), (64, 4, 2), (32, 4, 2), (32, 4, 3))
 DEVICE = torch.device("cuda")
 
 
@@ -61,29 +63,29 @@ def mistral_spec() -> AttentionSpec:
     )
 
 
-def decode_floor(depth: int, q8_0: bool, spec: AttentionSpec | None = None) -> float:
-    width = spec.kv_heads * spec.head_dim if spec else KV_HEADS * HEAD_DIM
-    per_key = 2 * width * (1.0625 if q8_0 else 2)
+def decode_floor(depth: int, cache_type: CacheType, spec: AttentionSpec | None = None) -> float:
+    heads, size = (spec.kv_heads, spec.head_dim) if spec else (KV_HEADS, HEAD_DIM)
+    per_key = 2 * heads * row_bytes(cache_type, size)
     return depth * per_key / COPY_BYTES_PER_SECOND * 1e6
 
 
-def ones_layer(rows: int, q8_0: bool, spec: AttentionSpec | None = None) -> KVLayer:
+def ones_layer(rows: int, cache_type: CacheType, spec: AttentionSpec | None = None) -> KVLayer:
     """A layer's cache of so many rows, of any content that is a number."""
     shape = (spec.kv_heads, spec.head_dim) if spec else (KV_HEADS, HEAD_DIM)
-    layer = allocate_layer(rows, *shape, DEVICE, "q8_0" if q8_0 else "f16")
+    layer = allocate_layer(rows, *shape, DEVICE, cache_type)
     for tensor in layer.tensors:
         tensor.fill_(1)
     return layer
 
 
 def time_decode(
-    spec: AttentionSpec, depth: int, batch: int, q8_0: bool, single: bool, pdl: bool = True
+    spec: AttentionSpec, depth: int, batch: int, cache_type: CacheType, single: bool, pdl: bool = True
 ) -> float:
     """Microseconds of one launch over blocks in no order, each layer with a cache of its own: quantized activations in
     fine KV splits (`single`), or an fp16 operand in coarse ones."""
     blocks = depth // BLOCK_SIZE + 1
     count = min(LAYERS, max(2, (8 << 30) // (batch * blocks * BLOCK_SIZE * 4096)))
-    layers = [ones_layer(batch * blocks * BLOCK_SIZE, q8_0) for _ in range(count)]
+    layers = [ones_layer(batch * blocks * BLOCK_SIZE, cache_type) for _ in range(count)]
     tables = torch.randperm(batch * blocks, device=DEVICE).to(torch.int32).view(batch, blocks)
     qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE)
     positions = torch.full((batch,), depth, dtype=torch.int32, device=DEVICE)
@@ -101,44 +103,51 @@ def time_decode(
     return launch_time([lambda layer=layer: launch(layer) for layer in layers])
 
 
-def decode_table(spec: AttentionSpec, pdl: bool) -> list[dict[str, float | bool]]:
-    results: list[dict[str, float | bool]] = []
-    for q8_0, depth in itertools.product((False, True), (0, 128, 512, 2048, 4096, 16384)):
-        us, floor = time_decode(spec, depth, 1, q8_0, True, pdl), decode_floor(depth, q8_0)
-        results.append({"q8_0": q8_0, "depth": depth, "pdl": pdl, "us": us, "floor": floor})
-        print(f"decode q8_0={q8_0} pdl={pdl} depth={depth}: {us:.2f} us, floor {floor:.2f}", flush=True)
+def decode_table(
+    spec: AttentionSpec, pdl: bool, types: Sequence[CacheType], depths: Sequence[int]
+) -> list[dict[str, object]]:
+    results: list[dict[str, object]] = []
+    for cache_type, depth in itertools.product(types, depths):
+        us, floor = time_decode(spec, depth, 1, cache_type, True, pdl), decode_floor(depth, cache_type)
+        results.append({"cache_type": cache_type, "depth": depth, "pdl": pdl, "us": us, "floor": floor})
+        print(f"decode {cache_type} pdl={pdl} depth={depth}: {us:.2f} us, floor {floor:.2f}", flush=True)
     return results
 
 
-def batch_table(spec: AttentionSpec) -> list[dict[str, float | bool]]:
-    results: list[dict[str, float | bool]] = []
-    for q8_0, (batch, depth) in itertools.product((False, True), BATCHES):
-        us, floor = time_decode(spec, depth, batch, q8_0, False), batch * decode_floor(depth, q8_0)
-        row: dict[str, float | bool] = {
-            "q8_0": q8_0, "batch": batch, "depth": depth, "us": us, "floor": floor
+def batch_table(spec: AttentionSpec, types: Sequence[CacheType]) -> list[dict[str, object]]:
+    results: list[dict[str, object]] = []
+    for cache_type, (batch, depth) in itertools.product(types, BATCHES):
+        us, floor = (
+            time_decode(spec, depth, batch, cache_type, False),
+            batch * decode_floor(depth, cache_type),
+        )
+        row: dict[str, object] = {
+            "cache_type": cache_type, "batch": batch, "depth": depth, "us": us, "floor": floor
         }  # fmt: skip
-        print("batch", *(f"{key}={value:.2f}" for key, value in row.items()), flush=True)
+        print(f"batch {batch} {cache_type} depth={depth}: {us:.2f} us, floor {floor:.2f}", flush=True)
         results.append(row)
     return results
 
 
-def batch_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, object]]:
+def batch_sweep(spec: AttentionSpec, cache_type: CacheType) -> list[dict[str, object]]:
     """Least keys a KV split, tile, warps and stages at four batches."""
     results: list[dict[str, object]] = []
     coarse, launch = tiles.COARSE, tiles.tile_shape
-    swept = ((64, 8, 3), (64, 4, 3), (64, 4, 2), (32, 4, 3), (128, 8, 2)) if not q8_0 else SWEPT_Q8_0
+    swept = (
+        ((64, 8, 3), (64, 4, 3), (64, 4, 2), (32, 4, 3), (128, 8, 2)) if cache_type == "f16" else SWEPT_CODES
+    )
     for least, tile in itertools.product((160, 288, 416, 544), swept):
         tiles.COARSE = least
         tiles.tile_shape = lambda *_, tile=tile: tiles.TileShape(*tile)  # type: ignore[assignment]
         cases = ((8, 256), (32, 256), (64, 256), (8, 2048), (32, 2048))
-        us = [time_decode(spec, depth, batch, q8_0, False) for batch, depth in cases]
-        results.append({"q8_0": q8_0, "least": least, "tile": tile, "us": us})
-        print(f"sweep q8_0={q8_0} least {least} tile {tile}:", *(f"{t:.1f}" for t in us), flush=True)
+        us = [time_decode(spec, depth, batch, cache_type, False) for batch, depth in cases]
+        results.append({"cache_type": cache_type, "least": least, "tile": tile, "us": us})
+        print(f"sweep {cache_type} least {least} tile {tile}:", *(f"{t:.1f}" for t in us), flush=True)
     tiles.COARSE, tiles.tile_shape = coarse, launch
     return results
 
 
-def decode_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, float]]:
+def decode_sweep(spec: AttentionSpec, cache_type: CacheType) -> list[dict[str, float]]:
     """KV splits, tile, warps and stages at three depths."""
     results = []
     count, launch = arguments.split_count, tiles.tile_shape
@@ -149,13 +158,13 @@ def decode_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, float]]:
         shape = tiles.TileShape(keys, warps, stages)
         tiles.tile_shape = lambda *_, shape=shape: shape  # type: ignore[assignment]
         try:
-            us = [time_decode(spec, depth, 1, q8_0, True) for depth in (0, 100, 512, 4096, 16384)]
+            us = [time_decode(spec, depth, 1, cache_type, True) for depth in (0, 100, 512, 4096, 16384)]
         except Exception as error:  # a shape that does not fit this GPU is a result of the sweep
             print("sweep", splits, keys, warps, stages, "failed:", str(error)[:60], flush=True)
             continue
         results.append({"splits": splits, "keys": keys, "warps": warps, "stages": stages, "us": us})
         print(
-            f"sweep q8_0={q8_0} splits {splits} keys {keys} warps {warps} stages {stages}:",
+            f"sweep {cache_type} splits {splits} keys {keys} warps {warps} stages {stages}:",
             *(f"{t:.2f}" for t in us),
             flush=True,
         )
@@ -163,9 +172,11 @@ def decode_sweep(spec: AttentionSpec, q8_0: bool) -> list[dict[str, float]]:
     return results
 
 
-def time_prefill(spec: AttentionSpec, rows: int, start: int) -> tuple[float, float]:
+def time_prefill(
+    spec: AttentionSpec, rows: int, start: int, cache_type: CacheType = "f16"
+) -> tuple[float, float]:
     """Microseconds of attention alone and of rotation with the cache write, for one chunk."""
-    layer = ones_layer(CONTEXT // BLOCK_SIZE * BLOCK_SIZE, False)
+    layer = ones_layer(CONTEXT // BLOCK_SIZE * BLOCK_SIZE, cache_type)
     qkv = torch.randn(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE, dtype=torch.float16)
     batch = prefill_batch([[0] * rows], [start], [[list(range(CONTEXT // BLOCK_SIZE))]], DEVICE)
     tiles_, tables = prefill.prefill_tiles(batch), batch.block_tables_of(0)
@@ -208,10 +219,10 @@ def deep_spec(heads: int, kv_heads: int, head_dim: int, gated: bool) -> Attentio
     )
 
 
-def time_deep(spec: AttentionSpec, depth: int, q8_0: bool) -> float:
+def time_deep(spec: AttentionSpec, depth: int, cache_type: CacheType) -> float:
     """Microseconds of one launch for one sequence, over blocks in no order."""
     blocks = depth // BLOCK_SIZE + 1
-    layers = [ones_layer(blocks * BLOCK_SIZE, q8_0, spec) for _ in range(4)]
+    layers = [ones_layer(blocks * BLOCK_SIZE, cache_type, spec) for _ in range(4)]
     tables = torch.randperm(blocks, device=DEVICE).to(torch.int32).view(1, blocks)
     qkv = torch.randn(1, qkv_width(spec), device=DEVICE)
     positions = torch.full((1,), depth, dtype=torch.int32, device=DEVICE)
@@ -224,51 +235,54 @@ def time_deep(spec: AttentionSpec, depth: int, q8_0: bool) -> float:
     return launch_time([lambda layer=layer: launch(layer) for layer in layers])
 
 
-def deep_table() -> list[dict[str, object]]:
+def deep_table(types: Sequence[CacheType]) -> list[dict[str, object]]:
     results: list[dict[str, object]] = []
-    for (name, shape), q8_0 in itertools.product(DEEP.items(), (False, True)):
+    for (name, shape), cache_type in itertools.product(DEEP.items(), types):
         spec = deep_spec(*shape)
-        us = [time_deep(spec, depth, q8_0) for depth in DEPTHS]
-        floor = [decode_floor(depth, q8_0, spec) for depth in DEPTHS]
-        results.append({"model": name, "q8_0": q8_0, "depths": DEPTHS, "us": us, "floor": floor})
+        us = [time_deep(spec, depth, cache_type) for depth in DEPTHS]
+        floor = [decode_floor(depth, cache_type, spec) for depth in DEPTHS]
+        results.append({"model": name, "cache_type": cache_type, "depths": DEPTHS, "us": us, "floor": floor})
         shares = (f"{t:.1f} us ({100 * least / t:.0f}%)" for t, least in zip(us, floor, strict=True))
-        print(f"deep {name} q8_0={q8_0}:", *shares, flush=True)
+        print(f"deep {name} {cache_type}:", *shares, flush=True)
     return results
 
 
-def deep_sweep() -> list[dict[str, object]]:
+def deep_sweep(types: Sequence[CacheType]) -> list[dict[str, object]]:
     """Programs a sequence, tile, warps and stages at three depths."""
     results: list[dict[str, object]] = []
     target, launch = arguments._TARGET_PROGRAMS, tiles.tile_shape
     shapes = ((16, 4, 3), (16, 8, 2), (32, 4, 2), (32, 4, 3), (32, 8, 2), (32, 8, 3), (64, 4, 2), (64, 8, 2))
-    for (name, heads), q8_0 in itertools.product(DEEP.items(), (False, True)):
+    for (name, heads), cache_type in itertools.product(DEEP.items(), types):
         spec = deep_spec(*heads)
         for programs, shape in itertools.product((128, 256), shapes):
-            if shape[0] * spec.head_dim * (2 if q8_0 else 4) * shape[2] > 200 << 10:
+            if shape[0] * spec.head_dim * CACHE_FORMATS[cache_type].bits // 4 * shape[2] > 200 << 10:
                 continue
             arguments._TARGET_PROGRAMS = programs
             tiles.tile_shape = lambda *_, shape=shape: tiles.TileShape(*shape)  # type: ignore[assignment]
             try:
-                us = [time_deep(spec, depth, q8_0) for depth in DEPTHS]
+                us = [time_deep(spec, depth, cache_type) for depth in DEPTHS]
             except Exception as error:  # a shape that does not fit this GPU is a result of the sweep
-                print("sweep", name, q8_0, programs, shape, "failed:", str(error)[:60], flush=True)
+                print("sweep", name, cache_type, programs, shape, "failed:", str(error)[:60], flush=True)
                 continue
-            results.append({"model": name, "q8_0": q8_0, "programs": programs, "tile": shape, "us": us})
-            print(f"sweep {name} q8_0={q8_0} {programs} {shape}:", *(f"{t:.1f}" for t in us), flush=True)
+            results.append(
+                {"model": name, "cache_type": cache_type, "programs": programs, "tile": shape, "us": us}
+            )
+            print(f"sweep {name} {cache_type} {programs} {shape}:", *(f"{t:.1f}" for t in us), flush=True)
     arguments._TARGET_PROGRAMS, tiles.tile_shape = target, launch
     return results
 
 
-def prefill_table(spec: AttentionSpec) -> list[dict[str, float]]:
-    results = []
-    for rows, start in ((32, 0), (128, 0), (512, 0), (2048, 0), (512, 8192), (2048, 14336)):
-        attend, store = time_prefill(spec, rows, start)
+def prefill_table(spec: AttentionSpec, types: Sequence[CacheType]) -> list[dict[str, object]]:
+    results: list[dict[str, object]] = []
+    chunks = ((32, 0), (128, 0), (512, 0), (2048, 0), (512, 8192), (2048, 14336))
+    for cache_type, (rows, start) in itertools.product(types, chunks):
+        attend, store = time_prefill(spec, rows, start, cache_type)
         flop = 4 * HEADS * HEAD_DIM * rows * (start + (rows + 1) / 2)
         row = {"rows": rows, "start": start, "us": attend, "rope_store": store, "tflops": flop / attend / 1e6}
         if start == 0:
             row["sdpa"] = time_sdpa(rows, rows)
-        results.append(row)
-        print("prefill", *(f"{key}={value:.1f}" for key, value in row.items()), flush=True)
+        results.append({"cache_type": cache_type, **row})
+        print("prefill", cache_type, *(f"{key}={value:.1f}" for key, value in row.items()), flush=True)
     return results
 
 
@@ -300,23 +314,23 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=["decode", "prefill", "batch", "deep"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--cache", nargs="+", choices=CACHE_TYPES, default=CACHE_TYPES)
+    parser.add_argument("--depth", nargs="+", type=int, default=(0, 128, 512, 2048, 4096, 16384, 65536))
     args = parser.parse_args()
-    spec = mistral_spec()
+    spec, types = mistral_spec(), args.cache
     report: dict[str, object] = {"device": torch.cuda.get_device_name(), "unit": "us"}
     if args.what in (None, "batch"):
-        report["batch"] = (
-            [batch_sweep(spec, q8_0) for q8_0 in (False, True)] if args.sweep else batch_table(spec)
-        )
+        report["batch"] = [batch_sweep(spec, t) for t in types] if args.sweep else batch_table(spec, types)
     if args.what in (None, "decode"):
         report["decode"] = (
-            [decode_sweep(spec, q8_0) for q8_0 in (False, True)]
+            [decode_sweep(spec, t) for t in types]
             if args.sweep
-            else [decode_table(spec, pdl) for pdl in (False, True)]
+            else [decode_table(spec, pdl, types, args.depth) for pdl in (False, True)]
         )
     if args.what in (None, "prefill"):
-        report["prefill"] = prefill_sweep(spec) if args.sweep else prefill_table(spec)
+        report["prefill"] = prefill_sweep(spec) if args.sweep else prefill_table(spec, types)
     if args.what == "deep":
-        report["deep"] = deep_sweep() if args.sweep else deep_table()
+        report["deep"] = deep_sweep(types) if args.sweep else deep_table(types)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({"benchmark": "attention", "parts": sorted(report)}))

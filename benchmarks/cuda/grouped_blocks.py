@@ -34,7 +34,7 @@ from quengine.kernels.rms_norm import RMSNorm
 @dataclass(frozen=True)
 class ExpertSizes:
     """One layer's experts: hidden size, feed-forward length, number of experts, experts per row; the types of
-    gate, up and down.
+    gate, up and down. joined: the last of them is a shared one, which every row has.
     """
 
     hidden: int
@@ -44,13 +44,14 @@ class ExpertSizes:
     types: tuple[str, str, str] = ("Q4_K", "Q4_K", "Q6_K")
     activation: Activation = "silu"
     bias: bool = False
+    joined: bool = False
 
 
 MODELS = {
     "qwen3-30b-a3b": ExpertSizes(2048, 768, 128, 8),
     "mixtral-8x7b": ExpertSizes(4096, 14336, 8, 2),
     "gpt-oss-20b": ExpertSizes(2880, 2880, 32, 4, ("MXFP4", "MXFP4", "MXFP4"), "clamped_swish", True),
-    "qwen3.6-35b-a3b": ExpertSizes(2048, 512, 257, 9),  # the shared expert is one of them
+    "qwen3.6-35b-a3b": ExpertSizes(2048, 512, 257, 9, joined=True),
 }
 GEOMETRIES: dict[int, list[list[int]]] = {
     8: [
@@ -94,7 +95,10 @@ def experts_of(model: ExpertSizes) -> tuple[ExpertWeights, ExpertWeights]:
 
 
 def random_routing(rows: int, model: ExpertSizes) -> Routing:
-    chosen = torch.rand(rows, model.count, device="cuda").topk(model.used).indices.sort().values
+    scores = torch.rand(rows, model.count, device="cuda")
+    if model.joined:
+        scores[:, -1] = 1.0
+    chosen = scores.topk(model.used).indices.sort().values
     return Routing(chosen.to(torch.int32), torch.full((rows, model.used), 1.0 / model.used, device="cuda"))
 
 

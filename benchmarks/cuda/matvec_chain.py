@@ -13,13 +13,17 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.cuda.cuda_timing import graph_time, random_part
-from quengine.kernels.cuda.gemv.activations import quantize_activations
+from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import matvec_norm
+from quengine.kernels.cuda.gemv.matvec_post_norm import matvec_post_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.ranks.peers import PeerBuffers
+from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.packed import PackedWeight
+from quengine.kernels.glu import Gating
+from quengine.kernels.rms_norm import RMSNorm
 
 FLOOR_RATE = 4.3e6  # bytes per microsecond
 LAYERS = 32
@@ -40,20 +44,34 @@ def layer(q6: bool) -> dict[str, PackedWeight]:
 
 
 def layer_calls(
-    first: dict[str, PackedWeight], pdl: bool, peers: PeerBuffers | None = None
+    first: dict[str, PackedWeight],
+    pdl: bool,
+    peers: PeerBuffers | None = None,
+    post_norms: bool = False,
+    activation: Gating = "silu",
 ) -> dict[str, Callable[[dict[str, PackedWeight]], object]]:
     """The launches of a layer on given weights, in order; their inputs are any numbers of the sizes of `first`. peers:
-    of ranks that share the layer."""
+    of ranks that share the layer. post_norms: the results of o and down have norms of their own."""
     width, queries, inner = first["o"].rows, first["o"].cols, first["down"].cols
     hidden, norm = torch.randn(1, width, device="cuda"), torch.ones(width, device="cuda")
     attended, middle = (quantize_activations(torch.randn(1, n, device="cuda")) for n in (queries, inner))
     scratch = QuantizationScratch.empty(2 * inner, "cuda")
-    normed = matvec_norm(attended, first["o"], hidden, norm, 1e-5, scratch).rms_normed
+    of_row = RMSNorm(norm, 1e-5)
+
+    def ends(x: QuantizedActivations, weight: PackedWeight) -> RmsNormed:
+        if not post_norms:
+            return matvec_norm(x, weight, hidden, norm, 1e-5, scratch, pdl, peers=peers)
+        ended = matvec_post_norm(x, weight, hidden, of_row, of_row, None, scratch, pdl)
+        assert isinstance(ended, RmsNormed)
+        return ended
+
+    normed = ends(attended, first["o"]).rms_normed
+    assert isinstance(normed, QuantizedActivations)
     return {
         "qkv": lambda w: matvec(normed, w["qkv"], pdl=pdl),
-        "o": lambda w: matvec_norm(attended, w["o"], hidden, norm, 1e-5, scratch, pdl, peers=peers),
-        "gate_up": lambda w: matvec_glu(normed, w["gate_up"], out=middle, scratch=scratch, pdl=pdl),
-        "down": lambda w: matvec_norm(middle, w["down"], hidden, norm, 1e-5, scratch, pdl, peers=peers),
+        "o": lambda w: ends(attended, w["o"]),
+        "gate_up": lambda w: matvec_glu(normed, w["gate_up"], activation, middle, scratch, pdl),
+        "down": lambda w: ends(middle, w["down"]),
     }
 
 

@@ -40,13 +40,17 @@ MODELS = {
     "mistral-7b": (4096, 14336, 4096, 1024, 32000),
     "qwen3-8b": (4096, 12288, 4096, 1024, 151936),
     "llama-3.2-1b": (2048, 8192, 2048, 512, 128256),
+    "gemma3-4b": (2560, 10240, 2048, 1024, 262144),
 }
 """Width of the model, of the feed-forward network, of the queries, and of the keys and the values; the vocabulary."""
+
+POST_NORMS = ("gemma3-4b",)
+"""Models whose results of o and down have norms of their own, and whose gates are GELUs."""
 
 KINDS = {"qkv": "rows", "o": "norm", "gate_up": "swiglu", "down": "norm", "output": "rows"}
 SHORT: tuple[Candidate, ...] = (
     (1, 8, 1, 80, True), (1, 8, 1, 64, True), (1, 4, 1, 80, True), (1, 4, 2, 80, True), (1, 16, 1, 64, True),
-    (2, 8, 1, 64, True),
+    (2, 8, 1, 64, True), (1, 2, 2, 80, True), (2, 4, 2, 80, True),
 )  # fmt: skip
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     "qkv": SHORT,
@@ -58,6 +62,7 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     "down": (
         (1, 16, 1, 64, True), (1, 8, 1, 80, True), (1, 8, 1, 112, True), (1, 8, 1, 128, True), (1, 8, 2, 128, True),
         (1, 8, 3, 128, True), (2, 8, 1, 64, True), (2, 8, 1, 88, True), (2, 8, 1, 128, True), (1, 32, 1, 64, True),
+        (1, 16, 2, 80, True), (1, 8, 5, 128, True), (1, 4, 2, 80, True),
     ),
     "output": (
         (1, 8, 1, 80, True), (1, 8, 1, 72, True), (1, 4, 1, 80, True), (1, 4, 1, 72, True), (1, 4, 2, 96, True),
@@ -90,7 +95,8 @@ def layer_of(model: str, name: str, number: int) -> Layer:
 def calls_of(model: str, layer: Layer, pdl: bool) -> Calls:
     """The launches of a layer, or of the output matrix."""
     if "output" not in layer:
-        return layer_calls(layer, pdl)
+        post_norms = model in POST_NORMS
+        return layer_calls(layer, pdl, None, post_norms, "gelu_tanh" if post_norms else "silu")
     x = quantize_activations(torch.randn(1, MODELS[model][0], device="cuda"))
     return {"output": lambda w: matvec(x, w["output"], pdl=pdl)}
 

@@ -29,7 +29,7 @@ from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import GenerationRequest
 from quengine.serve.processes.shared_wire import Step
 from quengine.slot import Slot
-from quengine.step_plan import SequenceRows, StepPlan
+from quengine.step_plan import TOKENS_ALONE, GivenRows, SequenceRows, StepPlan
 
 PROMPT = 128
 
@@ -71,9 +71,14 @@ class Graphs:
         return self._tokens[self._launched % 16], END, {}
 
     def prefill(
-        self, rows: Sequence[SequenceRows], slots: list[int], kind: SamplingKind, on_host: Sequence[int] = ()
+        self,
+        rows: Sequence[SequenceRows],
+        slots: list[int],
+        kind: SamplingKind,
+        on_host: Sequence[int] = (),
+        given: GivenRows = TOKENS_ALONE,
     ) -> LaunchedStep:
-        del slots, kind, on_host
+        del slots, kind, on_host, given
         return torch.full((len(rows),), 100), END, {}
 
     def configure(self, *settings: Any) -> None:
@@ -83,10 +88,14 @@ class Graphs:
 def measure(given: argparse.Namespace, streams: int) -> None:
     tokens = given.steps + 2 * streams  # the first go on while the last prompts are taken
     with LLM(given.model, device="cpu", ctx_size=PROMPT + tokens + 1, parallel=streams) as llm:
-        decoder = DeviceDecoder(Graphs(streams, -(-llm.ctx_size // 32), 32000))  # type: ignore[arg-type]
+        graphs: Any = Graphs(streams, -(-llm.ctx_size // 32), llm.model_config.vocab_size)
+        decoder = DeviceDecoder(graphs)
 
         def launch(plan: StepPlan) -> StepPlan:
-            assert decoder.launch_prompts(plan) if plan.phase == "prefill" else decoder.launch(plan)
+            if plan.phase == "prefill":
+                decoder.launch_prompts(plan)
+            else:
+                assert decoder.launch(plan)
             return plan
 
         llm.runner.launch = launch  # type: ignore[method-assign]
@@ -100,15 +109,15 @@ def measure(given: argparse.Namespace, streams: int) -> None:
             engine.step()
         times, encoding, profile = list[float](), list[float](), cProfile.Profile()
         for _ in range(given.steps):
-            began = time.perf_counter()
+            began = time.thread_time()
             if given.profile:
                 profile.enable()
             events = engine.step()
-            computed = time.perf_counter()
+            computed = time.thread_time()
             encode(Step(events))
             profile.disable()
-            encoding.append(time.perf_counter() - computed)
-            times.append(time.perf_counter() - began)
+            encoding.append(time.thread_time() - computed)
+            times.append(time.thread_time() - began)
         times.sort()
         encoding.sort()
         middle = given.steps // 2

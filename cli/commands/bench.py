@@ -46,7 +46,7 @@ class BenchFlags:
         tuple[str, ...],
         Flag(
             "--synthetic",
-            "Make such a model: mistral-7b, qwen3-8b, llama-3.2-1b, llama-3-70b, gemma3-4b, olmo2-7b, "
+            "Make such a model: mistral-7b, qwen3-8b, llama-3.2-1b, llama-10m, llama-3-70b, gemma3-4b, olmo2-7b, "
             "phi3-mini, mixtral-8x7b, qwen3-30b-a3b, gpt-oss-20b, tiny; followed by -20l its first 20 layers.",
             read=split_names,
         ),

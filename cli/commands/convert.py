@@ -68,6 +68,7 @@ def convert(
     """
     from quengine.cli.progress import ProgressLine
     from quengine.models.convert.convert_folder import convert as convert_folder
+    from quengine.models.gguf.whole_file import file_size
 
     line = ProgressLine()
 
@@ -87,9 +88,7 @@ def convert(
         progress=show,
     )
     line.clear()
-    typer.echo(
-        f"{result.architecture}: {len(result.tensors)} tensors, {result.nbytes / 1e9:.2f} GB", err=True
-    )
+    typer.echo(f"{result.architecture}: {len(result.tensors)} tensors, {file_size(result.nbytes)}", err=True)
     for path in result.paths:
         typer.echo(f"wrote {path}", err=True)
 

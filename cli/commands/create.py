@@ -16,10 +16,11 @@ from quengine.errors import EngineError
 from quengine.models.hub.hub import ModelNotHereError, resolve_model
 from quengine.models.hub.hub_name import own_name
 from quengine.models.hub.presets import preset_path, synthetic_preset, write_preset
+from quengine.models.lora.adapter import near, parse_lora
 from quengine.options import flagged, spellings, table_fields, value_type
 from quengine.platform.input_files import read_text
 from quengine.request.go_template import UnknownFormError, jinja_of
-from quengine.request.preset import GROUPS, PLAIN_KEYS, check_no_adapter, table_options
+from quengine.request.preset import GROUPS, PLAIN_KEYS, table_options
 
 _INSTRUCTION = re.compile(r"[ \t]*([A-Za-z]+)[ \t]+")
 _VALUE = re.compile(r'"""(.*?)"""|"(.*?)"[ \t]*(?=\n|$)|([^\n]*)', re.DOTALL)
@@ -62,7 +63,7 @@ def modelfile_table(text: str, where: str) -> tuple[dict[str, Any], list[str]]:
         elif name == "LICENSE":
             table["license"] = f"{table['license']}\n\n{value}" if "license" in table else value
         elif name == "ADAPTER":
-            raise EngineError(f"{at}: ADAPTER is no part of a preset: give --lora FILE where it is run")
+            table.setdefault("lora", []).append(value)
         elif name in ("RENDERER", "PARSER", "REQUIRES", "DRAFT"):
             notes.append(f"{name} {value}: not used")
         else:
@@ -175,6 +176,8 @@ def read_preset(file: Path) -> tuple[dict[str, Any], list[str]]:
     for key in ("model", "draft_model"):
         if isinstance(table.get(key), str):
             table[key] = absolute(table[key], file.absolute().parent)
+    if "lora" in table:
+        table["lora"] = _adapters(table["lora"], file)
     if (base := synthetic_preset(table["model"])) is not None:
         table = {**base, **table, "model": base["model"]}
     table_options(table, str(file))
@@ -188,7 +191,6 @@ def read_preset(file: Path) -> tuple[dict[str, Any], list[str]]:
 def _named_by_fields(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The table with each option under its field's name, so that one of a preset it is made of is replaced by it."""
     plain = {key: value for key, value in table.items() if key in PLAIN_KEYS}
-    check_no_adapter(table, where)
     options = table_fields({k: v for k, v in table.items() if k not in plain}, GROUPS, where)
     return {**plain, **{name: value for name, (_, _, value) in options.items()}}
 
@@ -203,6 +205,18 @@ def _with_template(table: dict[str, Any], file: Path) -> dict[str, Any]:
     if not isinstance(given, str):
         raise EngineError(f"{file}: template_file must be a file's name")
     return {**table, "template": ChatOptions(template_file=file.parent / Path(given).expanduser()).source()}
+
+
+def _adapters(given: Any, file: Path) -> list[str]:
+    """The adapters of a preset, with absolute paths. Raises EngineError where one is none, or is not there."""
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise EngineError(f'{file}: lora: must be FILE[:SCALE], or a list of them, as ["style.gguf:0.5"]')
+    found = [near(text, file.absolute().parent) for text in texts]
+    for path, _ in map(parse_lora, found):
+        if not path.exists():
+            raise EngineError(f"{file}: no adapter {path}: there is no such file or folder")
+    return found
 
 
 def absolute(model: str, folder: Path) -> str:

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from quengine.evaluation.imatrix import ImatrixRun
 
 FILE = "The file"
+_OPTIONS = Only(
+    *("device", "threads", "backend", "chunk_size", "cache_type", "mmap"),
+    *("tensor_parallel", "devices", "split", "tensor_split"),
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class ImatrixFlags:
 @takes_options
 def imatrix(
     flags: ImatrixFlags,
-    config: Annotated[EngineConfig, Only("device", "threads", "backend", "chunk_size", "cache_type", "mmap")],
+    config: Annotated[EngineConfig, _OPTIONS],
     model: Model = "",
 ) -> None:
     """Importances of columns, from a text: what each matrix of the model reads, squared and summed.
@@ -72,28 +76,25 @@ def imatrix(
     Values are llama-imatrix's. FILE appears when it is complete; with --save-every also on the way, so that --resume
     goes on from there after an interruption. Without -f, FILE has the sums of all --in-file; no model is needed.
     """
-    from quengine.models.quantize.imatrix import added_sums, read_sums, write_sums
+    from quengine.models.quantize.imatrix import read_sums
 
     assert flags.output is not None
     if flags.files and not model:
         raise EngineError("no model: -m MODEL")
     if model and not flags.files:
         raise EngineError(f"-m {model}: no text for it: -f FILE; files are added without a model")
-    text = joined_texts(flags.files) if flags.files else ""
+    text = joined_texts(flags.files)
     before = [read_sums(path) for path in flags.earlier]
-    if not text:
-        write_sums(flags.output, added_sums(before))
+    from quengine.evaluation.imatrix import add_files, chosen_chunks, collect
+
+    if not flags.files:
+        add_files(before, flags.output)
         print(f"{len(before)} files added; wrote {flags.output}", file=sys.stderr)
         return
     from quengine.cli.loading import load_llm
-    from quengine.evaluation.imatrix import collect
-    from quengine.scoring.perplexity import text_chunks
 
     with load_llm(model, replace(config, ctx_size=flags.ctx)) as llm:
-        chunks = text_chunks(llm, text, flags.ctx)
-        if flags.from_chunk >= len(chunks):
-            raise EngineError(f"--from-chunk {flags.from_chunk}: the text has {len(chunks)} chunks")
-        chunks = chunks[flags.from_chunk :][: flags.chunks]
+        chunks = chosen_chunks(llm, text, flags.ctx, flags.from_chunk, flags.chunks)
         dataset = ", ".join(map(str, flags.files))
         runs = collect(
             *(llm, chunks, flags.output, flags.ctx, dataset),

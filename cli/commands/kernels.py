@@ -38,7 +38,9 @@ def build(
     parallel: Annotated[
         int, typer.Option("--parallel", min=1, max=512, help="Requests at once, at most.")
     ] = 64,
-    cache_type: Annotated[str, typer.Option("--cache-type", help="Of keys and values: f16 or q8_0.")] = "f16",
+    cache_type: Annotated[
+        str, typer.Option("--cache-type", help="Of keys and values: f16, q8_0 or q4_0.")
+    ] = "f16",
 ) -> None:
     """Compile what models launch, with all processors, and write it to a pack. No GPU is needed.
 

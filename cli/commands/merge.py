@@ -51,6 +51,7 @@ def merge(
     """
     from quengine.cli.loading import chosen_device
     from quengine.cli.progress import ProgressLine
+    from quengine.models.gguf.whole_file import file_size
     from quengine.models.lora.merge import merge as merge_file
 
     line = ProgressLine()
@@ -69,6 +70,6 @@ def merge(
         progress=show,
     )
     line.clear()
-    sizes = f"{result.source_bytes / 1e9:.2f} GB to {result.nbytes / 1e9:.2f} GB"
+    sizes = f"{file_size(result.source_bytes)} to {file_size(result.nbytes)}"
     typer.echo(f"{len(result.merged)} of {len(result.tensors)} tensors changed; {sizes}", err=True)
     typer.echo(f"wrote {result.path}", err=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TEXT, TASKS = "The text", "Tasks in place of a text"
 RUN_OPTIONS = Only(
     *("device", "threads", "backend", "chunk_size", "cache_type", "deterministic", "mmap", "cpu_moe"),
-    *("n_cpu_moe", "tensor_parallel", "expert_parallel", "devices", "split", "tensor_split"),
+    *("n_cpu_moe", "gpu_experts", "tensor_parallel", "expert_parallel", "devices", "split", "tensor_split"),
 )
 """Options of a model that computes prompts alone."""
 _WITH_ADAPTERS = Only(*RUN_OPTIONS.names, "lora")

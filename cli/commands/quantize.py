@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from quengine.models.quantize.quantize_file import Quantization, QuantizedTensor
 
 _TYPES = "Types of tensors"
@@ -111,7 +113,7 @@ def quantize(
     if dry_run:
         for tensor in result.tensors:
             write_line(_row(tensor))
-    for each in _summary(result, source):
+    for each in _summary(result):
         typer.echo(each, err=True)
 
 
@@ -138,26 +140,31 @@ def _row(tensor: "QuantizedTensor") -> str:
     return f"{tensor.name:40} {shape:>20}  {kinds:16} {tensor.nbytes / 1e6:10.2f} MB"
 
 
-def _summary(result: "Quantization", source: str) -> list[str]:
+def _summary(result: "Quantization") -> list[str]:
     from collections import Counter
+
+    from quengine.models.gguf.whole_file import file_size
 
     counts = Counter(tensor.type_name for tensor in result.tensors)
     types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
     lines = [
-        f"{result.mix}: {result.source_bytes / 1e9:.2f} GB to {result.nbytes / 1e9:.2f} GB, "
+        f"{result.mix}: {file_size(result.source_bytes)} to {file_size(result.nbytes)}, "
         f"{result.bits_per_weight:.2f} bits a weight; tensors: {types}"
     ]
     if replaced := [tensor for tensor in result.tensors if tensor.type_name != tensor.wanted_type]:
         first = replaced[0]
         lines.append(
-            f"engine: rows of {len(replaced)} tensors are no whole blocks of their types, such as {first.name}: "
+            f"engine: rows are no whole blocks of their types in {_named([tensor.name for tensor in replaced])}: "
             f"{first.shape[-1]} columns, in {first.type_name} instead of {first.wanted_type}"
         )
     if needing := result.needing_imatrix:
-        lines.append(f"engine: {len(needing)} tensors need an imatrix, such as {needing[0]}: --imatrix FILE")
+        lines.append(f"engine: an imatrix is needed, --imatrix FILE, for {_named(needing)}")
     elif missing := result.without_imatrix:
-        lines.append(f"engine: the imatrix has no values for {len(missing)} tensors, such as {missing[0]}")
-    lines.append(
-        f"{'would write' if result.path is None else 'wrote'} {result.path or 'nothing, of ' + source}"
-    )
+        lines.append(f"engine: the imatrix has no values for {_named(missing)}")
+    lines.append("nothing is written: --dry-run" if result.path is None else f"wrote {result.path}")
     return lines
+
+
+def _named(tensors: "Sequence[str]") -> str:
+    """The only one, or the first and how many there are."""
+    return tensors[0] if len(tensors) == 1 else f"{len(tensors)} tensors, such as {tensors[0]}"

@@ -2,8 +2,9 @@
 
 Tensors: `token_ids` int64 [T], below 0 at the rows of images (`PromptImages.keyed`), of which the last T % 32 are in no
 block; of each group of layers `held.G` int64, the
-indices of its blocks; of each layer `layer.N.k` and `.v` [blocks, 32, kv_heads, head_dim], fp16, or int8 with
-`.k_scale` and `.v_scale` fp16 [.., head_dim / 32]; of a state its parts, `layer.N.state.P` fp32 [1, ...].
+indices of its blocks; of each layer `layer.N.k` and `.v` [blocks, 32, kv_heads, head_dim], fp16, or codes
+(kernels/kv/kv_codes.py) with `.k_scale` and `.v_scale` fp16 [.., head_dim / 32]; of a state its parts,
+`layer.N.state.P` fp32 [1, ...].
 Metadata: `PrefixFiles.header`, and a digest of all tensors. Format: https://huggingface.co/docs/safetensors.
 """
 

@@ -54,15 +54,14 @@ def nmse(found: Tensor, wanted: Tensor) -> float:
     return float((found.cpu().double() - wanted.double()).square().mean() / wanted.double().square().mean())
 
 
-def nmse_rows(a: Tensor, b: Tensor, size: Tensor) -> Tensor:
-    """||a - b||^2 / ||size||^2 of each row, fp64 [T]: 0 where a equals b, infinite where it is no number.
-
-    Codes of a q8_0 cache (int8) count by how much more than one they are apart: both sides round, and a value near
-    the middle between two codes may go to either.
+def nmse_rows(a: Tensor, b: Tensor, size: Tensor, free: Tensor | float = 0.0) -> Tensor:
+    """||a - b||^2 / ||size||^2 of each row, fp64 [T]: 0 where a equals b, infinite where it is no number. Differences
+    count by how much more than `free` they are.
     """
-    free = 1.0 if a.dtype == torch.int8 else 0.0
+    if isinstance(free, Tensor):
+        free = free.to("cpu", torch.float64).flatten(1)
     a, b, size = (rows.to("cpu", torch.float64).flatten(1) for rows in (a, b, size))
-    error = ((a - b).abs() - free).clamp(min=0).square().sum(dim=1)
+    error = ((a - b).abs() - free).clamp(min=0).square().sum(dim=1) + (a - b).sum(dim=1) * 0
     return torch.where(error == 0, 0.0, error / size.square().sum(dim=1)).nan_to_num(nan=float("inf"))
 
 

@@ -3,10 +3,11 @@
 The decoder's own code runs, with a backend around its backend that looks at the inputs of matrix products.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,29 +17,29 @@ from quengine.evaluation.loaded_weights import LoadedWeights
 from quengine.kernels.altup_operations import AltUpOperations
 from quengine.kernels.backend import Hidden
 from quengine.kernels.moe.router import Router, Routing
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.models.decoder import Decoder
 from quengine.models.experts import MixtureOfExperts
-
-if TYPE_CHECKING:
-    from quengine.llm import LLM
+from quengine.models.quantize.imatrix import Sums
 
 
 class Collector:
     """Sums for each matrix by its tensor's name: `squares` fp64 [experts or 1, columns], `counts` int64 [experts or 1],
-    on the model's device.
+    on the device of the decoder, which was made of `tensors`.
 
     Raises:
-        EngineError: the model is shared by several devices, which see parts of the activations.
+        EngineError: other devices have parts of its layers, and so of the activations.
     """
 
-    def __init__(self, llm: "LLM") -> None:
-        decoder = llm.loaded.decoder
+    def __init__(self, decoder: Decoder, tensors: Mapping[str, QuantTensor], ctx_size: int) -> None:
         self.backend = decoder.backend
-        if decoder.config.ranks > 1 or decoder.config.stage is not None:
+        if decoder.config.ranks > 1 and decoder.config.stage is None:
             raise EngineError(
-                "the model is shared by several devices, each with a part of the activations: give one device"
+                "each of several devices has a part of every layer, and sees a part of its activations: "
+                "give them whole layers with --split layer"
             )
         self.squares, self.counts = dict[str, Tensor](), dict[str, Tensor]()
-        self._weights = LoadedWeights(llm)
+        self._weights = LoadedWeights(decoder, tensors, ctx_size)
         self._routers = {
             id(block.ffn.router): f"blk.{layer}.ffn_gate_inp"
             for layer, block in zip(decoder.config.held_layers, decoder.blk, strict=True)
@@ -49,6 +50,19 @@ class Collector:
         """While it lasts, what the decoder computes is added to the sums."""
         holders = self._weights.holders
         return replaced(holders, [_ObservedBackend(getattr(holder, key), self) for holder, key in holders])
+
+    def sums(self) -> dict[str, Sums]:
+        """The sums so far. Raises EngineError for activations that are not finite."""
+        found = {
+            name: Sums(squares.cpu().numpy(), self.counts[name].cpu().numpy())
+            for name, squares in self.squares.items()
+        }
+        for name, each in found.items():
+            if not np.isfinite(each.squares).all():
+                raise EngineError(
+                    f"activations before {name} are not finite: the model is damaged, or overflows"
+                )
+        return found
 
     def dense(self, weight: Any, rows: Tensor) -> None:
         """Rows [T, columns] that meet a matrix, or several on the same input."""

@@ -135,7 +135,7 @@ class _Exchange:
                     f"{source.loaded.path.name} has no tensor {name} of shape {list(tensor.shape)}"
                 )
         units, self.left_out = dict[tuple[str, ...], _Unit](), list[str]()
-        for parts in LoadedWeights(target):
+        for parts in LoadedWeights(target.loaded.decoder, self.target, target.ctx_size):
             kinds = [tuple(dict.fromkeys(part.name for part in kind)) for kind in parts.kinds]
             for names in kinds if parts.experts else [(name,) for name in kinds[0]]:
                 if all(self.source[name].format == self.target[name].format for name in names):

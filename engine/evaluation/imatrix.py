@@ -5,22 +5,25 @@ routed to them.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from uuid import uuid4
 
 from quengine.errors import EngineError
 from quengine.models.gguf.whole_file import check_disk
 from quengine.models.quantize.imatrix import ImatrixSums, Sums, added_sums, read_sums, write_sums
+from quengine.parallel.group import RankFailedError
+from quengine.parallel.observed_inputs import written_sums
+from quengine.parallel.wire import ObserveInputs, WriteSums
 from quengine.scoring.perplexity import DEFAULT_CTX, text_chunks
 from quengine.scoring.prompt_logits import ScoredTokens
 
 if TYPE_CHECKING:
-    from quengine.evaluation.activations import Collector
     from quengine.llm import LLM
 
 
@@ -31,7 +34,7 @@ class ImatrixRun:
     Attributes:
         chunks, total_chunks: done, and to do in the end, with those of an earlier run that is resumed.
         begun: chunks that an earlier run has done.
-        tensors: with values so far. untouched: experts that no token was routed to, of all layers.
+        tensors: with values, 0 before they are written. untouched: experts that no token was routed to, of all layers.
         seconds: time of the computation, without loading.
     """
 
@@ -83,11 +86,9 @@ def collect(
             the file's folder is missing.
         CannotRunError: too little free disk.
     """
-    from quengine.evaluation.activations import Collector
-
     check_disk(path, 0)  # before the computation
     began, done = time.perf_counter(), 0
-    collector = Collector(llm)
+    inputs = _Inputs(llm)
     earlier = list(before)
     if resume and path.exists():
         found = _resumed(path, (*(name for each in before for name in each.datasets), dataset), ctx)
@@ -101,15 +102,50 @@ def collect(
         earlier = [found]
     begun = done
     for number in range(begun, len(chunks)):
-        with collector.collecting():
+        with inputs.collecting():
             _compute(llm, chunks[number].ids)
         done += 1
-        last = done == len(chunks)
+        last, sums = done == len(chunks), dict[str, Sums]()
         if last or (save_every and done % save_every == 0):
-            write_sums(path, _sums(collector, earlier, done - begun, ctx, dataset, resume and bool(begun)))
+            sums = inputs.sums()
+            mine = ImatrixSums(sums, () if resume and begun else (dataset,), done - begun, ctx)
+            write_sums(path, added_sums([*earlier, mine], ctx))
         seconds = time.perf_counter() - began
-        tensors, untouched = len(collector.squares), _untouched(collector) if last else 0
-        yield ImatrixRun(path, done, len(chunks), begun, ctx, tensors, untouched, seconds)
+        untouched = _untouched(sums) if last else 0
+        yield ImatrixRun(path, done, len(chunks), begun, ctx, len(sums), untouched, seconds)
+
+
+class _Inputs:
+    """What the matrices of a model read, on all ranks with layers of it. Raises EngineError as `Collector` does."""
+
+    def __init__(self, llm: "LLM") -> None:
+        from quengine.evaluation.activations import Collector
+
+        self._runner = llm.runner
+        self._own = Collector(llm.loaded.decoder, llm.loaded.checkpoint.tensors, llm.ctx_size)
+        self._run = str(uuid4())
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """While it lasts, what they read is added to the sums."""
+        with self._runner.together(ObserveInputs(self._run, True)):
+            pass
+        try:
+            with self._own.collecting():
+                yield
+        finally:
+            with suppress(RankFailedError), self._runner.together(ObserveInputs(self._run, False)):
+                pass
+
+    def sums(self) -> dict[str, Sums]:
+        """The sums so far. Raises EngineError for activations that are not finite."""
+        own = self._own.sums()
+        if (ranks := self._runner.ranks) is None:
+            return own
+        with TemporaryDirectory(prefix="quengine-sums-") as folder:  # mode 0700
+            with ranks.together(WriteSums(folder)):
+                ranks.meet()
+            return own | written_sums(Path(folder))
 
 
 def _compute(llm: "LLM", ids: list[int]) -> None:
@@ -138,60 +174,84 @@ def _resumed(path: Path, datasets: Seq[str], ctx: int) -> ImatrixSums:
     return found
 
 
-def _sums(
-    collector: "Collector", earlier: Seq[ImatrixSums], chunks: int, ctx: int, dataset: str, resumed: bool
-) -> ImatrixSums:
-    """The sums so far, with those of `earlier` files."""
-    own = {
-        name: Sums(squares.cpu().numpy(), collector.counts[name].cpu().numpy())
-        for name, squares in collector.squares.items()
-    }
-    for name, sums in own.items():
-        if not np.isfinite(sums.squares).all():
-            raise EngineError(f"activations before {name} are not finite: the model is damaged, or overflows")
-    mine = ImatrixSums(own, () if resumed else (dataset,), chunks, ctx)
-    return added_sums([*earlier, mine], ctx)
-
-
-def _untouched(collector: "Collector") -> int:
+def _untouched(sums: Mapping[str, Sums]) -> int:
     """Experts without a token; each has one down matrix."""
-    return sum(int((counts == 0).sum()) for name, counts in collector.counts.items() if ".ffn_down" in name)
+    return sum(int((each.counts == 0).sum()) for name, each in sums.items() if ".ffn_down" in name)
+
+
+def chosen_chunks(llm: "LLM", text: str, ctx: int, from_chunk: int, most: int | None) -> list[ScoredTokens]:
+    """The chunks of a text to compute: `most` of them after the first `from_chunk`. Raises EngineError for none."""
+    chunks = text_chunks(llm, text, ctx)
+    if from_chunk >= len(chunks):
+        raise EngineError(f"from chunk {from_chunk}: the text has {len(chunks)} chunks of {ctx} tokens")
+    if not (chosen := chunks[from_chunk:][:most]):
+        raise EngineError(f"chunks {most}: must be 1 or more")
+    return chosen
+
+
+def add_files(before: Seq[ImatrixSums], path: Path) -> ImatrixRun:
+    """Writes the sums of files into one. Raises EngineError: of several models, or no file."""
+    if not before:
+        raise EngineError("neither a text nor files to add")
+    added = added_sums(before)
+    write_sums(path, added)
+    chunks = added.chunks
+    return ImatrixRun(path, chunks, chunks, chunks, added.chunk_size, len(added.sums), 0, 0.0)
 
 
 def imatrix(
-    model: "LLM | str | Path",
+    model: "LLM | str | Path | None",
     text: str,
     path: str | Path,
     ctx: int = DEFAULT_CTX,
     *,
     dataset: str = "text",
     chunks: int | None = None,
+    from_chunk: int = 0,
+    in_files: Seq[str | Path] = (),
+    save_every: int = 0,
+    resume: bool = False,
     progress: Progress | None = None,
     **config: Any,
 ) -> ImatrixRun:
     """Writes an importance matrix of a model from a text, as `engine imatrix` does.
 
     Args:
-        model: an LLM whose context holds a chunk, or what `LLM` takes as a model.
+        model: an LLM whose context holds a chunk, or what `LLM` takes as a model; None: no text is read, and the file
+            has the sums of `in_files`.
         text: what the model reads, cut into chunks.
         path: the file, in llama-imatrix's GGUF format; it appears when it is complete.
         ctx: tokens of a chunk.
         dataset: the name of the text that is written into the file.
         chunks: most chunks to compute; None: all.
+        from_chunk: chunks of the text to leave out before them.
+        in_files: imatrix files, in either format, whose sums are added.
+        save_every: chunks after which the file is written too; 0: at the end alone.
+        resume: go on where an unfinished file at `path`, of the same text and chunks, ends.
         progress: called after each chunk.
         config: fields of `EngineConfig`, for a model that is loaded here.
 
     Raises:
-        EngineError: the text is too short, or activations are not finite.
+        EngineError: the text is too short, a file is of another model, or activations are not finite.
         CannotRunError: too little free disk.
     """
     from quengine.llm import LLM
 
+    for name, value in (("from_chunk", from_chunk), ("save_every", save_every)):
+        if value < 0:
+            raise EngineError(f"{name} {value}: must be 0 or more")
+    before = [read_sums(Path(each)) for each in in_files]
+    if model is None:
+        if text:
+            raise EngineError("a text, and no model to read it")
+        return add_files(before, Path(path))
+
     def run(llm: LLM) -> ImatrixRun:
-        parts = text_chunks(llm, text, ctx)[:chunks]
-        if not parts:
-            raise EngineError("no chunk to compute: chunks must be at least 1")
-        for found in collect(llm, parts, Path(path), ctx, dataset):
+        parts = chosen_chunks(llm, text, ctx, from_chunk, chunks)
+        runs = collect(
+            *(llm, parts, Path(path), ctx, dataset), before=before, resume=resume, save_every=save_every
+        )
+        for found in runs:
             if progress is not None:
                 progress(found)
         return found

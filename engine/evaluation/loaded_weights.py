@@ -4,9 +4,9 @@ Backends keep weights in forms of their own, without names. The decoder's constr
 that keeps the tensors' parts in place of weights, and the two decoders are walked side by side.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from torch import Tensor
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK
 from quengine.models.decoder import Decoder
-
-if TYPE_CHECKING:
-    from quengine.llm import LLM
 
 _OURS = "quengine.models."
 """Modules whose objects make up a decoder."""
@@ -104,19 +101,16 @@ class _PartsBackend:
 
 
 class LoadedWeights:
-    """The weights of an LLM's decoder.
+    """The weights of a decoder, which was made of these tensors.
 
     Attributes:
         of: parts of a loaded weight by its id, as long as the decoder has it.
         holders: objects of the decoder and their attributes that are a backend.
     """
 
-    def __init__(self, llm: "LLM") -> None:
-        decoder = llm.loaded.decoder
+    def __init__(self, decoder: Decoder, tensors: Mapping[str, QuantTensor], ctx_size: int) -> None:
         backend: Any = _PartsBackend()
-        twin = Decoder(
-            decoder.config, llm.loaded.checkpoint.tensors, backend, llm.ctx_size, decoder.chunk_size
-        )
+        twin = Decoder(decoder.config, tensors, backend, ctx_size, decoder.chunk_size)
         self.of = dict[int, Parts]()
         self.holders = list[tuple[Any, str]]()
         self._seen = set[int]()

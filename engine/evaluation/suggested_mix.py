@@ -161,6 +161,7 @@ def errors_of(
 
     from quengine.kernels.block_formats import dequantize
     from quengine.kernels.quantize.quantize import quantize
+    from quengine.models.quantize.quantizer import quantizers_on
 
     count = max(1, min(own.rows, _SAMPLE // own.cols))
     rows = torch.linspace(0, own.rows - 1, count).round().long()
@@ -174,7 +175,7 @@ def errors_of(
     found = {"": error(dequantize(other.format, other.data[rows]))}
     for kind in CANDIDATES if columns is None else (*CANDIDATES, *WITH_IMPORTANCE):
         if own.cols % FORMATS[kind].block == 0 and kind != own.format.name:
-            blocks = quantize(FORMATS[kind], x, columns)
+            blocks = quantize(FORMATS[kind], x, columns, quantizers_on(x.device))
             found[kind] = error(dequantize(FORMATS[kind], blocks))
     return found
 

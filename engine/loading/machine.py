@@ -15,9 +15,11 @@ from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.kernels.backend import Backend, LayerState
 from quengine.kernels.lora.adapted import Adapted
 from quengine.kernels.lora.low_rank import Adapters
+from quengine.kernels.moe.host_experts import FollowedExperts, PlacedExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
+from quengine.loading.expert_uses import read_uses
 from quengine.loading.open_adapters import NONE_OPEN, OpenAdapters
 from quengine.loading.placement import of_rank
 from quengine.memory import gib
@@ -90,16 +92,20 @@ class Machine:
         chunk_size = min(config.chunk_size or DEFAULT_CHUNK[device.type], ctx_size)
         if checkpoint.config.encoder is not None:
             return self._encoder_runner(checkpoint, backend, cache)
-        if backend.name == "cuda" and communicator.rank == 0 and (drafts or not self.experts.layers):
+        captures = drafts or not self.experts.layers or communicator.size == 1
+        if backend.name == "cuda" and communicator.rank == 0 and captures:
             self._compile_ahead(checkpoint, ctx_size, pools, chunk_size, drafts)
-        if backend.name == "cpu" and self.progress is not None and communicator.size == 1:
+        on_host = backend.name == "cpu" or (self.experts.layers > 0 and not drafts)
+        if on_host and self.progress is not None and communicator.size == 1:
             from quengine.runners import cpu_kernels
 
-            cpu_kernels.compile_ahead(checkpoint, self.progress)
+            cpu_kernels.compile_ahead(checkpoint, self.progress, experts_alone=backend.name != "cpu")
         experts = ExpertPlacement() if drafts else self.experts
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
-            host = experts.operations(backend, self.threads)
+            host = self._host_experts(experts, checkpoint, backend)
             decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
+            if isinstance(host, FollowedExperts):
+                host.end_loading()
         if isinstance(backend, Adapted):
             adapters.check_taken(backend.end_loading())
         if eagle is None:
@@ -108,9 +114,25 @@ class Machine:
             cache.keep_hidden(eagle.config.embedding_length, torch.float32, device)
             decoder.fused = self._fused(eagle, cache, backend)
         logger.debug("weights loaded")
-        if self.experts.layers:
+        if self.experts.layers and not isinstance(host, FollowedExperts):
             return ModelRunner(decoder, cache)  # a step waits for the host: nothing to capture
         return _make_runner(config, decoder, cache, drafts, self.takes_images and not drafts)
+
+    def _host_experts(
+        self, experts: ExpertPlacement, checkpoint: Checkpoint, backend: Backend[Any]
+    ) -> PlacedExperts | None:
+        """What computes the experts in host memory, ready for a decoder to load them; None: there are none."""
+        if not experts.layers:
+            return None
+        chunk = self.config.chunk_size or DEFAULT_CHUNK[self.device.type]
+        rows = max(chunk, _graph_rows(self.config, drafts=False))
+        host = experts.operations(backend, self.threads, checkpoint.config, rows)
+        if isinstance(host, FollowedExperts):
+            uses = read_uses(checkpoint.path, experts.layers, experts.experts) if experts.held else None
+            # Of the file: those of the loader are handed out once.
+            stored, _ = split_tensors(checkpoint.tensors, experts.layers)
+            host.begin_loading((each for name, each in stored.items() if name != ROW_TABLE), uses)
+        return host
 
     def _fused(self, eagle: EagleCheckpoint, cache: KVCache, backend: Backend[Any]) -> FusedRows:
         """The part of an EAGLE-3 draft model that its target's steps compute."""
@@ -204,7 +226,7 @@ class Machine:
     ) -> "DraftGraphs | None":
         """Steps in which a layer or an assistant drafts on the device; None where a model has a state that cannot wait
         for them, image rows with three positions, or steps that have the bits of any other (`deterministic`)."""
-        if target.device_decoder is None:
+        if target.device_decoder is None or self.experts.layers:
             return None
         shape = target.decoder.config
         # Text after images is rotated by less than its position.

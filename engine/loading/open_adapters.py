@@ -1,19 +1,20 @@
 """The LoRA adapters that a model is loaded with: their files, and their changes by tensor."""
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.kernels.lora.change import LowRank
 from quengine.kernels.lora.low_rank import Adapters, padded_rank
 from quengine.models.checkpoint import Checkpoint
-from quengine.models.lora.adapter import Adapter
-from quengine.models.lora.open_adapter import open_adapter, parse_lora
+from quengine.models.lora.adapter import Adapter, parse_lora
+from quengine.models.lora.open_adapter import open_adapter
+from quengine.models.split_checkpoint import SplitCheckpoint
 from quengine.models.tensor_table import holder_of, tensor_specs
 from quengine.request.adapter_scales import NO_ADAPTERS, AdapterScales, LoadedAdapter
 
-_REFUSED = ("token_embd", "inp_gate", "ssm_ba")
+_REFUSED = ("inp_gate", "ssm_ba")
 """Matrices that backends multiply otherwise, or whose rows they have in another order."""
 
 
@@ -48,6 +49,12 @@ class OpenAdapters:
             for adapter, file in zip(self.scales.adapters, self.files, strict=True)
         ]
 
+    def of_part(self, part: Checkpoint) -> "OpenAdapters":
+        """Those of a rank, which has a part of the model."""
+        if not isinstance(part, SplitCheckpoint) or not self.files:
+            return self
+        return replace(self, weights=adapters_of(part, [part.changes(file.changes) for file in self.files]))
+
     def check_taken(self, missing: Collection[str]) -> None:
         """Raises EngineError where there are tensors whose changes are not computed."""
         _check(self.files, missing.__contains__)
@@ -61,7 +68,7 @@ def open_adapters(config: EngineConfig, checkpoint: Checkpoint) -> OpenAdapters:
 
     Raises:
         EngineError: one is missing, is of another model, or changes what is not computed; or the model is an encoder,
-            has alternating updates, or is shared by several devices.
+            or has alternating updates.
     """
     if not config.lora:
         return NONE_OPEN
@@ -75,11 +82,6 @@ def open_adapters(config: EngineConfig, checkpoint: Checkpoint) -> OpenAdapters:
             raise EngineError(
                 f"lora {given[0][0]}: adapters of {what} ({shape.architecture}) are not implemented"
             )
-    if config.ranks > 1:
-        raise EngineError(
-            f"lora {given[0][0]}: adapters of a model that {config.ranks} devices share are not implemented; use one "
-            "device (--tensor-parallel 1), or merge the adapter into its model (engine merge)"
-        )
     files = tuple(open_adapter(path, shape) for path, _ in given)
     _check(files, lambda name: name.split(".")[-2] in _REFUSED or "_exps." in name)
     loaded = tuple(
@@ -87,7 +89,7 @@ def open_adapters(config: EngineConfig, checkpoint: Checkpoint) -> OpenAdapters:
         for number, (file, (_, scale)) in enumerate(zip(files, given, strict=True))
     )
     scales = AdapterScales(loaded, config.deterministic)
-    return OpenAdapters(scales, _weights(checkpoint, files), files)
+    return OpenAdapters(scales, adapters_of(checkpoint, [file.changes for file in files]), files)
 
 
 def _check(files: Iterable[Adapter], refused: Callable[[str], bool]) -> None:
@@ -100,10 +102,11 @@ def _check(files: Iterable[Adapter], refused: Callable[[str], bool]) -> None:
             )
 
 
-def _weights(checkpoint: Checkpoint, files: tuple[Adapter, ...]) -> Adapters:
+def adapters_of(checkpoint: Checkpoint, files: Sequence[Mapping[str, LowRank]]) -> Adapters:
+    """The changes of a model, or of a rank's part, by adapter."""
     changes: dict[str, list[LowRank | None]] = {}
-    for number, file in enumerate(files):
-        for name, change in file.changes.items():
+    for number, of_file in enumerate(files):
+        for name, change in of_file.items():
             changes.setdefault(name, [None] * len(files))[number] = change
     joined: dict[str, list[tuple[str, int]]] = {}
     for name, spec in tensor_specs(checkpoint.config).items():
@@ -111,4 +114,5 @@ def _weights(checkpoint: Checkpoint, files: tuple[Adapter, ...]) -> Adapters:
         below = holder.endswith(".attn_qkv.weight")  # others hold their parts in another order
         if holder != name and below and name not in checkpoint.tensors and holder in checkpoint.tensors:
             joined.setdefault(holder, []).append((name, spec.shape[-2]))
-    return Adapters(len(files), changes, joined)
+    tied = checkpoint.config.tied_output and "output.weight" not in checkpoint.tensors
+    return Adapters(len(files), changes, joined, tied)

@@ -171,6 +171,40 @@ def _memory_needs(
     return needs, DeviceMemory(str(device), free, weights, workspace + padding, experts.device)
 
 
+def _expert_share(
+    config: EngineConfig, needs: CacheNeeds, memory: DeviceMemory, experts: ExpertPlacement
+) -> int:
+    """Bytes of the device that the cache leaves to experts in host memory: of those requested, or half of what is left
+    beside one sequence of the requested context, or a usable one."""
+    placed = experts.holding(config, 1, memory.room)
+    if config.gpu_experts is not None:
+        return placed.device_bytes(placed.held)
+    least = config.ctx_size or min(USABLE_CONTEXT, needs.config.context_length)
+    beyond = memory.room - needs.nbytes(least, config.cache_type)
+    every = replace(placed, held=experts.experts).shared_bytes if placed.held else 0
+    return max(0, min(beyond // 2, every))
+
+
+def place_experts(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    draft: Checkpoint | None,
+    device: torch.device,
+    free: int,
+    experts: ExpertPlacement,
+    ctx_size: int,
+    pools: Sequence[CachePool],
+) -> ExpertPlacement:
+    """`experts`, with those that the device holds as well, in the memory that the chosen cache leaves."""
+    model = checkpoint.config.experts
+    if not experts.layers or model is None:
+        return experts
+    needs, memory = _memory_needs(config, checkpoint, draft, device, free, experts)
+    sizes = zip(pools, needs.block_bytes(config.cache_type), strict=True)
+    cache = needs.table_bytes(ctx_size) + sum(pool.num_blocks * size for pool, size in sizes)
+    return experts.holding(config, model.router.used, memory.room - cache)
+
+
 def choose_cache(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -186,6 +220,7 @@ def choose_cache(
         wanted = wanted_bytes(needs, memory, config.ctx_size, config.parallel, cache_type)
         while config.make_room(wanted, memory.free, str(device)):
             memory = replace(memory, free=free_memory(device, config.ranks))
+    memory = replace(memory, weights=memory.weights + _expert_share(config, needs, memory, experts))
     ctx_size = choose_context(needs, config.ctx_size, memory, cache_type)
     room = memory.room + 2 * sum(needs.block_bytes(cache_type))  # the padding blocks are among those chosen
     pools = choose_pools(needs, ctx_size, config.parallel, room, cache_type)

@@ -42,7 +42,7 @@ class _Stored(NamedTuple):
 
 def read_cached(runner: ModelRunner, start: int, end: int, whole: ModelConfig) -> list[Tensor]:
     """A copy, on the host, of what every layer stores of positions start .. end - 1, [n, kv_heads, width] each: keys
-    and values, or in q8_0 their codes and scales; or of each part of its state, [1, channels, rows] or [1, heads, ...].
+    and values, or their codes and scales; or of each part of its state, [1, channels, rows] or [1, heads, ...].
     On rank 0. `whole`: the model's configuration, of all ranks."""
     with runner.together(ReadCache(start, end)):
         rows = read_rank_rows(runner, start, end)

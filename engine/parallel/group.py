@@ -155,6 +155,11 @@ class RankGroup:
         for follower in self._followers:
             threading.Thread(target=self._watch, args=(follower,), daemon=True).start()
 
+    def meet(self) -> None:
+        """Wait, within a step, until all ranks have met."""
+        assert self._communicator is not None
+        self._communicator.meet()
+
     def check(self) -> None:
         """Raises RankFailedError where the group cannot compute any more."""
         if self._closing:

@@ -16,13 +16,17 @@ from quengine.parallel.wire import (
     Graphs,
     LaunchDecode,
     Message,
+    ObserveInputs,
     PlannedStep,
     Prompts,
     ReadCache,
+    SetAdapters,
     WriteCache,
+    WriteSums,
 )
 
 if TYPE_CHECKING:
+    from quengine.parallel.observed_inputs import ObservedInputs
     from quengine.runners.cuda_graphs import CudaGraphs
 
 
@@ -39,6 +43,10 @@ def run(runner: ModelRunner, message: Message) -> None:
             runner.copy_blocks(copies)
         case ChooseExperts(experts):
             _choose(runner, experts)
+        case ObserveInputs(number, on):
+            _observed(runner).observe(number, on)
+        case WriteSums(folder):
+            _observed(runner).write(folder)
         case _:
             _run_graphs(runner, message)
 
@@ -58,6 +66,11 @@ def _compute(runner: ModelRunner, step: PlannedStep) -> None:
             all_logits = step.output == "all logits"
             runner.forward(step.phase, step.rows, all_logits, step.eager, step.given)
             _choose(runner, {})
+
+
+def _observed(runner: ModelRunner) -> "ObservedInputs":
+    assert runner.observed is not None
+    return runner.observed
 
 
 def _graphs(runner: ModelRunner) -> "CudaGraphs":
@@ -82,6 +95,8 @@ def _run_graphs(runner: ModelRunner, message: Graphs) -> None:
         case Configure(slot, kind, settings, bias, ids, total):
             made = SamplingSettings(**settings)  # type: ignore[arg-type]
             graphs.set_sampling(slot, kind, made, dict(bias), list(ids), total)
+        case SetAdapters(slot, scales):
+            graphs.inputs.set_adapters(slot, None if scales is None else tuple(scales))
         case Capture(key):
             graphs.capture(key)
         case Prompts(lengths):

@@ -100,6 +100,19 @@ class ChooseExperts(_ToRank, frozen=True):
     experts: Mapping[int, Sequence[Sequence[int]]]
 
 
+class ObserveInputs(_ToRank, frozen=True):
+    """`ObservedInputs.observe`."""
+
+    run: str
+    on: bool
+
+
+class WriteSums(_ToRank, frozen=True):
+    """`ObservedInputs.write`: rank 0 reads the files of the folder when all have met."""
+
+    folder: str
+
+
 class LaunchDecode(_ToRank, frozen=True):
     """`CudaGraphs.launch`, on inputs with these changes, by index."""
 
@@ -116,6 +129,13 @@ class Configure(_ToRank, frozen=True):
     bias: Mapping[int, float]
     ids: Sequence[int]
     total: int
+
+
+class SetAdapters(_ToRank, frozen=True):
+    """`DecodeInputs.set_adapters`."""
+
+    slot: int
+    scales: Sequence[float] | None
 
 
 class Capture(_ToRank, frozen=True):
@@ -136,8 +156,10 @@ class CopyBlocks(_ToRank, frozen=True):
     copies: Sequence[BlockCopy]
 
 
-Step: TypeAlias = PlannedStep | ReadCache | WriteCache | CopyBlocks | ChooseExperts
-Graphs: TypeAlias = LaunchDecode | Configure | Capture | Prompts
+Step: TypeAlias = (
+    PlannedStep | ReadCache | WriteCache | CopyBlocks | ChooseExperts | ObserveInputs | WriteSums
+)
+Graphs: TypeAlias = LaunchDecode | Configure | SetAdapters | Capture | Prompts
 Message: TypeAlias = Step | Graphs
 
 Together = Callable[[Message], AbstractContextManager[None]]

@@ -1,13 +1,16 @@
 """Prepares what a process with a CUDA device needs beside torch, in a thread while torch is imported.
 
-This is the device's primary context, which the CUDA runtime and so torch use as well; Triton; and the key of its cache,
-for which Triton hashes its compiler library of some 400 MB.
+This is the device's primary context, which the CUDA runtime and so torch use as well; Triton; the key of its cache,
+for which Triton hashes its compiler library of some 400 MB; and, of a model that is new here, the process that compiles
+kernels.
 """
 
 import ctypes
 import logging
 import os
 import threading
+
+from quengine.platform import early_compiler
 
 logger = logging.getLogger("quengine.start")
 
@@ -18,8 +21,9 @@ _MAJOR, _MINOR = 75, 76
 _threads: list[threading.Thread] = []
 
 
-def begin(device: str) -> None:
-    """Begin, for the device that `EngineConfig.device` names; "auto" is the first.
+def begin(device: str, model: str | None = None) -> None:
+    """Begin, for the device that `EngineConfig.device` names; "auto" is the first. model: as `LLM` takes it, whose
+    kernels may have to be compiled.
 
     A missing driver or device is no error here: it is reported where the device is chosen.
     """
@@ -28,7 +32,8 @@ def begin(device: str) -> None:
         return
     # As torch sets it, which the driver reads when it is initialized: kernels are loaded when they are first launched.
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
-    thread = threading.Thread(target=_run, args=(int(index or 0),), name="quengine-start", daemon=True)
+    given = int(index or 0), model
+    thread = threading.Thread(target=_run, args=given, name="quengine-start", daemon=True)
     thread.start()
     _threads.append(thread)
 
@@ -39,25 +44,33 @@ def wait() -> None:
         _threads.pop().join()
 
 
-def _run(index: int) -> None:
+def _run(index: int, model: str | None) -> None:
     try:
-        capability = _make_context(index)
+        device = _find_device(index)
+        if device is not None and model is not None:
+            early_compiler.begin(model)
+        capability = None if device is None else _make_context(device)
         if capability is not None:
             _read_triton(capability)
     except Exception as error:  # it is tried again where it is needed
         logger.debug("the start of the CUDA device is left for later: %s", error)
 
 
-def _make_context(index: int) -> int | None:
-    """Initialize the driver, and retain a device's primary context to the end of the process (CUDA driver API).
-
-    The device's compute capability, as 90 for 9.0; None where there is no such device.
-    """
-    driver = _driver()
-    device, context = ctypes.c_int(), ctypes.c_void_p()
+def _find_device(index: int) -> ctypes.c_int | None:
+    """Initialize the driver (CUDA driver API), and find a device; None where there is no such device."""
+    driver, device = _driver(), ctypes.c_int()
     if driver is None or driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index):
         return None
-    if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+    return device
+
+
+def _make_context(device: ctypes.c_int) -> int | None:
+    """Retain a device's primary context to the end of the process.
+
+    The device's compute capability, as 90 for 9.0; None where it has no room for a context.
+    """
+    driver, context = _driver(), ctypes.c_void_p()
+    if driver is None or driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
         return None
     major, minor = ctypes.c_int(), ctypes.c_int()
     driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)

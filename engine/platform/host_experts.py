@@ -2,18 +2,21 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.backend import Backend
-from quengine.kernels.moe.host_experts import HostExperts
+from quengine.kernels.moe.host_experts import HostExperts, PlacedExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.memory import gib
 from quengine.models.blocks.layer_input import TABLE
 from quengine.models.checkpoint import Checkpoint
 from quengine.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from quengine.kernels.cuda.backend import CudaBackend
 
 ROW_TABLE = f"{TABLE}.weight"
 _EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(?:gate|up|gate_up|down)(?:_exps|\.\d+)\.(?:weight|bias)")
@@ -25,11 +28,16 @@ class ExpertPlacement:
 
     sizes: bytes of each layer's experts as stored, on a CUDA device; layers without experts are not there.
     tables: bytes of tables of which steps read single rows, which are in host memory, too.
+    experts: of a layer. held: how many experts of each layer in host memory the device holds as well: those used most.
+    streams: the experts of long prompts pass through the device.
     """
 
     layers: int = 0
     sizes: Mapping[int, int] = field(default_factory=dict)
     tables: int = 0
+    experts: int = 0
+    held: int = 0
+    streams: bool = False
 
     @classmethod
     def choose(cls, config: EngineConfig, checkpoint: Checkpoint, kind: str) -> "ExpertPlacement":
@@ -38,7 +46,13 @@ class ExpertPlacement:
         if kind != "cuda":
             return cls()
         table = checkpoint.tensors.get(ROW_TABLE)
-        return cls(layers, expert_bytes(checkpoint.tensors), 0 if table is None else table.nbytes)
+        experts = checkpoint.config.experts
+        return cls(
+            layers,
+            expert_bytes(checkpoint.tensors),
+            0 if table is None else table.nbytes,
+            0 if experts is None else experts.count,
+        )
 
     @property
     def host(self) -> dict[int, int]:
@@ -55,6 +69,36 @@ class ExpertPlacement:
         """Bytes of all that is in host memory."""
         return sum(self.host.values()) + self.tables
 
+    def device_bytes(self, held: int) -> int:
+        """Bytes that `held` experts of each layer in host memory take on the device, and one of zeros beside them."""
+        of_one = sum(self.host.values()) // max(1, self.experts)
+        return (held + 1) * (of_one + of_one // 32) if held else 0
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes on the device through which the experts of long prompts pass: one layer's as stored, and repacked."""
+        largest = max(self.host.values(), default=0)
+        return 2 * largest + largest // 32
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes on the device of experts in host memory."""
+        return self.device_bytes(self.held) + (self.stream_bytes if self.streams else 0)
+
+    def holding(self, config: EngineConfig, least: int, room: int) -> "ExpertPlacement":
+        """With as many experts on the device as requested, or as fit in `room` bytes there; `least`: fewer do not
+        pay, the experts of a row. Prompts' experts pass through the device if that leaves half of the room."""
+        if not self.host or config.ranks > 1 or config.deterministic or config.backend == "reference":
+            return self
+        requested = config.gpu_experts
+        left = room - self.device_bytes(min(requested or 0, self.experts))
+        streams = self.stream_bytes <= (left if requested is not None else left // 2)
+        if requested is not None:
+            return replace(self, held=min(requested, self.experts), streams=streams)
+        room -= self.stream_bytes if streams else 0
+        held = min(self.experts, room // max(1, self.device_bytes(1) // 2) - 1)
+        return replace(self, held=held if held >= least else 0, streams=streams)
+
     def check_host_memory(self, free: int) -> None:
         """Raises CannotRunError where `free` bytes of host memory do not hold what lies there."""
         nbytes = self.host_bytes
@@ -69,13 +113,18 @@ class ExpertPlacement:
                 f"{gib(free)}; lower --n-cpu-moe, or use a smaller model or a smaller quantization"
             )
 
-    def operations(self, device: Backend[Any], threads: int) -> HostExperts | None:
-        """What computes the experts in host memory; None: there are none."""
-        if not self.layers:
-            return None
+    def operations(self, device: Backend[Any], threads: int, model: ModelConfig, rows: int) -> PlacedExperts:
+        """What computes the experts in host memory, in steps of up to `rows` rows."""
         from quengine.kernels.cpu.backend import CpuBackend
 
-        return HostExperts(device, CpuBackend(threads), self.layers)
+        host, experts = CpuBackend(threads), model.experts
+        if device.name != "cuda" or device.communicator.size > 1:
+            return HostExperts(device, host, self.layers)
+        from quengine.kernels.offload.split_experts import SplitExperts
+
+        assert experts is not None
+        sizes = rows, model.embedding_length, experts.router.used, experts.count
+        return SplitExperts(cast("CudaBackend", device), host, self.layers, *sizes, self.held, self.streams)
 
     def note(self) -> str:
         """A line for the user: which experts are in host memory, as requested."""
@@ -84,10 +133,12 @@ class ExpertPlacement:
                 "the whole model runs on the CPU, its experts too: --cpu-moe and --n-cpu-moe change nothing"
             )
         host = self.host
-        return (
-            f"experts of {len(host)} of {len(self.sizes)} layers, {gib(sum(host.values()))}, stay in host memory and "
-            f"are computed by the CPU"
-        )
+        note = f"experts of {len(host)} of {len(self.sizes)} layers, {gib(sum(host.values()))}, stay in host memory"
+        if not self.held:
+            return f"{note} and are computed by the CPU"
+        if self.held == self.experts:
+            return f"{note}, and the GPU has room for all of them: steps are faster without --cpu-moe and --n-cpu-moe"
+        return f"{note}; the CPU computes them, but for the {self.held} of each layer used most, which the GPU holds"
 
 
 def host_layers(config: EngineConfig, model: ModelConfig) -> int:

@@ -6,9 +6,10 @@
     temp = 0.7
     stop = ["###"]
     template_file = "chat.jinja"
+    lora = ["style.gguf:0.5"]
     messages = [{ role = "user", content = "hi" }, { role = "assistant", content = "Ahoy." }]
 
-A stored one (`quengine.models.hub.presets`) has the template's text in place of a file, and an absolute path.
+A stored one (`quengine.models.hub.presets`) has the template's text in place of a file, and absolute paths.
 """
 
 from collections.abc import Mapping
@@ -38,7 +39,6 @@ def table_options(table: Mapping[str, Any], where: str) -> dict[type[Any], dict[
     Raises:
         EngineError: an option is unknown, or its value is not one that it takes.
     """
-    check_no_adapter(table, where)
     values = table_values({k: v for k, v in table.items() if k not in PLAIN_KEYS}, GROUPS, where)
     if "messages" in table:
         values.setdefault(ChatOptions, {})["messages"] = _messages(table["messages"], where)
@@ -55,14 +55,6 @@ def table_options(table: Mapping[str, Any], where: str) -> dict[type[Any], dict[
 
 PLAIN_KEYS = ("model", "messages", "license")
 """Keys that are no option of a group."""
-
-
-def check_no_adapter(table: Mapping[str, Any], where: str) -> None:
-    """Raises EngineError where a table names an adapter."""
-    if {"adapter", "adapters", "lora"} & table.keys():
-        raise EngineError(
-            f"{where}: adapters are no part of a preset: give --lora FILE where it is run, or merge them (engine merge)"
-        )
 
 
 def _messages(value: Any, where: str) -> tuple[dict[str, str], ...]:

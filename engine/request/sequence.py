@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quengine.context.context_shift import ContextShift
 from quengine.kernels import compile_clock
+from quengine.kernels.compile_clock import Moment
 from quengine.platform.ranges import ProfilerRange
 from quengine.request.adapter_scales import Scales, keyed
 from quengine.request.output import Completion, Timings, with_texts
@@ -32,7 +33,7 @@ class BegunCheckpoint(NamedTuple):
     blocks: list[int]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """A prompt and what has been generated after it. The sequence decides itself when it is finished.
 
@@ -106,6 +107,8 @@ class Sequence:
     discarded_tokens: int = 0
     images: PromptImages | None = None
     adapters: Scales | None = None
+    num_prompt_tokens: int = field(init=False)
+    num_prefill_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
@@ -171,38 +174,40 @@ class Sequence:
         except Exception as error:
             return error
 
-    def advance(self, sample: Sample) -> str:
-        """Take the chosen token; returns the text that it makes visible, and sets finish_reason at the end."""
-        now = time.perf_counter()
+    def advance(self, sample: Sample, moment: Moment | None = None) -> str:
+        """Take the chosen token; returns the text that it makes visible, and sets finish_reason at the end.
+
+        moment: when it came; None: now. In a step of many sequences every line here costs the host time.
+        """
+        moment = moment or compile_clock.moment()
         if not self.first_token:
-            self.first_token = self.last_token = now
-            self.compiled[1:] = [compile_clock.seconds()] * 2
-        if self.params.max_tokens == 0:  # the prompt's logits give a token all the same
+            self.first_token, self.compiled[1] = moment
+        self.last_token, self.compiled[2] = moment
+        most = self.params.max_tokens
+        if most == 0:  # the prompt's logits give a token all the same
             return self._finish("length")
-        token = sample.token
-        self.last_token = now
-        self.compiled[2] = compile_clock.seconds()
+        ids, (token, logprobs), stream = self.token_ids, sample, self.stream
         if token in self.end_ids:
             self.end_tokens = 1
-            self.cached_at_token += len(self.token_ids) + 1
+            self.cached_at_token += len(ids) + 1
             return self._finish("stop")
-        self.token_ids.append(token)
+        ids.append(token)
         self.generated.append(token)
-        self.cached_at_token += len(self.token_ids)
-        if sample.logprobs is not None:
-            self.logprobs.append(sample.logprobs)
-        text = self.stream.push(token)
+        self.cached_at_token += len(ids)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        text = stream.push(token)
         constraint = self.sampler.constraint
         if constraint is not None:
             constraint.advance(token)
-        if self.stream.stopped is not None:
+        if stream.stopped is not None:
             self.finish_reason = "stop"
         elif constraint is not None and constraint.finished:
             text += self._finish("stop")
         elif (
-            len(self.generated) == self.params.max_tokens
-            or (self.context_full and not self._discarded)
-            or self.stream.dedented
+            len(self.generated) == most
+            or (len(ids) >= self.ctx_size and not self._discarded)
+            or stream.dedented
             or ("\n" in text and self._late)
         ):
             text += self._finish("length")

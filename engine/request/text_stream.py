@@ -32,6 +32,7 @@ class TextStream:
         self._spaces: int | None = None  # of a line that has nothing else yet
         self._token_bytes = token_bytes
         self._stop = sorted(stop, key=len, reverse=True)
+        self._is_plain = not self._stop and not indent  # all text is shown at once, and nothing ends it
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._partial = False  # bytes of a character that is not whole yet
         self._held = ""
@@ -51,11 +52,16 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that this token makes certain; nothing more after the end."""
-        if self._ended:
-            return ""
         raw = self._token_bytes(token_id)
         if raw.isascii() and not self._partial:
-            return self._show(raw.decode("ascii"), final=False)
+            text = raw.decode("ascii")
+            if self._is_plain:
+                if text:
+                    self._shown.append(text)
+                return text
+            return "" if self._ended else self._show(text, final=False)
+        if self._ended:
+            return ""
         text = self._decoder.decode(raw)
         self._partial = bool(self._decoder.getstate()[0])
         return self._show(text, final=False)

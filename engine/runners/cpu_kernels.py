@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from quengine.kernels.child_process import import_path
@@ -24,6 +24,7 @@ from quengine.kernels.cpu.runtime.code_store import code_store
 from quengine.kernels.cpu.runtime.kernel_table import KernelName
 from quengine.kernels.cpu.runtime.threads import get_threads
 from quengine.kernels.kv.cache_types import CACHE_TYPES, can_store
+from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.architectures import attentions_of
 from quengine.models.blocks.attention import Attention
 from quengine.models.blocks.latent_attention import LatentAttention
@@ -37,13 +38,16 @@ _running: list[subprocess.Popen[bytes]] = []
 _ahead: list[KernelName] = []
 
 
-def compile_ahead(checkpoint: Checkpoint, progress: Callable[[str], None]) -> None:
-    """Starts to compile a model's kernels that are not on disk.
+def compile_ahead(
+    checkpoint: Checkpoint, progress: Callable[[str], None], experts_alone: bool = False
+) -> None:
+    """Starts to compile a model's kernels that are not on disk; with `experts_alone`, those of its experts.
 
     progress: called with the progress while this process waits for a kernel, and with "" afterwards.
     """
     store = code_store()
-    missing = [name for name in kernels_of(checkpoint) if store.read(table.file_name(name)) is None]
+    names = kernels_of_experts(checkpoint) if experts_alone else kernels_of(checkpoint)
+    missing = [name for name in names if store.read(table.file_name(name)) is None]
     if not missing or not store.has_folder():
         return
     _ahead.extend(missing)
@@ -83,24 +87,53 @@ def kernels_of(checkpoint: Checkpoint) -> list[KernelName]:
     matrices = [tensor for tensor in found.values() if len(tensor.shape) >= 2]
     get_threads()  # creates the thread team, whose kernels are compiled now
     with table.only_named() as names:
-        for w in matrices:
-            kind = tile_kind(w)
-            kind.pack_kernel()
-            kind.product(w, 1, 1)
+        _name_prompts(matrices)
         _name_operations(checkpoint.config)
-        for w in matrices:
-            table.dequantize_kernel(w.format.name)
-            if w.format.is_quantized:
-                table.quantize_kernel()
-                table.matvec_kernel(w.format.name, True)
-                table.matvec_kernel(w.format.name, False)
-            else:
-                table.float_matvec_kernel(w.format.name)
+        _name_matrices(matrices)
     return list(dict.fromkeys(names))
 
 
+def kernels_of_experts(checkpoint: Checkpoint) -> list[KernelName]:
+    """The kernels of experts alone, in host memory beside a GPU: a decode step's first."""
+    found = {each.format.name: each for each in checkpoint.tensors.values() if len(each.shape) == 3}
+    matrices = list(found.values())
+    get_threads()
+    with table.only_named() as names:
+        _name_matrices(matrices)
+        _name_experts(checkpoint.config)
+        table.await_rows_kernel(), table.sums_ready_kernel()
+        table.add_kernel(), table.chain_kernel()
+        table.glu_kernel(checkpoint.config.block.feed_forward.function)
+        _name_prompts(matrices)
+    return list(dict.fromkeys(names))
+
+
+def _name_prompts(matrices: Sequence[QuantTensor]) -> None:
+    for w in matrices:
+        kind = tile_kind(w)
+        kind.pack_kernel()
+        kind.product(w, 1, 1)
+
+
+def _name_matrices(matrices: Sequence[QuantTensor]) -> None:
+    for w in matrices:
+        table.dequantize_kernel(w.format.name)
+        if w.format.is_quantized:
+            table.quantize_kernel()
+            table.matvec_kernel(w.format.name, True)
+            table.matvec_kernel(w.format.name, False)
+        else:
+            table.float_matvec_kernel(w.format.name)
+
+
+def _name_experts(config: ModelConfig) -> None:
+    table.group_kernel(), table.spread_kernel(), table.pack_groups_kernel(), table.grouped_matmul_kernel()
+    table.add_experts_kernel(), table.gate_up_kernel(config.block.feed_forward.has_gate)
+    table.down_kernel(), table.down_add_kernel()
+
+
 def _name_operations(config: ModelConfig) -> None:
-    """Load or compile the kernels of all operations but matrices, for both types of cache."""
+    """Load or compile the kernels of all operations but matrices, for all types of cache."""
     table.choose_kernel()
     if config.logit_softcap:
         table.softcap_kernel()
@@ -131,9 +164,7 @@ def _name_operations(config: ModelConfig) -> None:
         table.mamba2_scan_kernel(mamba.head_dim % ROWS == 0, mamba.state_dim % 16 == 0)
     if config.experts is not None:
         table.router_kernel(config.experts.router.scores)
-        table.group_kernel(), table.spread_kernel(), table.pack_groups_kernel(), table.grouped_matmul_kernel()
-        table.add_experts_kernel(), table.gate_up_kernel(config.block.feed_forward.has_gate)
-        table.down_kernel(), table.down_add_kernel()
+        _name_experts(config)
     table.rms_norm_kernel()
     if config.block.norms.kind == "layer":
         table.layer_norm_kernel()
@@ -161,8 +192,8 @@ def _name_attention(attention: Attention) -> None:
             table.key_panel_kernel(cache_type, *wide), table.value_panel_kernel(cache_type)
             if uses_tiles(attention.head_dim):
                 table.amx_scores_kernel(cache_type), table.amx_sums_kernel(cache_type)
-            table.rope_store_kernel(attention.rotation.layout, cache_type != "f16")
-            table.kv_split_kernel(cache_type != "f16")
+            table.rope_store_kernel(attention.rotation.layout, cache_type)
+            table.kv_split_kernel(cache_type)
 
 
 def _name_latent_attention(attention: LatentAttention) -> None:
@@ -171,12 +202,12 @@ def _name_latent_attention(attention: LatentAttention) -> None:
     table.scores_kernel(*wide), table.softmax_kernel(*wide), table.sums_kernel(*wide), table.combine_kernel()
     table.block_kernel(*((False, True) if wide else ()))
     for cache_type in CACHE_TYPES:
-        if can_store(cache_type, attention.head_dim):
+        if can_store(cache_type, attention.head_dim, latent=True):
             table.key_panel_kernel(cache_type, *wide), table.value_panel_kernel(cache_type)
             if uses_tiles(attention.head_dim):
                 table.amx_scores_kernel(cache_type), table.amx_sums_kernel(cache_type)
-            table.latent_store_kernel(attention.rotation.layout, cache_type != "f16")
-            table.kv_split_kernel(cache_type != "f16")
+            table.latent_store_kernel(attention.rotation.layout, cache_type)
+            table.kv_split_kernel(cache_type)
 
 
 def _start(names: list[KernelName]) -> subprocess.Popen[bytes]:

@@ -7,6 +7,7 @@ memory pool, since they run one after another; results for the host are copied, 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -26,11 +27,22 @@ from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kernels.lora.adapted import Adapted
+from quengine.kernels.moe.host_experts import FollowedExperts
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
-from quengine.parallel.wire import Capture, Configure, LaunchDecode, PlannedStep, Prompts, Together, alone
+from quengine.parallel.wire import (
+    Capture,
+    Configure,
+    LaunchDecode,
+    PlannedStep,
+    Prompts,
+    SetAdapters,
+    Together,
+    alone,
+)
+from quengine.request.adapter_scales import Scales
 from quengine.request.sampling_params import SamplingParams
-from quengine.runners.graph_capture import CapturedStep, capture_step
+from quengine.runners.graph_capture import CapturedStep, FollowedGraph, capture_step
 from quengine.runners.graph_keys import (
     CAPTURED_AT,
     MOST_PADDING,
@@ -289,6 +301,12 @@ class CudaGraphs:
         with self.together(Configure(slot, kind, vars(settings), bias, counted, total)):
             self.set_sampling(slot, kind, settings, bias, counted, total)
 
+    def set_adapters(self, slot: int, scales: Scales | None) -> None:
+        """Sets the scales of a slot's LoRA adapters."""
+        if scales is not None or self.inputs.has_adapters(slot):
+            with self.together(SetAdapters(slot, scales)):
+                self.inputs.set_adapters(slot, scales)
+
     def set_sampling(
         self,
         slot: int,
@@ -318,10 +336,26 @@ class CudaGraphs:
                 self._pool = torch.cuda.graph_pool_handle()
             if key.sampling is not None:
                 self.sampling_buffers(key.sampling)  # outside the capture: graphs of other sizes share them
-            step = self._capture_step(lambda: self.run_padding(key), lambda: self._run(key), self._pool)
+            step = self._captured(key)
             self._drop_stale()
             self._steps[key] = step
         return step
+
+    def _captured(self, key: GraphKey) -> CapturedStep:
+        """Captures a step; where experts are in host memory, with the CPU's part of it."""
+        host, launches = self.decoder.host_experts, list[Any]()
+        if host is None:
+            return self._capture_step(lambda: self.run_padding(key), lambda: self._run(key), self._pool)
+        assert isinstance(host, FollowedExperts)
+
+        def recorded() -> Tensor:
+            with host.recording() as made:
+                logits = self._run(key)
+            launches.extend(made)
+            return logits
+
+        step = self._capture_step(lambda: self.run_padding(key), recorded, self._pool)
+        return replace(step, graph=FollowedGraph(host.followed(step.graph.replay, launches)))
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
         """Captures the steps of ordinary requests; with `params`, only decode steps of one sequence with
@@ -401,9 +435,10 @@ class CudaGraphs:
     def _captures(self, key: GraphKey) -> bool:
         """Whether a step is captured. Ranks capture and drop steps together; ranks with other layers may
         replace buffers at other times, so they capture only steps that are never dropped. Where layers attend within
-        chunks of positions, the host cuts a prompt's rows (`ForwardBatch.with_chunks`).
+        chunks of positions, the host cuts a prompt's rows (`ForwardBatch.with_chunks`). With experts in host memory a
+        prompt takes so long that its launches do not matter.
         """
-        if key.phase == "prefill" and self.decoder.chunk:
+        if key.phase == "prefill" and (self.decoder.chunk or self.decoder.host_experts is not None):
             return False
         stays = key.phase == "decode" and key.rows <= UNMOVED_ROWS
         return stays or self.decoder.config.stage is None

@@ -116,7 +116,7 @@ class DeviceDecoder:
         if not slot.written:
             slot.wanted = SamplingKind.of(sequence.params)
             self._graphs.inputs.set_lag(slot.index, 0 if sequence.images is None else sequence.images.lag)
-            self._graphs.inputs.set_adapters(slot.index, sequence.adapters)
+            self._graphs.set_adapters(slot.index, sequence.adapters)
             slot.adapted = sequence.adapters is not None
         self._rows.send_tables(slot, sequence.block_tables)
 

@@ -35,6 +35,13 @@ class CapturedStep:
     kernels: int
 
 
+@dataclass(frozen=True)
+class FollowedGraph:
+    """A graph whose replay the host follows with work of its own."""
+
+    replay: Callable[[], None]
+
+
 def capture_step(warm: Callable[[], object], step: Callable[[], Tensor], pool: Any = None) -> CapturedStep:
     """Captures `step`, which returns its logits.
 

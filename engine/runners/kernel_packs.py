@@ -103,7 +103,7 @@ def arch_of(name: str) -> int:
 
 
 def _named(models: Sequence[str]) -> list[str]:
-    released = [name for name in PRESETS if not name.endswith(("-tiny", "-2l")) and name != "tiny"]
+    released = [name for name in PRESETS if not name.endswith(("-tiny", "-2l", "-10m")) and name != "tiny"]
     names = [each for name in models for each in (released if name == CATALOGUE else [name])]
     return list(dict.fromkeys(names))
 

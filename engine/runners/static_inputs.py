@@ -115,8 +115,6 @@ class DecodeInputs:
 
     def set_adapters(self, slot: int, scales: Scales | None) -> None:
         """Sets the scales of a slot's LoRA adapters, in stream order."""
-        if scales is None and slot not in self._adapted:
-            return
         if scales is None:
             self._adapted.discard(slot)
             self.adapters[:, slot].zero_()
@@ -125,6 +123,10 @@ class DecodeInputs:
         made = torch.tensor(scales, dtype=torch.float32)
         made = made.pin_memory() if self.adapters.is_cuda else made
         self.adapters[:, slot].copy_(made, non_blocking=True)
+
+    def has_adapters(self, slot: int) -> bool:
+        """Whether a slot has scales that are not all 0."""
+        return slot in self._adapted
 
     def turn(self, rows: int) -> None:
         """Computes by what the first `rows` rows are rotated, once they are placed."""

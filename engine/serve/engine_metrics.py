@@ -1,4 +1,5 @@
-"""What an engine counts, as families of Prometheus: checkpoints of states, images, and its replicas. Of a model without
+"""What an engine counts, as families of Prometheus: checkpoints of states, experts, images, and its
+replicas. Of a model without
 these nothing."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -6,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from quengine.block_manager import CheckpointCounts
+from quengine.kernels.moe.held_experts import ExpertCounts
 from quengine.request.feature_cache import ImageCounts
 from quengine.serve.processes.shared_engine import ReplicaStats
 
@@ -50,6 +52,33 @@ class CheckpointMetrics:
         moved.add_metric(["host"], counts.to_host)
         moved.add_metric(["device"], counts.from_host)
         yield from (held, moved)
+
+
+class ExpertMetrics:
+    """Families by memory: "device" and "host". `read` gives the counts. Called in the event loop."""
+
+    def __init__(self, read: Callable[[], ExpertCounts | None]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._read()
+        if counts is None:
+            return
+        held = GaugeMetricFamily(
+            "quengine_experts",
+            "Experts of layers whose experts are in host memory: those that the device holds, and the others.",
+            labels=["memory"],
+        )
+        held.add_metric(["device"], counts.on_device)
+        held.add_metric(["host"], counts.in_host)
+        uses = CounterMetricFamily(
+            "quengine_expert_uses",
+            "Rows times experts that computed them, by the memory that the expert was in.",
+            labels=["memory"],
+        )
+        uses.add_metric(["device"], counts.device_uses)
+        uses.add_metric(["host"], counts.host_uses)
+        yield from (held, uses)
 
 
 class ImageMetrics:

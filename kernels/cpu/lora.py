@@ -11,6 +11,7 @@ from quengine.kernels.backend import Branch
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.backend import CpuBackend, added_rows
 from quengine.kernels.cpu.step_recorder import CpuWeight, recorded
+from quengine.kernels.embedded_rows import EmbeddedRows, place_embeddings
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Gating, glu
 from quengine.kernels.layer_norm import Norm
@@ -24,8 +25,22 @@ from quengine.kernels.rms_norm import RMSNorm
 class AdaptedCpu(Adapted, CpuBackend):
     """See kernels/lora/adapted.py."""
 
+    _back: tuple[Changes, QuantTensor] | None = None
+    """Of the token embedding's changes, A the other way round."""
+
     def placed(self, changes: Changes) -> Changes:
         return changes.to(torch.float32)
+
+    def changed_rows(
+        self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor, factor: float
+    ) -> Tensor:
+        if self._back is None or self._back[0] is not changes:
+            self._back = changes, _matrix(changes.a.flatten(0, 2).T.contiguous())
+        with recorded(batch, len(batch)) as step:
+            return step.changed_rows(x, _matrix(changes.b), self._back[1], scales, factor)
+
+    def placed_rows(self, x: Tensor, given: EmbeddedRows | None) -> Tensor:
+        return place_embeddings(x, given)
 
     def normed_rows(self, batch: ForwardBatch, x: Tensor, norm: Norm | None) -> Tensor:
         if batch.phase == "prefill":
@@ -33,10 +48,36 @@ class AdaptedCpu(Adapted, CpuBackend):
         with recorded(batch, len(x)) as step:
             return step.normed(x, norm)
 
-    def plain_product(self, batch: ForwardBatch, x: Tensor, weight: CpuWeight, bias: Tensor | None) -> Tensor:
-        return CpuBackend.norm_linear(self, batch, x, None, weight, bias)
+    def changed_product(
+        self,
+        batch: ForwardBatch,
+        x: Tensor,
+        weight: CpuWeight,
+        bias: Tensor | None,
+        changes: Changes,
+        scales: Tensor,
+    ) -> Tensor:
+        shrunk = self._shrunk(batch, x, changes, scales)  # before the product, which may write over x
+        return self._add_changes(
+            batch, CpuBackend.norm_linear(self, batch, x, None, weight, bias), shrunk, changes
+        )
 
-    def shrunk(self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor) -> Tensor:
+    def changed_sum(
+        self,
+        batch: ForwardBatch,
+        x: Tensor,
+        weight: CpuWeight,
+        residual: Tensor,
+        next_norm: Norm | None,
+        bias: Tensor | None,
+        changes: Changes,
+        scales: Tensor,
+    ) -> Tensor:
+        changed = self._add_changes(batch, residual, self._shrunk(batch, x, changes, scales), changes)
+        return CpuBackend.linear_add(self, batch, x, weight, changed, next_norm, None, bias)
+
+    def _shrunk(self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor) -> Tensor:
+        """The scaled products of A with x."""
         a, parts = _matrix(changes.a), len(changes.parts)
         if batch.phase == "decode":
             with recorded(batch, len(x)) as step:
@@ -45,9 +86,7 @@ class AdaptedCpu(Adapted, CpuBackend):
         found.view(len(x), parts, len(scales), changes.rank).mul_(scales.T[:, None, :, None])
         return found
 
-    def add_changes(
-        self, batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes, _scales: Tensor
-    ) -> Tensor:
+    def _add_changes(self, batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes) -> Tensor:
         parts = [_matrix(part) for part in torch.split(changes.b, list(changes.parts))]
         if batch.phase == "decode":
             with recorded(batch, len(y)) as step:
@@ -55,9 +94,6 @@ class AdaptedCpu(Adapted, CpuBackend):
         of_parts = shrunk.view(len(y), len(parts), -1).unbind(1)
         added = [cpu.prompt_linear(rows, [b]) for rows, b in zip(of_parts, parts, strict=True)]
         return cpu.add_rows(y, added[0] if len(added) == 1 else torch.cat(added, 1))
-
-    def stream(self, residual: Tensor) -> Tensor:
-        return residual
 
     def glu_of(self, batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor:
         if batch.phase == "prefill":
@@ -102,5 +138,4 @@ class AdaptedCpu(Adapted, CpuBackend):
 def _matrix(values: Tensor) -> QuantTensor:
     """A matrix of the last dimension of `values` [..., K], fp32 and contiguous, or for b [n, M, R] of its last two."""
     rows = values.flatten(1) if values.ndim == 3 else values.flatten(0, -2)
-    data = rows.contiguous().view(torch.uint8)
-    return QuantTensor("adapter", FORMATS["F32"], tuple(rows.shape), data)
+    return QuantTensor("adapter", FORMATS["F32"], tuple(rows.shape), rows.contiguous().view(torch.uint8))

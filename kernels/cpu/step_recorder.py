@@ -36,6 +36,7 @@ from quengine.kernels.cpu.gemv.matmul import (
     task_rows,
 )
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
+from quengine.kernels.cpu.moe.exchange import await_rows_launch, sums_ready_launch
 from quengine.kernels.cpu.moe.experts import CpuExperts, down_launches, gate_up_launch, spread_launch
 from quengine.kernels.cpu.moe.groups import GROUP, HEAD, ExpertSlots
 from quengine.kernels.cpu.moe.operations import ExpertRows
@@ -64,6 +65,7 @@ from quengine.kernels.hidden_rows import NOT_DRAFTED
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.mamba2 import Mamba2Spec
+from quengine.kernels.moe.exchange import Exchange
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
@@ -299,6 +301,14 @@ class StepRecorder:
             self._then(launch)
         return y
 
+    def await_rows(self, exchange: Exchange) -> None:
+        """What follows reads the rows that another device sends next."""
+        self._stage([await_rows_launch(exchange)])
+
+    def sums_ready(self, exchange: Exchange) -> None:
+        """Tells the other device that `exchange.sums` are written."""
+        self._then(sums_ready_launch(exchange))
+
     def _spread(self, inputs: Sequence[Tensor], groups: ExpertSlots) -> list[Tensor]:
         """Copies the sources to their places, each distinct one once; returns the kernels' inputs."""
         spread: dict[int, Tensor] = {}
@@ -360,7 +370,7 @@ class StepRecorder:
         cap: float = 0.0,
     ) -> Launch:
         """The stage of attention's KV splits; returns the kernel that combines them to `out` (attention_launches)."""
-        size = part_bytes(visible, queries.shape[1], layer.v.shape[2])
+        size = part_bytes(visible, queries.shape[1], layer.value_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
         splits, combine = attention_launches(queries, layer, visible, scale, out, parts, sinks, cap)
         stage = self._stage([splits])
@@ -444,6 +454,18 @@ class StepRecorder:
         for column in range(0, a.rows, each):
             self._then(scale_launch(y, scales[column % width // each], column, each, each))
         return y
+
+    def changed_rows(
+        self, x: Tensor, rows: QuantTensor, back: QuantTensor, scales: Tensor, factor: float
+    ) -> Tensor:
+        """x, rows that were read by token, plus the changes of these: F32 rows [vocabulary, M * R], scaled
+        by scales fp32 [M, T], times back [K, M * R]."""
+        width, each = rows.cols, rows.cols // len(scales)
+        read = self._fp32("shrunk", width)
+        self._stage([embed_launch(rows, self.inputs.tokens(rows.rows), read, factor)])
+        for number, of_adapter in enumerate(scales):
+            self._then(scale_launch(read, of_adapter, number * each, each, each))
+        return self.add_changes(x, read, [back])
 
     def add_changes(self, y: Tensor, shrunk: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
         """y plus the products of `shrunk` with the second matrices, F32 [rows, M * R] for each part of y's columns."""

@@ -2,10 +2,11 @@
 
 A decode layer is five launches: QKV, attention (rotation, cache write, KV splits and their combination, quantization),
 output with the residual, gate and up with their activation and quantization, down with the residual. Output and down
-also begin the norm that reads their sum, and the matmul that reads it ends it; a norm of the product itself, or scales
-of its rows, are one more launch. A mixture of experts takes three launches in place of the last two. A gated delta net
-has one launch in place of attention, in batches two. Where ranks share a model, the launches of output and down sum
-over them, too. The residual stream is fp32. Implements kernels.backend.Backend.
+also begin the norm that reads their sum, and the matmul that reads it ends it; of products that have a norm of their
+own they compute both norms. Scales of a product's rows are one more launch. A mixture of experts takes three launches
+in place of the last two. A gated delta net has one launch in place of attention, in batches two. Where ranks share a
+model, the launches of output and down sum over them, too. The residual stream is fp32. Implements
+kernels.backend.Backend.
 
 The kernels for a row, and so its last bits, depend on the number of rows, unless they are `batch_invariant`: then one
 family of kernels serves every number of rows, and a row's bits follow from its own sequence alone.
@@ -54,6 +55,7 @@ from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantiz
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
+from quengine.kernels.cuda.gemv.matvec_post_norm import matvec_post_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.hidden_rows import hidden_before, joined, keep_hidden
 from quengine.kernels.cuda.latent.latent_attention import LatentOperations
@@ -219,7 +221,7 @@ class CudaBackend:
         rows = self._normed(x, norm)
         if isinstance(rows, QuantizedActivations):
             return matvec_glu(rows, gate_up, activation, scratch=self._quantization_scratch(), pdl=self.pdl)
-        return matmul_glu(rows, gate_up, self._room(), activation, self.pdl, _exact(batch))
+        return matmul_glu(rows, gate_up, self._room(), activation, self.pdl, exact(batch))
 
     def norm_pointwise(
         self,
@@ -255,17 +257,20 @@ class CudaBackend:
                 batch, rows, weight, residual, next_norm, post_norm, bias, row_scale, branch
             )
         stream = stream_of(residual)
-        begins = next_norm is not None and isinstance(rows, QuantizedActivations) and can_begin_norm(weight)
-        if post_norm is not None or row_scale is not None or (bias is not None and not begins):
+        if isinstance(rows, QuantizedActivations) and can_begin_norm(weight) and row_scale is None:
+            if post_norm is None and next_norm is not None:
+                return self._matvec_norm(rows, weight, stream, next_norm, bias)
+            if post_norm is not None and bias is None and weight.change is None:
+                scratch = self._quantization_scratch()
+                return matvec_post_norm(rows, weight, stream, post_norm, next_norm, branch, scratch, self.pdl)
+        if post_norm is not None or row_scale is not None or bias is not None:
             product = self._product(batch, rows, weight)
             return self._add_product(product, stream, post_norm, next_norm, bias, row_scale, branch)
-        if next_norm is None or (isinstance(rows, QuantizedActivations) and not begins):
+        if next_norm is None or isinstance(rows, QuantizedActivations):
             return self._matmul(batch, rows, weight, stream)
         if self._norms_in_groups(next_norm, len(stream)):
             return self._matmul(batch, rows, weight, stream)
-        if isinstance(rows, QuantizedActivations):
-            return self._matvec_norm(rows, weight, stream, next_norm, bias)
-        return RmsNormed(*matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, _exact(batch)))
+        return RmsNormed(*matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, exact(batch)))
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
@@ -295,8 +300,8 @@ class CudaBackend:
         activation: Activation = "silu",
     ) -> GatedRows:
         if norm is not None and isinstance(x, Tensor) and self._norms_in_groups(norm, len(x)):
-            return self._experts.glu(x, routing, gate_up, activation, _exact(batch), norm)
-        return self._experts.glu(self._normed(x, norm), routing, gate_up, activation, _exact(batch))
+            return self._experts.glu(x, routing, gate_up, activation, exact(batch), norm)
+        return self._experts.glu(self._normed(x, norm), routing, gate_up, activation, exact(batch))
 
     def experts_add(
         self,
@@ -314,10 +319,10 @@ class CudaBackend:
             residual = torch.zeros(len(routing.experts), down.expert_rows, device=self.device)
         if partial:
             stream = stream_of(residual)
-            added = self._experts.add(gated, routing, down, torch.zeros_like(stream), None, _exact(batch))
+            added = self._experts.add(gated, routing, down, torch.zeros_like(stream), None, exact(batch))
             peers = self.communicator.peers(*stream.shape)
             return self._add_sum(stream_of(added), stream, peers, None, next_norm, None, None, None)
-        return self._experts.add(gated, routing, down, stream_of(residual), next_norm, _exact(batch))
+        return self._experts.add(gated, routing, down, stream_of(residual), next_norm, exact(batch))
 
     @property
     def altup(self) -> AltUpOperations:
@@ -437,7 +442,7 @@ class CudaBackend:
         if isinstance(x, Fp16Operand):
             return x.gather(rows)
         assert not isinstance(x, QuantizedActivations), "nothing is gathered of a single token"
-        return stream_of(x)[rows]
+        return stream_of(x).index_select(0, rows)
 
     def add_to_rows(self, x: Residual, rows: Tensor, values: Tensor) -> Tensor:
         return stream_of(x).index_add_(0, rows, values)
@@ -486,7 +491,7 @@ class CudaBackend:
         (count, width), layout = stream.shape, self._room().layout(len(stream))
         own = Fp16Operand.empty(count, width, stream.device, layout)
         rows = to_fp16_operand(stream, own, self.pdl)
-        return matmul(rows, weight, self._room(), before, self.pdl, _exact(batch))
+        return matmul(rows, weight, self._room(), before, self.pdl, exact(batch))
 
     def spread_logits(self, _batch: ForwardBatch, logits: Tensor, tokens: Tensor, vocab: int) -> Tensor:
         return spread_logits(logits, tokens, vocab)
@@ -504,7 +509,7 @@ class CudaBackend:
     def _product(self, batch: ForwardBatch, x: Rows, weight: PackedWeight) -> Tensor | ScaledProduct:
         if isinstance(x, QuantizedActivations):
             return matvec(x, weight, pdl=self.pdl)
-        return matmul_product(x, weight, self._room(), self.pdl, _exact(batch))
+        return matmul_product(x, weight, self._room(), self.pdl, exact(batch))
 
     def _add_partial(
         self,
@@ -707,7 +712,7 @@ class CudaBackend:
         x = self._rounded(x)
         if isinstance(x, QuantizedActivations):
             return matvec(x, weight, residual, pdl=self.pdl)
-        return matmul(x, weight, self._room(), residual, self.pdl, _exact(batch))
+        return matmul(x, weight, self._room(), residual, self.pdl, exact(batch))
 
     def _noted(self, weight: PackedWeight) -> PackedWeight:
         """Records the workspace that prefill needs for this weight."""
@@ -759,6 +764,6 @@ def begun_norm(norm: Norm | None) -> RMSNorm | None:
     return norm if isinstance(norm, RMSNorm) else None
 
 
-def _exact(batch: ForwardBatch) -> bool:
+def exact(batch: ForwardBatch) -> bool:
     """Whether few rows round weights once, as many rows do (MatmulMode): in prefill, not in batched decode."""
     return batch.phase == "prefill"

@@ -37,6 +37,18 @@ _SUM = tl.constexpr(-1)
 """No output beside the residual; else `KIND` is the form of the next norm's rows (row_forms.py)."""
 
 
+@triton.jit
+def post_normed(y, weight, other, first_weight, branch_weight, eps, branch_eps, WIDTH: tl.constexpr):
+    """What is added to the stream for a product y [BLOCK], zeros beyond WIDTH. other: the branch's row, or None;
+    weight: of the post-norm, or None."""
+    if other is not None:
+        y = y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + branch_eps) * first_weight
+        y += other * tl.rsqrt(tl.sum(other * other, 0) / WIDTH + branch_eps) * branch_weight
+    if weight is not None:
+        y = y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps) * weight
+    return y
+
+
 @DirectLaunch
 @triton.jit
 def _post_norm_add_kernel(
@@ -56,6 +68,7 @@ def _post_norm_add_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
+    weight, other, first_weight, branch_weight = None, None, None, None
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if bias_ptr is not None:
@@ -81,18 +94,24 @@ def _post_norm_add_kernel(
         other = tl.load(branch_ptr + row * WIDTH + column, mask=inside, other=0.0)
         first_weight = tl.load(first_weight_ptr + column, mask=inside, other=0.0)
         branch_weight = tl.load(branch_weight_ptr + column, mask=inside, other=0.0)
-        y = y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + branch_eps) * first_weight
-        y += other * tl.rsqrt(tl.sum(other * other, 0) / WIDTH + branch_eps) * branch_weight
     x *= residual_scale
-    if weight_ptr is not None:
-        x += y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps) * weight
-    else:
-        x += y
+    x += post_normed(y, weight, other, first_weight, branch_weight, eps, branch_eps, WIDTH)
     tl.store(residual_ptr + row * WIDTH + column, x, mask=inside)
     if KIND != _SUM:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
         z = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + next_eps) * norm
         store_as(z, row, 0, out_ptr, low_ptr, scale_ptr, sums_ptr, out_stride, WIDTH, KIND, LAYOUT)
+
+
+def branch_arguments(
+    branch: Branch | None, y: torch.Tensor
+) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], float]:
+    """A branch beside rows y as a kernel takes it: its rows, weights of the norm of y and of its own, their eps."""
+    if branch is None:
+        return (None, None, None), 0.0
+    rows, first, second = branch.rows, branch.first_norm, branch.norm
+    assert rows.shape == y.shape and rows.is_contiguous() and first.eps == second.eps
+    return (rows, first.weight, second.weight), first.eps
 
 
 def post_norm_add(
@@ -129,12 +148,7 @@ def post_norm_add(
     post_weight, post_eps = (None, 0.0) if post_norm is None else (post_norm.weight, post_norm.eps)
     next_weight, next_eps = (residual, 0.0) if next_norm is None else (next_norm.weight, next_norm.eps)
     residual_scale = 1.0 if post_norm is None else post_norm.residual_scale
-    if branch is not None:
-        rows, first, second = branch.rows, branch.first_norm, branch.norm
-        assert rows.shape == y.shape and rows.is_contiguous() and first.eps == second.eps
-        branches, branch_eps = (rows, first.weight, second.weight), first.eps
-    else:
-        branches, branch_eps = (None, None, None), 0.0
+    branches, branch_eps = branch_arguments(branch, y)
     shape = geometry(1, y.shape[1])
     _post_norm_add_kernel[(y.shape[0],)](
         y, product_scale, residual, post_weight, next_weight, *form.planes,

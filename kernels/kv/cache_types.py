@@ -3,15 +3,33 @@
 A row is one head's key, or value, at one position.
 """
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from quengine.errors import EngineError
 
-CacheType = Literal["f16", "q8_0"]
+CacheType = Literal["f16", "q8_0", "q4_0"]
 CACHE_TYPES: tuple[CacheType, ...] = get_args(CacheType)
 
-Q8_0_GROUP = 32
-"""Number of values that share one scale in a q8_0 row."""
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """How rows are stored: bits of a value, whether values are codes with a scale for every CODE_GROUP, and whether
+    rows are transformed first (kernels/hadamard.py), as are queries, and the output transformed back."""
+
+    bits: int
+    coded: bool = False
+    hadamard: bool = False
+
+
+CACHE_FORMATS: dict[CacheType, CacheFormat] = {
+    "f16": CacheFormat(16),
+    "q8_0": CacheFormat(8, coded=True),
+    "q4_0": CacheFormat(4, coded=True, hadamard=True),
+}
+
+CODE_GROUP = 32
+"""Number of values that share one scale in a row of codes."""
 
 BLOCK_SIZE = 32
 """Number of positions in a block of a paged cache."""
@@ -31,26 +49,33 @@ def blocks_for(positions: int) -> int:
     return -(-positions // BLOCK_SIZE)
 
 
-def row_bytes(cache_type: CacheType, head_dim: int) -> int:
-    """Bytes of one row: in f16 2 per value; in q8_0 a code of 1 byte per value and an fp16 scale per 32 values.
+def row_bytes(cache_type: CacheType, head_dim: int, latent: bool = False) -> int:
+    """Bytes of one row: its values, and of codes an fp16 scale for every CODE_GROUP.
 
-    Raises EngineError if a head is not a whole number of q8_0 groups.
+    Raises EngineError for rows that cannot be stored in `cache_type`.
     """
-    if cache_type == "f16":
-        return 2 * head_dim
-    check_head_dim(head_dim)
-    return head_dim + 2 * head_dim // Q8_0_GROUP
+    check_rows(cache_type, head_dim, latent)
+    held = CACHE_FORMATS[cache_type]
+    return held.bits * head_dim // 8 + (2 * head_dim // CODE_GROUP if held.coded else 0)
 
 
-def can_store(cache_type: CacheType, head_dim: int) -> bool:
-    """Whether heads of this size can be stored in `cache_type`."""
-    return cache_type == "f16" or head_dim % Q8_0_GROUP == 0
+def can_store(cache_type: CacheType, head_dim: int, latent: bool = False) -> bool:
+    """Whether heads of this size can be stored in `cache_type`, or latents (kernels/latent_attention.py)."""
+    return not refusal(cache_type, head_dim, latent)
 
 
-def check_head_dim(head_dim: int) -> None:
-    """Raises EngineError if a head is not a whole number of q8_0 groups."""
-    if not can_store("q8_0", head_dim):
-        raise EngineError(
-            f"a q8_0 cache needs a head size that is a multiple of {Q8_0_GROUP}, and this model's is {head_dim}; "
-            "use --cache-type f16"
-        )
+def refusal(cache_type: CacheType, head_dim: int, latent: bool = False) -> str:
+    """Why such rows cannot be stored in `cache_type`; empty: they can."""
+    held = CACHE_FORMATS[cache_type]
+    if held.coded and head_dim % CODE_GROUP:
+        return f"a head size that is a multiple of {CODE_GROUP}, and this model's is {head_dim}"
+    if held.hadamard and latent:
+        return "a key and a value of each head, and this model keeps one latent for all"
+    return ""
+
+
+def check_rows(cache_type: CacheType, head_dim: int, latent: bool = False) -> None:
+    """Raises EngineError for rows that cannot be stored in `cache_type`."""
+    if why := refusal(cache_type, head_dim, latent):
+        others = " or ".join(t for t in CACHE_TYPES if can_store(t, head_dim, latent))
+        raise EngineError(f"a {cache_type} cache needs {why}; use --cache-type {others}")

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, Q8_0_GROUP, CacheType, check_head_dim
-from quengine.kernels.kv.kv_q8_0 import dequantize_rows, quantize_rows
+from quengine.kernels.hadamard import hadamard
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_FORMATS, CODE_GROUP, CacheType, check_rows
+from quengine.kernels.kv.kv_codes import dequantize_rows, quantize_rows
 
 
 def allocate_layer(
@@ -21,8 +22,8 @@ def allocate_layer(
 ) -> KVLayer:
     """Allocates a layer's cache of `context` positions, those of each head adjacent in memory; nothing is cleared.
 
-    latent: the values are elements of the keys, and stored with them (KVLayer). Raises EngineError if a head is not a
-    whole number of q8_0 groups.
+    latent: the values are elements of the keys, and stored with them (KVLayer). Raises EngineError for rows that cannot
+    be stored in `cache_type`.
     """
 
     def tensor(width: int, dtype: torch.dtype) -> Tensor:
@@ -32,10 +33,12 @@ def allocate_layer(
         keys = tensor(width, dtype)
         return keys, keys if latent else tensor(width, dtype)
 
-    if cache_type == "f16":
+    check_rows(cache_type, head_dim, latent)
+    held = CACHE_FORMATS[cache_type]
+    if not held.coded:
         return KVLayer(*both(head_dim, torch.float16))
-    check_head_dim(head_dim)
-    return KVLayer(*both(head_dim, torch.int8), *both(head_dim // Q8_0_GROUP, torch.float16))
+    codes = both(head_dim, torch.int8) if held.bits == 8 else both(head_dim // 2, torch.uint8)
+    return KVLayer(*codes, *both(head_dim // CODE_GROUP, torch.float16))
 
 
 def slot_mapping(positions: Tensor, block_table: Tensor) -> Tensor:
@@ -49,17 +52,19 @@ def slot_mapping(positions: Tensor, block_table: Tensor) -> Tensor:
 
 
 def write_rows(layer: KVLayer, rows: int | Tensor, k: Tensor, v: Tensor) -> None:
-    """Writes k, v [T, kv_heads, head_dim] of any float type to rows `rows`, int64 [T], or to those from `rows` on."""
+    """Writes k, v [T, kv_heads, head_dim] of any float type to rows `rows`, int64 [T], or to those from `rows` on; they
+    are transformed first where the cache's type says so."""
     where = slice(rows, rows + k.shape[0]) if isinstance(rows, int) else rows
     for values, held, scales in ((k, layer.k, layer.k_scale), (v, layer.v, layer.v_scale)):
         if scales is None:
             held[where] = values.to(held.dtype)
         else:
-            held[where], scales[where] = quantize_rows(values)
+            values = hadamard(values) if layer.format.hadamard else values
+            held[where], scales[where] = quantize_rows(values, layer.format.bits)
 
 
 def read_rows(layer: KVLayer, rows: slice | Tensor, heads: slice = slice(None)) -> tuple[Tensor, Tensor]:
-    """The keys and values of `rows`, decoded to fp32: each [n, kv_heads, head_dim]."""
+    """The keys and values of `rows` as stored, transformed or not, decoded to fp32: each [n, kv_heads, head_dim]."""
     k, v = (
         held[rows, heads].float()
         if scales is None

@@ -1,8 +1,9 @@
 """Backends with adapters: the operations that multiply by a matrix also add what adapters change of it.
 
-A step without adapters (`ForwardBatch.adapters` is None) runs the plain operations on the plain weights. With them, an
-operation that fuses a product with what comes before or after it is computed in pieces, between which the changes of
-the product are added: the norm, the product, the changes, and then the activation or the sum with the residual.
+A step without adapters (`ForwardBatch.adapters` is None) runs the plain operations on the plain weights. With them, the
+plain operations run where a weight can have its change; elsewhere an operation that fuses a product with what comes
+before or after it is computed in pieces, between which the changes of the product are added: the norm, the product, the
+changes, and then the activation or the sum with the residual.
 """
 
 from abc import abstractmethod
@@ -14,6 +15,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from quengine.kernels.backend import Branch, Hidden
+from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Gating
 from quengine.kernels.layer_norm import Norm
@@ -21,15 +23,19 @@ from quengine.kernels.lora.change import LowRank
 from quengine.kernels.lora.low_rank import Adapters, Changes, stacked
 from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.ranks.communicator import Communicator
 from quengine.kernels.rms_norm import RMSNorm
+
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """A weight of the backend, and what adapters change of it."""
+    """A weight of the backend, and what adapters change of its products, and of the rows that are read of it."""
 
     base: Any
-    changes: Changes
+    changes: Changes | None
+    of_rows: Changes | None = None
 
     @property
     def rows(self) -> int:
@@ -51,6 +57,8 @@ class Adapted:
     in `untaken`. Others of the backend's operations do not take an `AdaptedWeight`.
     """
 
+    communicator: Communicator
+
     def __init__(self, adapters: Adapters, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.adapters, self.adapter_count = adapters, adapters.count
@@ -66,27 +74,62 @@ class Adapted:
     def placed(self, changes: Changes) -> Changes:
         """The changes as the backend's kernels take them."""
 
+    def with_change(self, weight: Any, changes: Changes, scales: Tensor) -> Any | None:  # noqa: ARG002
+        """The backend's weight with its change, where the plain operations add it to the product; None: they do not,
+        and it is added in pieces."""
+        return None
+
+    @abstractmethod
+    def changed_rows(
+        self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor, factor: float
+    ) -> Tensor:
+        """x [T, K] plus the changes of rows `batch.token_ids` (`add_row_changes`); x may be written over."""
+
+    @abstractmethod
+    def placed_rows(self, x: Tensor, given: EmbeddedRows | None) -> Tensor:
+        """x with the rows that are given as embeddings written over it."""
+
     @abstractmethod
     def normed_rows(self, batch: ForwardBatch, x: Hidden, norm: Norm | None) -> Hidden:
         """`norm` of x, or x itself: rows [T, K] that products and changes read."""
 
     @abstractmethod
-    def plain_product(self, batch: ForwardBatch, x: Hidden, weight: Any, bias: Tensor | None) -> Tensor:
-        """x times the weight, plus the bias, as plain rows [T, N]."""
+    def changed_product(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        weight: Any,
+        bias: Tensor | None,
+        changes: Changes,
+        scales: Tensor,
+    ) -> Hidden:
+        """x times the weight, plus the bias and the changes (kernels/lora/low_rank.py), as plain rows [T, N]."""
+
+    def changed_glu(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        weight: Any,
+        activation: Gating,
+        changes: Changes,
+        scales: Tensor,
+    ) -> Hidden:
+        """activation(gate) * up of the changed product with gate and up."""
+        return self.glu_of(batch, self.changed_product(batch, x, weight, None, changes, scales), activation)
 
     @abstractmethod
-    def shrunk(self, batch: ForwardBatch, x: Hidden, changes: Changes, scales: Tensor) -> Tensor:
-        """What `add_changes` needs of x, read before the product of x, which may write over it."""
-
-    @abstractmethod
-    def add_changes(
-        self, batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes, scales: Tensor
-    ) -> Tensor:
-        """The definition is kernels/lora/low_rank.py; y may be written over."""
-
-    @abstractmethod
-    def stream(self, residual: Hidden) -> Tensor:
-        """The rows of the residual stream as they are, which are written over."""
+    def changed_sum(
+        self,
+        batch: ForwardBatch,
+        x: Hidden,
+        weight: Any,
+        residual: Hidden,
+        next_norm: Norm | None,
+        bias: Tensor | None,
+        changes: Changes,
+        scales: Tensor,
+    ) -> Hidden:
+        """`linear_add` of the changed product."""
 
     @abstractmethod
     def glu_of(self, batch: ForwardBatch, y: Hidden, activation: Gating) -> Hidden:
@@ -119,13 +162,23 @@ class Adapted:
         return super()
 
     def weight(self, parts: Sequence[QuantTensor]) -> Any:
-        return self._with_changes(self._plain.weight(parts), parts)
+        base = self._plain.weight(parts)
+        if parts[0].name != EMBEDDING:
+            return self._with_changes(base, parts)
+        (table,) = parts
+        output = self._changes_of([replace(table, name=OUTPUT)]) if self.adapters.tied else None
+        of_rows = self._changes_of(parts)
+        return base if output is None and of_rows is None else AdaptedWeight(base, output, of_rows)
 
     def gate_up_weight(self, gate: QuantTensor, up: QuantTensor) -> Any:
         return self._with_changes(self._plain.gate_up_weight(gate, up), [gate, up])
 
     def _with_changes(self, base: Any, parts: Sequence[QuantTensor]) -> Any:
-        """The weight of these parts: matrices, several in one, or slices of the rows of one, in order."""
+        changes = self._changes_of(parts)
+        return base if changes is None else AdaptedWeight(base, changes)
+
+    def _changes_of(self, parts: Sequence[QuantTensor]) -> Changes | None:
+        """What is changed of these parts: matrices, several in one, or slices of the rows of one, in order."""
         held = [
             pair for part in parts for pair in self.adapters.joined.get(part.name, [(part.name, part.rows)])
         ]
@@ -136,14 +189,18 @@ class Adapted:
             found.append([None if change is None else change.of_rows(taken[name], rows) for change in given])
             taken[name] += rows
         if all(change is None for of_part in found for change in of_part):
-            return base
-        return AdaptedWeight(base, self.placed(stacked(found, [rows for _, rows in held], parts[0].cols)))
+            return None
+        return self.placed(stacked(found, [rows for _, rows in held], parts[0].cols))
 
     def first_rows(self, weight: Any, rows: int) -> Any:
         return self._plain.first_rows(_base(weight), rows)
 
     def embed(self, batch: ForwardBatch, weight: Any, scale: float = 1.0) -> Hidden:
-        return self._plain.embed(batch, _base(weight), scale)
+        changes = weight.of_rows if isinstance(weight, AdaptedWeight) else None
+        if batch.adapters is None or changes is None:
+            return self._plain.embed(batch, _base(weight), scale)
+        rows = self._plain.embed(replace(batch, embeds=None), weight.base, scale)
+        return self.placed_rows(self.changed_rows(batch, rows, changes, batch.adapters, scale), batch.embeds)
 
     def norm_linear(
         self,
@@ -153,14 +210,16 @@ class Adapted:
         weight: Any,
         bias: Tensor | None = None,
     ) -> Hidden:
-        if (pair := _changed(batch, weight)) is None:
-            return self._plain.norm_linear(batch, x, norm, _base(weight), bias)
-        return self._changed_product(batch, self.normed_rows(batch, x, norm), weight, pair, bias)
+        plain, pair = self._taken(batch, weight)
+        if pair is None:
+            return self._plain.norm_linear(batch, x, norm, plain, bias)
+        return self.changed_product(batch, self.normed_rows(batch, x, norm), plain, bias, *pair)
 
     def linear(self, batch: ForwardBatch, x: Tensor, weight: Any) -> Tensor:
-        if (pair := _changed(batch, weight)) is None:
-            return cast(Tensor, self._plain.linear(batch, x, _base(weight)))
-        return cast(Tensor, self._changed_product(batch, x, weight, pair))
+        plain, pair = self._taken(batch, weight)
+        if pair is None:
+            return cast(Tensor, self._plain.linear(batch, x, plain))
+        return cast(Tensor, self.changed_product(batch, x, plain, None, *pair))
 
     def norm_glu(
         self,
@@ -170,10 +229,10 @@ class Adapted:
         gate_up: Any,
         activation: Gating = "silu",
     ) -> Hidden:
-        if (pair := _changed(batch, gate_up)) is None:
-            return self._plain.norm_glu(batch, x, norm, _base(gate_up), activation)
-        product = self._changed_product(batch, self.normed_rows(batch, x, norm), gate_up, pair)
-        return self.glu_of(batch, product, activation)
+        plain, pair = self._taken(batch, gate_up)
+        if pair is None:
+            return self._plain.norm_glu(batch, x, norm, plain, activation)
+        return self.changed_glu(batch, self.normed_rows(batch, x, norm), plain, activation, *pair)
 
     def norm_pointwise(
         self,
@@ -184,9 +243,10 @@ class Adapted:
         activation: Pointwise,
         bias: Tensor | None = None,
     ) -> Hidden:
-        if (pair := _changed(batch, up)) is None:
-            return self._plain.norm_pointwise(batch, x, norm, _base(up), activation, bias)
-        product = self._changed_product(batch, self.normed_rows(batch, x, norm), up, pair, bias)
+        plain, pair = self._taken(batch, up)
+        if pair is None:
+            return self._plain.norm_pointwise(batch, x, norm, plain, activation, bias)
+        product = self.changed_product(batch, self.normed_rows(batch, x, norm), plain, bias, *pair)
         return self.pointwise_of(batch, product, activation)
 
     def linear_add(
@@ -204,41 +264,36 @@ class Adapted:
         partial: bool = False,
     ) -> Hidden:
         more = (next_norm, post_norm, bias, row_scale, branch)
-        if (pair := _changed(batch, weight)) is None:
-            return self._plain.linear_add(batch, x, _base(weight), residual, *more, partial=partial)
-        assert not partial, "adapters of a model that ranks share are refused at load"
+        plain, pair = self._taken(batch, weight)
+        if pair is None:
+            return self._plain.linear_add(batch, x, plain, residual, *more, partial=partial)
+        rows = self.normed_rows(batch, x, None)
+        if partial:  # the rank's columns of A, so that the changes are summed as the products are
+            product = self.changed_product(batch, rows, plain, None, *pair)
+            product = self.communicator.all_reduce(product)
+            product = product if bias is None else product + bias
+            return self.added(batch, product, residual, next_norm, post_norm, row_scale, branch)
         if post_norm is None and row_scale is None:
-            rows = self.normed_rows(batch, x, None)
-            shrunk = self.shrunk(batch, rows, *pair)
-            residual = self.add_changes(batch, self.stream(residual), shrunk, *pair)
-            return self._plain.linear_add(batch, rows, _base(weight), residual, *more)
-        product = self._changed_product(batch, self.normed_rows(batch, x, None), weight, pair, bias)
+            return self.changed_sum(batch, rows, plain, residual, next_norm, bias, *pair)
+        product = self.changed_product(batch, rows, plain, bias, *pair)
         return self.added(batch, product, residual, next_norm, post_norm, row_scale, branch)
 
     def logits(self, batch: ForwardBatch, x: Hidden, norm: Norm, weight: Any, softcap: float = 0.0) -> Tensor:
-        if (pair := _changed(batch, weight)) is None:
-            return cast(Tensor, self._plain.logits(batch, x, norm, _base(weight), softcap))
-        product = self._changed_product(batch, self.normed_rows(batch, x, norm), weight, pair)
+        plain, pair = self._taken(batch, weight)
+        if pair is None:
+            return cast(Tensor, self._plain.logits(batch, x, norm, plain, softcap))
+        product = self.changed_product(batch, self.normed_rows(batch, x, norm), plain, None, *pair)
         return cast(Tensor, self.capped(batch, product, softcap) if softcap else product)
 
-    def _changed_product(
-        self,
-        batch: ForwardBatch,
-        rows: Hidden,
-        weight: AdaptedWeight,
-        pair: tuple[Changes, Tensor],
-        bias: Tensor | None = None,
-    ) -> Hidden:
-        shrunk = self.shrunk(batch, rows, *pair)
-        return self.add_changes(batch, self.plain_product(batch, rows, weight.base, bias), shrunk, *pair)
+    def _taken(self, batch: ForwardBatch, weight: Any) -> tuple[Any, tuple[Changes, Tensor] | None]:
+        """A weight as the plain operations take it in this step, and the changes that they do not add, with their
+        scales [M, T]; None: there are none."""
+        if batch.adapters is None or not isinstance(weight, AdaptedWeight) or weight.changes is None:
+            return _base(weight), None
+        pair = weight.changes, batch.adapters
+        whole = self.with_change(weight.base, *pair)
+        return (weight.base, pair) if whole is None else (whole, None)
 
 
 def _base(weight: Any) -> Any:
     return weight.base if isinstance(weight, AdaptedWeight) else weight
-
-
-def _changed(batch: ForwardBatch, weight: Any) -> tuple[Changes, Tensor] | None:
-    """The changes of a weight and their scales [M, T]; None: it is not changed in this step."""
-    if batch.adapters is None or not isinstance(weight, AdaptedWeight):
-        return None
-    return weight.changes, batch.adapters

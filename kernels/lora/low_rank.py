@@ -22,11 +22,13 @@ RANKS_AT_ONCE = 16
 class Adapters:
     """The adapters of a model. count: their number, M. changes: of each matrix that any of them changes, by the
     tensor's name, one entry an adapter; None: it leaves the matrix as it is. joined: of tensors that hold several of
-    these matrices, one below the other, their names and rows."""
+    these matrices, one below the other, their names and rows. tied: the output matrix is the embedding, which has
+    changes of its own as each."""
 
     count: int
     changes: Mapping[str, Sequence[LowRank | None]]
     joined: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict)
+    tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,3 +94,9 @@ def add_changes(y: Tensor, x: Tensor, changes: Changes, scales: Tensor) -> Tenso
         for rows, of_part in zip(shrunk, torch.split(b, list(changes.parts)), strict=True)
     ]
     return y + torch.cat(products, 1)
+
+
+def add_row_changes(x: Tensor, ids: Tensor, changes: Changes, scales: Tensor, factor: float = 1.0) -> Tensor:
+    """x [T, K] plus `factor` times the changes of rows `ids` [T] of a matrix [N, K]; scales as in `add_changes`."""
+    a, b = changes.a[0].to(x.dtype), changes.b[ids].to(x.dtype)
+    return x + factor * torch.einsum("mt,tmr,mrk->tk", scales.to(x.dtype), b, a)

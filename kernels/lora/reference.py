@@ -5,11 +5,12 @@ from torch import Tensor
 
 from quengine.kernels.attention import softcap
 from quengine.kernels.backend import Branch
+from quengine.kernels.embedded_rows import EmbeddedRows, place_embeddings
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Gating, glu
 from quengine.kernels.layer_norm import Norm, normed
 from quengine.kernels.lora.adapted import Adapted
-from quengine.kernels.lora.low_rank import Changes, add_changes
+from quengine.kernels.lora.low_rank import Changes, add_changes, add_row_changes
 from quengine.kernels.pointwise import Pointwise, pointwise
 from quengine.kernels.reference import ReferenceBackend, ReferenceWeight
 from quengine.kernels.rms_norm import RMSNorm
@@ -21,25 +22,42 @@ class AdaptedReference(Adapted, ReferenceBackend):
     def placed(self, changes: Changes) -> Changes:
         return changes.to(torch.float64)
 
+    def changed_rows(
+        self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor, factor: float
+    ) -> Tensor:
+        return add_row_changes(x, batch.token_ids, changes, scales, factor)
+
+    def placed_rows(self, x: Tensor, given: EmbeddedRows | None) -> Tensor:
+        return place_embeddings(x, given)
+
     def normed_rows(self, _batch: ForwardBatch, x: Tensor, norm: Norm | None) -> Tensor:
         return normed(x, norm)
 
-    def plain_product(
-        self, _batch: ForwardBatch, x: Tensor, weight: ReferenceWeight, bias: Tensor | None
+    def changed_product(
+        self,
+        _batch: ForwardBatch,
+        x: Tensor,
+        weight: ReferenceWeight,
+        bias: Tensor | None,
+        changes: Changes,
+        scales: Tensor,
     ) -> Tensor:
         y = self._matmul(x, weight)
-        return y if bias is None else y + bias
+        return add_changes(y if bias is None else y + bias, x, changes, scales)
 
-    def shrunk(self, _batch: ForwardBatch, x: Tensor, _changes: Changes, _scales: Tensor) -> Tensor:
-        return x
-
-    def add_changes(
-        self, _batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes, scales: Tensor
+    def changed_sum(
+        self,
+        batch: ForwardBatch,
+        x: Tensor,
+        weight: ReferenceWeight,
+        residual: Tensor,
+        next_norm: Norm | None,
+        bias: Tensor | None,
+        changes: Changes,
+        scales: Tensor,
     ) -> Tensor:
-        return add_changes(y, shrunk, changes, scales)
-
-    def stream(self, residual: Tensor) -> Tensor:
-        return residual
+        changed = add_changes(residual, x, changes, scales)
+        return ReferenceBackend.linear_add(self, batch, x, weight, changed, next_norm, None, bias)
 
     def glu_of(self, _batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor:
         return glu(y, activation)

@@ -4,9 +4,10 @@ The rows of a layer are copied to the host after their norm, and the weighted su
 only the layers' hidden rows cross the bus, 8 bytes per column and token, never the weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,11 +16,63 @@ from quengine.kernels.backend import Backend, Hidden
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.layer_norm import Norm
+from quengine.kernels.moe.held_experts import ExpertCounts
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 
 _HOST = torch.device("cpu")
+
+
+class PlacedExperts(Protocol):
+    """The experts of a decoder's first `layers` layers, which stay in host memory."""
+
+    layers: int
+
+    @property
+    def counts(self) -> ExpertCounts | None:
+        """Where experts are and how often they are used; None: the device holds none."""
+        ...
+
+    def of_layer(self, layer: int) -> Any:
+        """The expert operations of kernels.backend.Backend for a layer."""
+        ...
+
+    def between_steps(self, rows: int) -> None:
+        """Called before a step of `rows` rows is launched."""
+        ...
+
+
+@runtime_checkable
+class FollowedExperts(PlacedExperts, Protocol):
+    """Such experts, of which the host computes its part while a captured step runs on the device."""
+
+    @property
+    def last_uses(self) -> list[list[int]] | None:
+        """Uses of each layer's experts, where they are counted."""
+        ...
+
+    def begin_loading(
+        self, stored: Iterable[QuantTensor], uses: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Called before the decoder is made, with the experts in host memory, and `last_uses` of an earlier run."""
+        ...
+
+    def end_loading(self) -> None:
+        """Called once the decoder is made."""
+        ...
+
+    def close(self) -> None:
+        """Called at the end, before the file is unmapped."""
+        ...
+
+    def recording(self) -> AbstractContextManager[list[Any]]:
+        """Within this context the host's kernels of decode steps are listed, not run."""
+        ...
+
+    def followed(self, replay: Callable[[], None], launches: Sequence[Any]) -> Callable[[], None]:
+        """A call that replays a captured step on the device and has the host run its `launches`, without waiting."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,6 +93,16 @@ class HostExperts:
         self.device = device
         self.host = host
         self.layers = layers
+
+    @property
+    def counts(self) -> None:
+        return None
+
+    def of_layer(self, layer: int) -> "HostExperts":  # noqa: ARG002 (all layers alike)
+        return self
+
+    def between_steps(self, rows: int) -> None:
+        """Nothing changes."""
 
     def gate_up_experts(
         self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None

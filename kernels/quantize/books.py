@@ -5,21 +5,41 @@ block: d, of which the scales are odd multiples, and entries for the scales that
 the d that least squares give these, where the error falls.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import BlockFormat, Groups, from_book
-from quengine.kernels.quantize.entries import EntryBook
+from quengine.kernels.quantize.entries import EntryBook, NearestEntries, nearest_entries
+from quengine.kernels.quantize.importance import weighted
 from quengine.kernels.quantize.layout import by_number, by_row, divided, root, total
 
-_EVEN = frozenset(("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
+EVEN = frozenset(("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
 """Types with an even number of negative signs in each eight weights."""
-_SPREADS = (0.85, 1.1)
+SPREADS = (0.85, 1.1)
 """A group's scale makes the root mean square of the codebook this multiple of the group's,"""
-_PEAKS = (0.85, 1.0)
+PEAKS = (0.85, 1.0)
 """or its largest weight this multiple of the largest value; not where values are near -1, 0 and 1 alone (IQ1)."""
+UNIT_STEPS = range(-12, 5)
+"""By how many halves the largest scale of a block may exceed the largest multiple of d, or fall short of it."""
+
+
+@dataclass(frozen=True)
+class BookFits:
+    """What a search finds for blocks in the layout of `by_group`.
+
+    index  integers [vectors of a group, groups, blocks]: numbers of entries
+    signs  uint8 [group / 8, groups, blocks]: bits of negative weights; without meaning for IQ1
+    d      fp16 [blocks]
+    sub    uint8 [groups, blocks]: n of the multiples 2n + 1 of d
+    """
+
+    index: Tensor
+    signs: Tensor
+    d: Tensor
+    sub: Tensor
 
 
 @dataclass(frozen=True)
@@ -51,21 +71,16 @@ class _Fit:
 class _Groups:
     """What is to be approximated: x and the weights of its squared errors, fp32 [group, M]."""
 
-    def __init__(self, fmt: BlockFormat, x: Tensor, weights: Tensor) -> None:
+    def __init__(self, fmt: BlockFormat, x: Tensor, weights: Tensor, entries: NearestEntries) -> None:
+        self._entries = entries
         self.book = EntryBook(fmt, x.device)
         self.x, self.weights = x, weights
         self.vectors = x.shape[0] // fmt.width
         self._same_eighth = fmt.name == "IQ1_S"  # for all vectors of a group
         self._magnitude = x if fmt.book == "IQ1" else x.abs()
         self._odd: Tensor | None = None
-        if fmt.name in _EVEN:
+        if fmt.name in EVEN:
             self._odd = ((x < 0).view(-1, 8, x.shape[1]).sum(1, keepdim=True) & 1).bool()
-        self._columns = self._by_vector(weights)
-
-    def _by_vector(self, values: Tensor) -> Tensor:
-        """[group, M] as [width, vectors * M]."""
-        parts = values.view(self.vectors, self.book.width, -1)
-        return parts.transpose(0, 1).reshape(self.book.width, -1)
 
     def _values(self, index: Tensor) -> Tensor:
         """The values of entries [vectors, M] in the places of their weights: fp32 [group, M]."""
@@ -89,10 +104,7 @@ class _Groups:
 
     def nearest(self, scale: Tensor, target: Tensor) -> _Fit:
         """The nearest entries under scales [M]."""
-        ratio = self._by_vector(target * divided(torch.ones_like(scale), scale))
-        first, *rest = self.book.nearest(ratio, self._columns, self._same_eighth).view(
-            -1, self.vectors, len(scale)
-        )
+        first, *rest = self._entries(self.book, target, self.weights, scale, self._same_eighth)
         fit = self._fit(scale, first)
         for index in rest:
             other = self._fit(scale, index)
@@ -108,17 +120,28 @@ class _Groups:
         return _Fit(index, target, error, total(weighted * target), total(weighted.mul_(q)))
 
 
-def search_books(fmt: BlockFormat, rows: Tensor, x: Tensor, weights: Tensor) -> Groups:
-    """fp32 rows [R, K], with `x` = by_group(rows) and the weights of its errors, as a codebook format."""
-    groups = _Groups(fmt, x.flatten(1), weights.flatten(1))
+BookSearch = Callable[[BlockFormat, Tensor, Tensor | None], BookFits]
+"""As `fit_books`."""
+
+
+def as_books(fmt: BlockFormat, found: BookFits, count: int) -> Groups:
+    """Fits of `count` rows as a codebook format."""
+    blocks = count, found.d.numel() // count, -1
+    index, stored = (by_row(each, count).view(blocks) for each in (found.index, found.sub))
+    signs = None if fmt.book == "IQ1" else by_row(found.signs, count).view(blocks)
+    return from_book(fmt, index, signs, by_row(found.d, count), stored)
+
+
+def fit_books(
+    fmt: BlockFormat, rows: Tensor, importance: Tensor | None, entries: NearestEntries = nearest_entries
+) -> BookFits:
+    """The search, of fp32 rows [R, K] and their importances, fp32 [R or 1, K], `floored`, or None."""
+    x, weights = weighted(fmt, rows, importance)
+    groups = _Groups(fmt, x.flatten(1), weights.flatten(1), entries)
     fit, d, sub = _block_fits(fmt, groups, _group_fits(groups), x.shape[1])
-    blocks = rows.shape[0], rows.shape[1] // fmt.block, -1
-    index = by_row(fit.index.view(-1, *sub.shape), rows.shape[0]).view(blocks)
-    stored = by_row(((sub - 1) / 2).to(torch.uint8), rows.shape[0]).view(blocks)
-    signs = None
-    if fmt.book != "IQ1":
-        signs = by_row(_sign_bytes(groups.negative(fit)).view(-1, *sub.shape), rows.shape[0]).view(blocks)
-    return from_book(fmt, index, signs, by_row(d, rows.shape[0]), stored)
+    signs = _sign_bytes(groups.negative(fit))
+    stored = ((sub - 1) / 2).to(torch.uint8)
+    return BookFits(fit.index.view(-1, *sub.shape), signs.view(-1, *sub.shape), d, stored)
 
 
 def _sign_bytes(negative: Tensor) -> Tensor:
@@ -145,8 +168,8 @@ def _group_fits(groups: _Groups) -> _Fit:
 
 
 def _first_scales(book: EntryBook, spread: Tensor, peak: Tensor) -> list[Tensor]:
-    scales = [by_number(spread * share, book.spread) for share in _SPREADS]
-    return scales if book.parts > 1 else scales + [by_number(peak * share, book.top) for share in _PEAKS]
+    scales = [by_number(spread * share, book.spread) for share in SPREADS]
+    return scales if book.parts > 1 else scales + [by_number(peak * share, book.top) for share in PEAKS]
 
 
 def _block_fits(fmt: BlockFormat, groups: _Groups, fit: _Fit, count: int) -> tuple[_Fit, Tensor, Tensor]:
@@ -190,7 +213,7 @@ def _common_unit(dot: Tensor, square: Tensor, unit: float, top: int) -> Tensor:
     largest = scale.amax(0)
     best = torch.full_like(largest, torch.inf)
     d = torch.zeros_like(largest, dtype=torch.float16)
-    for step in range(-12, 5):
+    for step in UNIT_STEPS:
         first = by_number(largest, unit * (2 * top + 1 + 0.5 * step)).half()
         sub = _odd_multiples(scale, first.float() * unit, top)
         here = _solved_unit(dot, square, sub, unit)

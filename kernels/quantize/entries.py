@@ -2,10 +2,10 @@
 
 What a vector's error grows by where a weight becomes this or that level is a table of integers, [levels, weights]. An
 entry is two halves; sums of a half's tables, for all combinations of its levels, are few, and an entry's error is the
-sum of two of them. With the combinations as last digits of the integers the least sum says which entry it is of. A GPU
-has the sums of all weights as a product with a matrix of zeros and ones, exact in fp32.
+sum of two of them. With the combinations as last digits of the integers the least sum says which entry it is of.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,48 +16,48 @@ from quengine.kernels.block_formats import BlockFormat
 from quengine.kernels.codebooks import codebook
 from quengine.kernels.quantize.layout import divided, total
 
-_FARTHEST = 4
+FARTHEST = 4
 """Vectors beyond this multiple of the largest level count as there."""
-_COLUMNS = {"cpu": 1 << 12, "cuda": 1 << 17}
+_COLUMNS = 1 << 12
 """Vectors at a time."""
 _ENTRIES = 64
-"""Entries at a time, on the CPU."""
+"""Entries at a time."""
 
 
 @dataclass(frozen=True)
-class _Part:
+class BookPart:
     """Entries whose weights have the same levels, in the order of their combinations.
 
     levels         fp32 [levels, 1, 1]
     first, second  int64 [entries]: the combination of levels of each half of an entry
     number         int64 [combinations of an entry]: its number in the codebook
-    chosen         fp32 [levels * width, entries]: 1 where a weight of the entry has the level, else 0
     """
 
     levels: Tensor
     first: Tensor
     second: Tensor
     number: Tensor
-    chosen: Tensor
 
 
 class EntryBook:
     """A format's codebook, `values` fp32 [width, entries]; that of IQ1 in two parts, an eighth added or taken away.
 
-    `top` is the largest value and `spread` the root mean square of all.
+    `top` is the largest value and `spread` the root mean square of all. `books` are its `parts`; `half` is the number
+    of combinations of levels of half an entry, `combinations` of an entry, `digits` of all parts; `largest` is the
+    largest sum of `tables`.
     """
 
     def __init__(self, fmt: BlockFormat, device: torch.device) -> None:
-        self.width = fmt.width
+        self.name, self.width = fmt.name, fmt.width
         values, parts = _tables(fmt.book, fmt.table or ())
         self.values = values.to(device)
         self.top, self.spread = float(values.abs().max()), float(values.square().mean().sqrt())
-        self._parts = [_Part(*(each.to(device) for each in part)) for part in parts]
+        self.books = [BookPart(*(each.to(device) for each in part)) for part in parts]
         self.parts = len(parts)
-        self._half = len(parts[0][0]) ** (fmt.width // 2)
-        self._combinations = self._half**2
-        self._digits = self._combinations * self.parts
-        self._largest = (1 << 31) // self._digits - 1 - fmt.width
+        self.half: int = len(parts[0][0]) ** (fmt.width // 2)
+        self.combinations = self.half * self.half
+        self.digits = self.combinations * self.parts
+        self.largest = (1 << 31) // self.digits - 1 - fmt.width
 
     def nearest(self, ratio: Tensor, weights: Tensor, each_part: bool) -> Tensor:
         """The entry with the least weighted squares of its distance to each vector: int64 [1, n].
@@ -65,38 +65,37 @@ class EntryBook:
         ratio, weights  fp32 [width, n]
         each_part       the nearest entry of each part: [parts, n]
         """
-        step = _COLUMNS.get(ratio.device.type, 1 << 17)
-        pieces = zip(torch.split(ratio, step, 1), torch.split(weights, step, 1), strict=True)
+        pieces = zip(torch.split(ratio, _COLUMNS, 1), torch.split(weights, _COLUMNS, 1), strict=True)
         return torch.cat([self._nearest(*piece, each_part) for piece in pieces], 1)
 
     def _nearest(self, ratio: Tensor, weights: Tensor, each_part: bool) -> Tensor:
         tables = self.tables(ratio, weights)
-        least = self.least_by_product if ratio.is_cuda else self.least_by_halves
         found = [
-            least(place, table) + place * self._combinations for place, table in enumerate(tables.unbind(0))
+            self.least_sum(place, table) + place * self.combinations
+            for place, table in enumerate(tables.unbind(0))
         ]
         if not each_part:
             found = [torch.stack(found).amin(0)]
-        numbers = torch.cat([part.number for part in self._parts])
-        return torch.stack([numbers[(each % self._digits).long()] for each in found])
+        numbers = torch.cat([part.number for part in self.books])
+        return torch.stack([numbers[(each % self.digits).long()] for each in found])
 
     def tables(self, ratio: Tensor, weights: Tensor) -> Tensor:
         """What the error grows by where a weight has a level, whole numbers in fp32: [parts, levels, width, n]."""
-        ratio = ratio.clamp(-_FARTHEST * self.top, _FARTHEST * self.top)
-        costs = torch.stack([(part.levels - ratio).square_().mul_(weights) for part in self._parts])
+        ratio = ratio.clamp(-FARTHEST * self.top, FARTHEST * self.top)
+        costs = torch.stack([(part.levels - ratio).square_().mul_(weights) for part in self.books])
         costs -= costs.amin((0, 1))
         return costs.mul_(
-            divided(torch.full_like(ratio[0], self._largest), total(costs.amax((0, 1))))
+            divided(torch.full_like(ratio[0], self.largest), total(costs.amax((0, 1))))
         ).round_()
 
-    def least_by_halves(self, place: int, table: Tensor) -> Tensor:
+    def least_sum(self, place: int, table: Tensor) -> Tensor:
         """The least sum of an entry of a part times all combinations, plus its own: int32 [n].
 
         table  whole numbers in fp32 [levels, width, n]
         """
-        part, middle = self._parts[place], self.width // 2
-        whole = table.int().mul_(self._digits)
-        first, second = _sums(whole[:, :middle], self._half), _sums(whole[:, middle:], 1)
+        part, middle = self.books[place], self.width // 2
+        whole = table.int().mul_(self.digits)
+        first, second = _sums(whole[:, :middle], self.half), _sums(whole[:, middle:], 1)
         least = None
         halves = torch.split(part.first, _ENTRIES), torch.split(part.second, _ENTRIES)
         for one, other in zip(*halves, strict=True):
@@ -105,16 +104,30 @@ class EntryBook:
         assert least is not None
         return least
 
-    def least_by_product(self, place: int, table: Tensor) -> Tensor:
-        """As `least_by_halves`."""
-        part = self._parts[place]
-        least, entry = torch.min(table.flatten(0, 1).t() @ part.chosen, 1)
-        combination: Tensor = (part.first * self._half + part.second)[entry].int()
-        return combination.add_(least.int(), alpha=self._digits)
-
     def numbers(self, index: Tensor) -> Tensor:
         """The values of entries [n]: fp32 [width, n]."""
         return self.values.index_select(1, index)
+
+
+def nearest_entries(
+    book: EntryBook, target: Tensor, weights: Tensor, scale: Tensor, each_part: bool
+) -> Tensor:
+    """`EntryBook.nearest` of groups under scales: int64 [parts or 1, vectors of a group, M].
+
+    target, weights  fp32 [group, M]
+    scale            fp32 [M]
+    """
+    ratio = target * divided(torch.ones_like(scale), scale)
+    vectors = len(target) // book.width
+
+    def by_vector(values: Tensor) -> Tensor:
+        return values.view(vectors, book.width, -1).transpose(0, 1).reshape(book.width, -1)
+
+    return book.nearest(by_vector(ratio), by_vector(weights), each_part).view(-1, vectors, len(scale))
+
+
+NearestEntries = Callable[[EntryBook, Tensor, Tensor, Tensor, bool], Tensor]
+"""As `nearest_entries`."""
 
 
 def _sums(table: Tensor, unit: int) -> Tensor:
@@ -146,5 +159,4 @@ def _part(values: Tensor, start: int) -> tuple[Tensor, ...]:
     combinations, order = (places * powers).sum(1).sort()
     number = torch.zeros(half * half, dtype=torch.int64)
     number[combinations] = order + start
-    chosen = torch.nn.functional.one_hot(places[order], len(levels)).permute(2, 1, 0).flatten(0, 1).float()
-    return levels.view(-1, 1, 1), combinations // half, combinations % half, number, chosen.contiguous()
+    return levels.view(-1, 1, 1), combinations // half, combinations % half, number

@@ -17,10 +17,9 @@ class Grid:
     def __init__(self, fmt: BlockFormat, device: torch.device) -> None:
         self._offset = fmt.offset
         self._indices: Tensor | None = None
+        self.ends = grid_ends(fmt)
         if fmt.table is None:
-            self.ends = (-float(fmt.offset), float((1 << fmt.bits) - 1 - fmt.offset))
             return
-        self.ends = (float(fmt.table[0]), float(fmt.table[-1]))
         self._indices = _nearest_index(fmt.table).to(device)
         self._values = torch.tensor(fmt.table, dtype=torch.float32, device=device)
 
@@ -35,6 +34,13 @@ class Grid:
         if self._indices is None:
             return (self.nearest(ratio) + self._offset).to(torch.uint8)
         return self._indices[_cell(ratio)]
+
+
+def grid_ends(fmt: BlockFormat) -> tuple[float, float]:
+    """The outermost values of a type, the negative one first."""
+    if fmt.table is None:
+        return -float(fmt.offset), float((1 << fmt.bits) - 1 - fmt.offset)
+    return float(fmt.table[0]), float(fmt.table[-1])
 
 
 def _cell(ratio: Tensor) -> Tensor:

@@ -16,36 +16,49 @@ _DOUBLED = frozenset(
     ("Q3_K", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS", "IQ1_S", "IQ1_M", "IQ2_S", "IQ3_XXS", "IQ3_S")
 )
 """Types whose mean square of a block counts twice beside a weight's own."""
+BY_IMPORTANCE_ALONE = frozenset(("Q6_K",))
+"""Types in which a larger weight counts no more."""
 _LEAST = 1e-6
 """Least importance, as a share of the mean: a column that no activation met is still rounded to a near value."""
 
 
-def error_weights(fmt: BlockFormat, rows: Tensor, x: Tensor, importance: Tensor | None) -> Tensor:
-    """Weights of squared errors, fp32 in the layout of `x` = by_group(rows).
+def floored(importance: Tensor) -> Tensor:
+    """fp32 [R, K] without values below the least, and equal ones for rows of zeros."""
+    mean = by_number(total(importance.t().contiguous()), importance.shape[1]).unsqueeze(1)
+    return torch.where(mean > 0, torch.maximum(importance, mean * _LEAST), 1.0)
+
+
+def weighted(fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor]:
+    """by_group(rows), and in its layout the weights of squared errors.
 
     rows        fp32 [R, K]
-    importance  fp32 [R or 1, K], not negative, or None
+    importance  fp32 [R or 1, K], `floored`, or None
     """
+    x = by_group(rows, fmt)
+    square = x * x
     if importance is None:
-        square = x * x
         mean = total(square) / fmt.group
         if not fmt.has_min:
-            return square.add_(mean)
-        return x.abs() if fmt.name == "Q2_K" else x.abs().add_(root(mean))
-    mean = by_number(total(importance.t().contiguous()), importance.shape[1]).unsqueeze(1)
-    floored = torch.maximum(importance, mean * _LEAST)
-    q = by_group(torch.where(mean > 0, floored, 1.0).expand_as(rows), fmt)
-    if fmt.name == "Q6_K":
-        return q
-    square = x * x
-    return q.mul_(root(square.add_(_mean_square(fmt, rows, square))))
+            return x, square.add_(mean)
+        return x, x.abs() if fmt.name == "Q2_K" else x.abs().add_(root(mean))
+    q = by_group(importance.expand_as(rows), fmt)
+    if fmt.name in BY_IMPORTANCE_ALONE:
+        return x, q
+    mean = mean_square_of_rows(fmt, rows) if by_row_mean(fmt) else total(total(square)) * mean_factor(fmt)
+    return x, q.mul_(root(square.add_(mean)))
 
 
-def _mean_square(fmt: BlockFormat, rows: Tensor, square: Tensor) -> Tensor:
-    """The mean square of each block's weights or, where blocks are 32 weights of a uniform grid, of each row's;
-    [blocks]."""
-    if fmt.block == fmt.group and fmt.table is None:
-        columns = by_number(total((rows * rows).t().contiguous()), rows.shape[1])
-        return columns.repeat_interleave(rows.shape[1] // fmt.block)
-    mean = total(total(square)) / fmt.block
-    return mean * 2 if fmt.name in _DOUBLED else mean
+def by_row_mean(fmt: BlockFormat) -> bool:
+    """Whether the mean square beside a weight's own is that of its row: in blocks of 32 weights of a uniform grid."""
+    return fmt.block == fmt.group and fmt.table is None
+
+
+def mean_square_of_rows(fmt: BlockFormat, rows: Tensor) -> Tensor:
+    """The mean square of each block's row, [blocks]."""
+    columns = by_number(total((rows * rows).t().contiguous()), rows.shape[1])
+    return columns.repeat_interleave(rows.shape[1] // fmt.block)
+
+
+def mean_factor(fmt: BlockFormat) -> float:
+    """What the sum of a block's squares is multiplied by before it is added to one of them: a power of two."""
+    return (2 if fmt.name in _DOUBLED else 1) / fmt.block

@@ -4,12 +4,14 @@ Each group: a scale and a minimum by least squares for several ranges, the best 
 from the largest of them, integers near, and both by least squares again, while the error falls.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import BlockFormat, Groups
+from quengine.kernels.quantize.importance import weighted
 from quengine.kernels.quantize.layout import by_number, by_row, divided, total
 
 ROUNDS = 2
@@ -51,41 +53,66 @@ def fit_of(top: int, x: Tensor, weights: Tensor) -> RangeFit:
     return RangeFit(top, x, weights, weighted, total(weights), total(weighted))
 
 
-def search_minimums(fmt: BlockFormat, rows: Tensor, x: Tensor, weights: Tensor) -> Groups:
-    """fp32 rows [R, K], with `x` = by_group(rows) and the weights of its errors, as a type with minimums."""
+@dataclass(frozen=True)
+class RangeFits:
+    """What a search finds for blocks in the layout of `by_group`.
+
+    codes         uint8 [group, groups, blocks]
+    d, dmin       fp16 [blocks]
+    sub, sub_min  uint8 [groups, blocks], or None where d and dmin are scale and minimum themselves
+    """
+
+    codes: Tensor
+    d: Tensor
+    dmin: Tensor
+    sub: Tensor | None
+    sub_min: Tensor | None
+
+
+RangeSearch = Callable[[BlockFormat, Tensor, Tensor | None], RangeFits]
+"""As `fit_ranges`."""
+
+
+def as_ranges(fmt: BlockFormat, found: RangeFits, count: int) -> Groups:
+    """Fits of `count` rows as a type with minimums."""
+    sub, sub_min = (None if each is None else by_row(each, count) for each in (found.sub, found.sub_min))
+    d, dmin = by_row(found.d, count), by_row(found.dmin, count)
+    return Groups(fmt, by_row(found.codes, count), d, sub, dmin, sub_min)
+
+
+def fit_ranges(fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> RangeFits:
+    """The search, of fp32 rows [R, K] and their importances, fp32 [R or 1, K], `floored`, or None."""
+    x, weights = weighted(fmt, rows, importance)
     fit = fit_of((1 << fmt.bits) - 1, x, weights)
-    scale, low = _group_fits(fit, _widenings(fmt))
-    count = rows.shape[0]
+    scale, low = _group_fits(fit, widenings(fmt))
     if not fmt.sub_scale_bits:
         d, dmin = _refined(fit, scale, low)
-        codes = _codes(fit, d.float(), dmin.float(), count)
-        return Groups(fmt, codes, by_row(d[0], count), dmin=by_row(dmin[0], count))
+        return RangeFits(_codes(fit, d.float(), dmin.float()), d[0], dmin[0], None, None)
     d, dmin, sc, mn = _block_fits(fit, scale, low, (1 << fmt.sub_scale_bits) - 1)
-    codes = _codes(fit, d.float() * sc, dmin.float() * mn, count)
-    sub, sub_min = (by_row(each.to(torch.uint8), count) for each in (sc, mn))
-    return Groups(fmt, codes, by_row(d, count), sub, by_row(dmin, count), sub_min)
+    codes = _codes(fit, d.float() * sc, dmin.float() * mn)
+    return RangeFits(codes, d, dmin, sc.to(torch.uint8), mn.to(torch.uint8))
 
 
-def _codes(fit: RangeFit, scale: Tensor, low: Tensor, count: int) -> Tensor:
-    return by_row(fit.values(scale, low).to(torch.uint8), count)
+def _codes(fit: RangeFit, scale: Tensor, low: Tensor) -> Tensor:
+    return fit.values(scale, low).to(torch.uint8)
 
 
-def _widenings(fmt: BlockFormat) -> list[float]:
+def widenings(fmt: BlockFormat) -> list[float]:
     """By how much the codes of a group's range may exceed the largest code, or fall short of it."""
     if not fmt.sub_scale_bits:
         return [i * 0.05 for i in range(-20, 21)]
     return [i * 0.1 for i in range(-9, 10)] if fmt.bits == 2 else [i * 0.2 for i in range(-5, 6)]
 
 
-def _group_fits(fit: RangeFit, widenings: list[float]) -> tuple[Tensor, Tensor]:
+def _group_fits(fit: RangeFit, wider: list[float]) -> tuple[Tensor, Tensor]:
     """Scale and negated minimum, neither negative, of least squares for the best range: [groups, blocks] each."""
-    least = fit.x.amin(0).clamp_(max=0)
-    span = fit.x.amax(0) - least
+    least = fit.x.amin(0).clamp_(max=0) + 0.0  # of zeros +0, whatever their signs, and so below
+    span = fit.x.amax(0) - least + 0.0
     inverse = divided(torch.ones_like(span), span)
     shifted = fit.x - least
     best = torch.full_like(span, -torch.inf)
     scale, low = by_number(span, fit.top), -least
-    for widening in widenings:
+    for widening in wider:
         q = (shifted * (inverse * (fit.top + widening))).round_().clamp_(0, fit.top)
         here, there = _solved(fit, *(moments := fit.moments(q)))
         gain = here * moments[2] - there * fit.sum_x
@@ -140,7 +167,7 @@ def common_unit(values: Tensor, weights: Tensor, limit: int) -> Tensor:
     """fp16 [blocks] u: multiples of u from 0 to limit are near the values [groups, blocks], in weighted squares."""
     largest = values.amax(0)
     unit, best = by_number(largest, limit).half(), torch.full_like(largest, torch.inf)
-    for top in (limit - 0.4, limit - 0.2, limit, limit + 0.2, limit + 0.4, limit + 0.6):
+    for top in unit_tops(limit):
         here = by_number(largest, top).half()
         steps = _integers(values, here, limit)
         here = divided(total(steps * values * weights), total(steps * steps * weights)).half()
@@ -148,6 +175,11 @@ def common_unit(values: Tensor, weights: Tensor, limit: int) -> Tensor:
         error = total(difference * difference * weights)
         unit, best = torch.where(error < best, here, unit), torch.minimum(error, best)
     return unit
+
+
+def unit_tops(limit: int) -> tuple[float, ...]:
+    """What the largest value of a block may be as a multiple of its unit."""
+    return (limit - 0.4, limit - 0.2, limit, limit + 0.2, limit + 0.4, limit + 0.6)
 
 
 def _integers(values: Tensor, unit: Tensor, limit: int) -> Tensor:

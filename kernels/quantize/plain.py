@@ -14,11 +14,16 @@ from torch import Tensor
 
 from quengine.kernels.block_formats import MXFP4_TABLE, BlockFormat, Groups, e4m3_half
 from quengine.kernels.quantize.layout import by_number, divided
+from quengine.kernels.quantize.pack import pack
 
 
-def quantize_plain(fmt: BlockFormat, rows: Tensor) -> Groups:
-    """fp32 [R, K] as one of `FORMULAS`."""
-    return FORMULAS[fmt.name](fmt, rows.reshape(-1, fmt.block), len(rows))
+def plain_blocks(fmt: BlockFormat, rows: Tensor) -> Tensor:
+    """fp32 [R, K] as blocks of one of `FORMULAS`: uint8 [R, row_bytes]."""
+    return pack(FORMULAS[fmt.name](fmt, rows.reshape(-1, fmt.block), len(rows)))
+
+
+PlainBlocks = Callable[[BlockFormat, Tensor], Tensor]
+"""As `plain_blocks`."""
 
 
 def _quantize_mxfp4(fmt: BlockFormat, x: Tensor, count: int) -> Groups:

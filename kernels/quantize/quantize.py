@@ -4,17 +4,18 @@ Types whose scale is a formula have the bytes of ggml's reference quantizers. Th
 depends on the row and its importance alone, bit for bit, whatever the device and the number of threads.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
-from quengine.kernels.quantize.books import search_books
-from quengine.kernels.quantize.importance import error_weights
-from quengine.kernels.quantize.layout import by_group
-from quengine.kernels.quantize.minimums import search_minimums
+from quengine.kernels.quantize.books import BookSearch, as_books, fit_books
+from quengine.kernels.quantize.importance import floored
+from quengine.kernels.quantize.minimums import RangeSearch, as_ranges, fit_ranges
 from quengine.kernels.quantize.pack import PACKED, pack
-from quengine.kernels.quantize.plain import FORMULAS, quantize_plain
-from quengine.kernels.quantize.scales import search_scales
+from quengine.kernels.quantize.plain import FORMULAS, PlainBlocks, plain_blocks
+from quengine.kernels.quantize.scales import ScaleSearch, as_scales, fit_scales
 
 SEARCHED_WITH_IMPORTANCE = frozenset(("Q4_0", "Q4_1", "Q5_0", "Q5_1"))
 """Types that have a formula's scales without importances."""
@@ -24,7 +25,23 @@ _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
 """Weights at a time: what a core's cache holds, or what fills a GPU."""
 
 
-def quantize(fmt: BlockFormat, rows: Tensor, importance: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Quantizers:
+    """Formulas of blocks, and the searches for entries, for scales, and for scales with minimums. All give the bits of
+    these, the definitions."""
+
+    plain: PlainBlocks = plain_blocks
+    books: BookSearch = fit_books
+    scales: ScaleSearch = fit_scales
+    ranges: RangeSearch = fit_ranges
+
+
+DEFINITIONS = Quantizers()
+
+
+def quantize(
+    fmt: BlockFormat, rows: Tensor, importance: Tensor | None = None, quantizers: Quantizers = DEFINITIONS
+) -> Tensor:
     """Blocks of `fmt` for fp32 rows [R, K]: uint8 [R, row_bytes], on the rows' device.
 
     importance  fp32 [K], or [R, K] of rows that differ in it: what the squared error of a column counts, not negative
@@ -35,14 +52,14 @@ def quantize(fmt: BlockFormat, rows: Tensor, importance: Tensor | None = None) -
     width = fmt.row_bytes(rows.shape[1])
     if not fmt.is_quantized:
         return _as_floats(fmt, rows)
-    if importance is not None and importance.dim() == 1:
-        importance = importance.unsqueeze(0)
+    if importance is not None:
+        importance = floored(importance if importance.dim() == 2 else importance.unsqueeze(0))
     out = torch.empty((rows.shape[0], width), dtype=torch.uint8, device=rows.device)
     step = max(1, _CHUNK.get(rows.device.type, 1 << 24) // rows.shape[1])
     for start in range(0, rows.shape[0], step):
         part = slice(start, start + step)
         mine = importance if importance is None or len(importance) == 1 else importance[part]
-        out[part] = _quantized(fmt, rows[part], mine)
+        out[part] = _quantized(fmt, rows[part], mine, quantizers)
     return out
 
 
@@ -51,13 +68,14 @@ def _as_floats(fmt: BlockFormat, rows: Tensor) -> Tensor:
     return rows.to(dtype).contiguous().view(torch.uint8)
 
 
-def _quantized(fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> Tensor:
+def _quantized(fmt: BlockFormat, rows: Tensor, importance: Tensor | None, quantizers: Quantizers) -> Tensor:
     if fmt.name in (FORMULAS if importance is None else PLAIN):
-        return pack(quantize_plain(fmt, rows))
-    x = by_group(rows, fmt)
-    weights = error_weights(fmt, rows, x, importance)
-    search = search_books if fmt.book else search_minimums if fmt.has_min else search_scales
-    return pack(search(fmt, rows, x, weights))
+        return quantizers.plain(fmt, rows)
+    if fmt.book:
+        return pack(as_books(fmt, quantizers.books(fmt, rows, importance), len(rows)))
+    if fmt.has_min:
+        return pack(as_ranges(fmt, quantizers.ranges(fmt, rows, importance), len(rows)))
+    return pack(as_scales(fmt, quantizers.scales(fmt, rows, importance), len(rows)))
 
 
 WRITTEN = tuple(name for name, fmt in FORMATS.items() if not fmt.is_quantized or name in PACKED)

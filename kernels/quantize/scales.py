@@ -4,13 +4,15 @@ Each group: a scale for each value that its largest weight may be rounded to, by
 Then the block: d from the largest scale, integers sc near s/d, and d by least squares, while the error falls.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import BlockFormat, Groups
-from quengine.kernels.quantize.grid import Grid
+from quengine.kernels.quantize.grid import Grid, grid_ends
+from quengine.kernels.quantize.importance import weighted
 from quengine.kernels.quantize.layout import by_number, by_row, divided, total
 
 ROUNDS = 2
@@ -34,28 +36,51 @@ class ScaleFit:
         return total(difference.mul_(difference).mul_(self.weights))
 
 
-def search_scales(fmt: BlockFormat, rows: Tensor, x: Tensor, weights: Tensor) -> Groups:
-    """fp32 rows [R, K], with `x` = by_group(rows) and the weights of its errors, as a type without minimums."""
+@dataclass(frozen=True)
+class ScaleFits:
+    """What a search finds for blocks in the layout of `by_group`.
+
+    codes  uint8 [group, groups, blocks]
+    d      fp16 [blocks]
+    sub    int8 [groups, blocks], or None where d is the scale itself
+    """
+
+    codes: Tensor
+    d: Tensor
+    sub: Tensor | None
+
+
+ScaleSearch = Callable[[BlockFormat, Tensor, Tensor | None], ScaleFits]
+"""As `fit_scales`."""
+
+
+def as_scales(fmt: BlockFormat, found: ScaleFits, count: int) -> Groups:
+    """Fits of `count` rows as a type without minimums."""
+    sub = None if found.sub is None else by_row(found.sub, count)
+    return Groups(fmt, by_row(found.codes, count), by_row(found.d, count), sub)
+
+
+def fit_scales(fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> ScaleFits:
+    """The search, of fp32 rows [R, K] and their importances, fp32 [R or 1, K], `floored`, or None."""
+    x, weights = weighted(fmt, rows, importance)
     fit = ScaleFit(Grid(fmt, x.device), x, weights)
-    scale = _group_scales(fit, _targets(fit.grid, fmt))
-    count = rows.shape[0]
+    scale = _group_scales(fit, scale_targets(fmt))
     if not fmt.sub_scale_bits:
         d = _refined(fit, scale)
-        return Groups(fmt, _codes(fit, d.float(), count), by_row(d[0], count))
+        return ScaleFits(_codes(fit, d.float()), d[0], None)
     d, sc = _block_scales(fit, scale, 1 << (fmt.sub_scale_bits - 1))
-    codes = _codes(fit, d.float() * sc, count)
-    return Groups(fmt, codes, by_row(d, count), by_row(sc.to(torch.int8), count))
+    return ScaleFits(_codes(fit, d.float() * sc), d, sc.to(torch.int8))
 
 
-def _codes(fit: ScaleFit, scale: Tensor, count: int) -> Tensor:
-    return by_row(fit.grid.codes(fit.x * divided(torch.ones_like(scale), scale)), count)
+def _codes(fit: ScaleFit, scale: Tensor) -> Tensor:
+    return fit.grid.codes(fit.x * divided(torch.ones_like(scale), scale))
 
 
-def _targets(grid: Grid, fmt: BlockFormat) -> list[float]:
+def scale_targets(fmt: BlockFormat) -> list[float]:
     """The grid values, and values between and beyond them, that the largest weight of a group may become."""
-    low, high = grid.ends
+    low, high = ends = grid_ends(fmt)
     if fmt.table is not None:
-        return [end + step for end in grid.ends for step in (-6, -4, -2, 0, 2, 4, 6)]
+        return [end + step for end in ends for step in (-6, -4, -2, 0, 2, 4, 6)]
     if fmt.bits == 3:  # few values: what the largest weight becomes decides more
         return [low + i * 0.1 for i in range(-9, 10)] + [high + i * 0.25 for i in range(-3, 4)]
     return [low + i * 0.25 for i in range(-3, 4)] + [high + step for step in (-0.5, 0.0, 0.5)]
@@ -130,13 +155,18 @@ def _common_unit(scale: Tensor, weights: Tensor, limit: int) -> Tensor:
     peak = torch.where(high > -low, high, low)
     weights = divided(weights, scale * scale)
     unit, best = by_number(peak, -limit).half(), torch.full_like(peak, torch.inf)
-    for target in (-limit - 0.4, -limit - 0.2, -limit, -limit + 0.3, -limit + 0.6, limit - 1.0, limit - 1.3):
+    for target in unit_targets(limit):
         steps = _integers(scale, by_number(peak, target).half(), limit)
         here = divided(total(steps * scale * weights), total(steps * steps * weights)).half()
         difference = here.float() * steps - scale
         error = total(difference * difference * weights)
         unit, best = torch.where(error < best, here, unit), torch.minimum(error, best)
     return unit
+
+
+def unit_targets(limit: int) -> tuple[float, ...]:
+    """What the largest scale of a block may be as a multiple of d."""
+    return (-limit - 0.4, -limit - 0.2, -limit, -limit + 0.3, -limit + 0.6, limit - 1.0, limit - 1.3)
 
 
 def _integers(scale: Tensor, unit: Tensor, limit: int) -> Tensor:

@@ -80,7 +80,7 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedKV:
-    """Keys and values of every position that a layer attends to, in blocks of positions: fp16 or q8_0.
+    """Keys and values of every position that a layer attends to, in blocks of positions.
 
     window: how many positions, the token's own among them, are kept; None: all. latent: values are the first elements
     of keys, and not stored again.
@@ -92,10 +92,15 @@ class PagedKV:
     latent: bool = False
 
     def bytes_of(self, positions: int, cache_type: CacheType = "f16") -> int:
-        """Bytes of `positions` positions. Raises EngineError where the heads cannot be stored in `cache_type`."""
+        """Bytes of `positions` positions. Raises EngineError where the rows cannot be stored in `cache_type`."""
         if not self.kv_heads:  # an encoder's, of any size
             return 0
-        return (1 if self.latent else 2) * self.kv_heads * positions * row_bytes(cache_type, self.head_dim)
+        return (
+            (1 if self.latent else 2)
+            * self.kv_heads
+            * positions
+            * row_bytes(cache_type, self.head_dim, self.latent)
+        )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ def shown(text: str | bytes, limit: int = 80) -> str:
 class GGUFError(EngineError):
     """A GGUF file that cannot be used as it is.
 
-    `path` is the file, `field` the metadata key, tensor or header field, `offset` the byte in the file
+    `path` is the file, `field` the metadata key, tensor or header field, or "file", `offset` the byte in the file
     where that field's value lies, or None where the trouble is that something is absent.
     """
 
@@ -26,4 +26,4 @@ class GGUFError(EngineError):
         self.problem = problem
         self.offset = offset
         at = "" if offset is None else f" (byte {offset})"
-        super().__init__(f"{path}: {field}{at}: {problem}")
+        super().__init__(f"{path}: {problem}" if field == "file" else f"{path}: {field}{at}: {problem}")

@@ -38,6 +38,11 @@ def _partial(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
 
 
+def file_size(nbytes: int) -> str:
+    """For the user, in GB or MB."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"
+
+
 @contextmanager
 def whole_file(path: Path, nbytes: int) -> Iterator[BinaryIO]:
     """A file of `nbytes` bytes to be written; at the end of the block it takes `path`, after an error nothing is left.
@@ -54,7 +59,7 @@ def whole_file(path: Path, nbytes: int) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
     except OSError as failure:
         if failure.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CannotRunError(f"{path}: the disk is full, {nbytes / 1e9:.2f} GB are needed") from None
+            raise CannotRunError(f"{path}: the disk is full, {file_size(nbytes)} are needed") from None
         if failure.filename == str(_partial(path)):
             raise EngineError(f"{path}: cannot be written: {failure.strerror}") from None
         raise
@@ -68,4 +73,6 @@ def check_disk(path: Path, nbytes: int) -> None:
         )
     free = shutil.disk_usage(path.parent).free
     if free < nbytes + _SPARE:
-        raise CannotRunError(f"{path}: needs {nbytes / 1e9:.2f} GB of disk, {free / 1e9:.2f} GB are free")
+        raise CannotRunError(
+            f"{path}: needs {file_size(nbytes)} of disk and {file_size(_SPARE)} to spare, {file_size(free)} are free"
+        )

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from quengine.errors import CannotRunError, EngineError
+from quengine.models.gguf.whole_file import file_size
 from quengine.models.hub.hub import ModelNotHereError, hub_name
 from quengine.models.hub.hub_cache import cache_dir, find_in_cache, repo_dir
 from quengine.models.hub.hub_name import HubName, ModelNameError, choose_files
@@ -146,7 +147,7 @@ def _check_space(files: list[HubFile]) -> None:
     needed, free = sum(file.missing_bytes() for file in files), shutil.disk_usage(folder).free
     if needed > free:
         raise CannotRunError(
-            f"not enough disk space in {folder}: {_gb(needed)} to download, {_gb(free)} free; "
+            f"not enough disk space in {folder}: {file_size(needed)} to download, {file_size(free)} free; "
             f"make room, or set HF_HUB_CACHE to a folder on another disk"
         )
 
@@ -202,7 +203,7 @@ def _download(file: HubFile, watch: Watch) -> None:
 
     if file.size > constants.MAX_HTTP_DOWNLOAD_SIZE:
         raise HubError(
-            f"{file.name}: {_gb(file.size)} is more than the hub sends in one plain download; fetch it with: "
+            f"{file.name}: {file_size(file.size)} is more than the hub sends in one plain download; fetch it with: "
             f"hf download {file.repo} {file.name}"
         )
     if file.partial.exists() and file.partial.stat().st_size > file.size:
@@ -228,7 +229,7 @@ def _download(file: HubFile, watch: Watch) -> None:
                     # As long as something came, the connection is worth another try.
                     if out.tell() == had:
                         raise
-                    logger.warning("%s: %s; going on from %s", shown, error, _gb(out.tell()))
+                    logger.warning("%s: %s; going on from %s", shown, error, file_size(out.tell()))
 
 
 def _transport_error() -> type[Exception]:
@@ -315,8 +316,4 @@ def _hub_errors(what: str, file: HubFile | None = None) -> Iterator[None]:
 def _kept(file: HubFile | None) -> str:
     if file is None:
         return ""
-    return f"; {_gb(file.size - file.missing_bytes())} of {_gb(file.size)} is kept, pull again to go on"
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"
+    return f"; {file_size(file.size - file.missing_bytes())} of {file_size(file.size)} is kept, pull again to go on"

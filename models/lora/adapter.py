@@ -3,11 +3,14 @@
 Source: Hu et al. 2021, "LoRA": W + alpha / r * B A.
 """
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from quengine.kernels.lora.change import LowRank
+from quengine.errors import EngineError
+from quengine.kernels.lora.change import MOST_SCALE, LowRank
 
 MOST_RANK = 1 << 13
 
@@ -24,3 +27,25 @@ class Adapter:
     name: str
     path: Path
     changes: Mapping[str, LowRank]
+
+
+def parse_lora(text: str) -> tuple[Path, float]:
+    """The path and scale of "FILE" or "FILE:SCALE"; 1 where there is none. Raises EngineError.
+
+    A path that is there as it stands has no scale.
+    """
+    path, colon, scale = text.rpartition(":")
+    if text and (not colon or Path(text).exists()):
+        return Path(text), 1.0
+    with suppress(ValueError):
+        if path and abs(factor := float(scale)) <= MOST_SCALE:
+            return Path(path), factor
+    raise EngineError(
+        f"--lora {text!r}: must be FILE or FILE:SCALE, as adapter.gguf:0.5, a scale from -1e9 to 1e9"
+    )
+
+
+def near(text: str, folder: Path) -> str:
+    """ "FILE" or "FILE:SCALE" with a relative path from `folder` on, and its normal form. Raises EngineError."""
+    path, scale = parse_lora(str(folder / Path(text).expanduser()))
+    return os.path.normpath(path) + ("" if scale == 1.0 else f":{scale!r}")

@@ -7,11 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quengine.errors import EngineError
 from quengine.kernels.lora.change import LowRank
 from quengine.models.config import ModelConfig
 from quengine.models.lora.adapter import Adapter
 from quengine.models.tensor_table import holder_of, tensor_specs
 
+OUTPUT = "output.weight"
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
 
 
@@ -50,6 +52,12 @@ class Deltas:
 
     def __init__(self, config: ModelConfig, adapters: Sequence[tuple[Adapter, float]]) -> None:
         self._adapters, self._specs = adapters, tensor_specs(config)
+        for adapter, _ in adapters:
+            if OUTPUT in adapter.changes and OUTPUT not in self._specs:
+                raise EngineError(
+                    f"{adapter.path}: {OUTPUT}: the model's output matrix is its embedding, which it does not change; "
+                    "apply the adapter beside the weights (--lora)"
+                )
         self._parts: dict[str, list[str]] = {}
         for name in self._specs:
             if (holder := holder_of(name)) not in self._specs:

@@ -13,7 +13,7 @@ from quengine.models.blocks.block import TensorSpec
 from quengine.models.config import ModelConfig
 from quengine.models.gguf.file import GGUFFile
 from quengine.models.lora.adapter import MOST_RANK
-from quengine.models.tensor_table import MATRIX_TYPES, joined_specs, tensor_specs
+from quengine.models.tensor_table import MATRIX_TYPES, adapted_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ def check_adapter(file: GGUFFile, config: ModelConfig) -> list[str]:
         raise file.error(
             INVOCATION, "activated LoRA is not implemented: an adapter that is always applied is"
         )
-    specs = {**tensor_specs(config), **joined_specs(config)}
+    specs = adapted_specs(config)
     names = [_checked(file, name, specs) for name in file.tensors]
     return list(dict.fromkeys(names))
 

@@ -11,9 +11,9 @@ from quengine.errors import EngineError
 from quengine.kernels.quantize.quantize import WRITTEN
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.gguf.writer import Field
-from quengine.models.lora.adapter import Adapter
+from quengine.models.lora.adapter import Adapter, parse_lora
 from quengine.models.lora.deltas import Deltas
-from quengine.models.lora.open_adapter import open_adapter, parse_lora
+from quengine.models.lora.open_adapter import open_adapter
 from quengine.models.quantize.imatrix import read_imatrix
 from quengine.models.quantize.mixes import Overrides, file_order, mix_of
 from quengine.models.quantize.quantize_file import (

@@ -1,35 +1,18 @@
 """Opens a LoRA adapter of a model: a GGUF file or a folder of PEFT."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from quengine.errors import EngineError
-from quengine.kernels.lora.change import MOST_SCALE, LowRank
+from quengine.kernels.lora.change import LowRank
 from quengine.models.config import ModelConfig
 from quengine.models.gguf.file import open_gguf
 from quengine.models.lora.adapter import Adapter
 from quengine.models.lora.gguf_adapter import check_adapter, read_changes
 from quengine.models.lora.peft import CONFIG, PeftAdapter, in_tiled_order, is_peft
-from quengine.models.tensor_table import holder_of, joined_specs, tensor_specs
-
-
-def parse_lora(text: str) -> tuple[Path, float]:
-    """The path and scale of "FILE" or "FILE:SCALE"; 1 where there is none. Raises EngineError.
-
-    A path that is there as it stands has no scale.
-    """
-    path, colon, scale = text.rpartition(":")
-    if text and (not colon or Path(text).exists()):
-        return Path(text), 1.0
-    with suppress(ValueError):
-        if path and abs(factor := float(scale)) <= MOST_SCALE:
-            return Path(path), factor
-    raise EngineError(
-        f"--lora {text!r}: must be FILE or FILE:SCALE, as adapter.gguf:0.5, a scale from -1e9 to 1e9"
-    )
+from quengine.models.tensor_table import adapted_specs, holder_of, joined_specs, tensor_specs
 
 
 def open_adapter(path: Path, config: ModelConfig) -> Adapter:
@@ -58,9 +41,9 @@ def open_adapter(path: Path, config: ModelConfig) -> Adapter:
 
 def _of_declared(config: ModelConfig, changes: Mapping[str, LowRank]) -> dict[str, LowRank]:
     """The changes by the tensors that layers declare, of which some files hold several in one."""
-    specs, found = tensor_specs(config), dict[str, LowRank]()
+    specs, joined, found = adapted_specs(config), joined_specs(config), dict[str, LowRank]()
     for name, change in changes.items():
-        if name in specs:
+        if name not in joined or name in tensor_specs(config):
             found[name] = change
             continue
         parts = [each for each in specs if each != name and holder_of(each) == name]
@@ -68,7 +51,7 @@ def _of_declared(config: ModelConfig, changes: Mapping[str, LowRank]) -> dict[st
             found |= of_latent(config, name, change)
             continue
         rows = [specs[each].shape[-2] for each in parts]
-        if name.endswith("ssm_in.weight") or sum(rows) != joined_specs(config)[name].shape[-2]:
+        if name.endswith("ssm_in.weight") or sum(rows) != joined[name].shape[-2]:
             raise EngineError(f"{name}: a change of this tensor, which holds several, is not implemented")
         for each, b in zip(parts, torch.split(change.b, rows, dim=-2), strict=True):
             found[each] = change._replace(b=b.contiguous())

@@ -9,8 +9,8 @@ Rows of query and key matrices, and of matrices that folders hold within others,
 GGUF has, as those of a checkpoint do (hf/hf_checkpoint.py).
 """
 
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import sqrt
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +30,8 @@ from quengine.models.hf.hf_names import PREFIXES, HFNames
 from quengine.models.hf.hf_shards import listed
 from quengine.models.hf.json_file import read_json
 from quengine.models.lora.adapter import MOST_RANK
-from quengine.models.tensor_table import joined_specs, tensor_specs
+from quengine.models.lora.module_pattern import ModulePattern, PatternError
+from quengine.models.tensor_table import adapted_specs, tensor_specs
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -107,7 +108,7 @@ class PeftAdapter:
             for place in places[f"{module}.weight"]:
                 change = self._placed(module, place)
                 of_tensor.setdefault(place.name, {})[place.expert] = change
-        specs = {**tensor_specs(config), **joined_specs(config)}
+        specs = adapted_specs(config)
         found = {name: self._whole(name, parts, specs[name]) for name, parts in of_tensor.items()}
         return {name: _ordered(config, name, change, file_order) for name, change in found.items()}
 
@@ -165,11 +166,11 @@ class PeftAdapter:
             raise EngineError(f"{path}: {pattern_key}: must be an object, not {str(patterns)[:60]}")
         for pattern, value in patterns.items():
             try:
-                if re.match(rf"(.*\.)?({pattern})$", module):
+                if _pattern(pattern).matches(module):
                     given = value
                     break
-            except re.error as error:
-                problem = f"{pattern!r} is not a regular expression: {error}"
+            except PatternError as error:
+                problem = f"{pattern[:60]!r} is not a regular expression: {error}"
                 raise EngineError(f"{path}: {pattern_key}: {problem}") from None
         if isinstance(given, bool) or not isinstance(given, int | float):
             raise EngineError(f"{path}: {key}: {given!r} is not a number")
@@ -213,6 +214,11 @@ class PeftAdapter:
         return change
 
 
+@lru_cache(1024)
+def _pattern(text: str) -> ModulePattern:
+    return ModulePattern(text)
+
+
 class _Place(NamedTuple):
     """Where the change of a module goes: a tensor, or the matrix of one expert. rows: of how many those it has."""
 
@@ -234,8 +240,8 @@ def _places(config: ModelConfig, held: Collection[str]) -> dict[str, list[_Place
 
 
 def _under(config: ModelConfig, names: HFNames) -> Iterator[tuple[str, _Place]]:
-    declared, specs = DECLARED[config.architecture], tensor_specs(config)
-    for name, spec in {**joined_specs(config), **specs}.items():
+    declared = DECLARED[config.architecture]
+    for name, spec in adapted_specs(config).items():
         tensor = name.split(".", 2)[-1]
         if not name.endswith(".weight") or tensor == "ssm_in.weight":  # whose parts have places
             continue
@@ -245,7 +251,8 @@ def _under(config: ModelConfig, names: HFNames) -> Iterator[tuple[str, _Place]]:
         elif (part := declared.hf_parts.get(tensor)) is not None and not part.transposed:
             layer = f"{names.body}layers.{name.split('.')[1]}."
             yield layer + part.name, _Place(name, rows=_rows(config, part, spec))
-        if own := names(name):
+        tied = name == "output.weight" and config.tied_output
+        if own := names.output if tied else names(name):
             yield own, _Place(name)
 
 

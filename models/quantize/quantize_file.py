@@ -150,6 +150,10 @@ def quantize(
         pure,
     )
     importance = None if imatrix is None else read_imatrix(Path(imatrix))
+    if Path(source).is_dir():
+        raise EngineError(
+            f"{source}: is a folder; make a file of it first: engine convert {source} -o model-f16.gguf"
+        )
     with open_gguf(source) as file:
         plan = plan_mix(file, mix, overrides, importance)
         _check(plan, mix, allow_requantize, target)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import BlockFormat, dequantize
-from quengine.kernels.quantize.quantize import quantize
+from quengine.kernels.cpu.quantize.quantizers import COMPILED
+from quengine.kernels.cpu.runtime.scratch import keep_freed_memory
+from quengine.kernels.quantize.quantize import Quantizers, quantize
 
 _PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Weights of a piece."""
@@ -34,6 +36,16 @@ Added: TypeAlias = Callable[[int, int], Tensor]
 
 class UnfitWeightsError(ValueError):
     """Weights that a type does not hold; the text goes after the tensor's name."""
+
+
+def quantizers_on(device: torch.device) -> Quantizers:
+    """The quantizers of a device, all with the same bits."""
+    if device.type == "cpu":
+        keep_freed_memory()  # pages anew for each piece took as long as a third of the work
+        return COMPILED
+    from quengine.kernels.cuda.quantize.quantizers import LAUNCHED  # Triton takes 0.2 s
+
+    return LAUNCHED
 
 
 class Quantizer:
@@ -104,4 +116,4 @@ class Quantizer:
             raise UnfitWeightsError(
                 f"has weights up to {largest:g}, and {fmt.name} holds {most:g} at most: choose F32 or BF16"
             )
-        return quantize(fmt, rows, values).cpu()
+        return quantize(fmt, rows, values, quantizers_on(self.device)).cpu()

@@ -49,6 +49,8 @@ class SyntheticModel:
     shared_kv_layers, layer_input_length: as ModelConfig and LayerInputSizes have them.
     altup_streams, laurel_rank: of alternating updates, where an architecture has them, as AltUpSizes says.
         sparse_layers: layers in front in which one gate in twenty is above its cutoff.
+    router_skew: what multiplies the routers' rows of every tenth expert, so that tokens prefer these; random routers
+        prefer none.
     target_width: of a model that drafts from another one's hidden rows, their values; 0: it does not.
     yarn_factor, yarn_context: of YaRN, and the positions of the context that it extends; a factor of 1: no YaRN.
     """
@@ -96,6 +98,7 @@ class SyntheticModel:
     altup_streams: int = 4
     laurel_rank: int = 64
     sparse_layers: int = 0
+    router_skew: float = 1.0
     target_width: int = 0
 
     def of_layers(self, count: int, preset: str) -> "SyntheticModel":
@@ -265,6 +268,20 @@ _OTHERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "head_dim": 64,
             "rope_freq_base": 5e5,
             "tied_output": True,
+        },
+    ),
+    "llama-10m": (
+        "llama",
+        {
+            "vocab_size": 8192,
+            "context_length": 2048,
+            "embedding_length": 256,
+            "block_count": 8,
+            "feed_forward_length": 768,
+            "head_count": 4,
+            "head_count_kv": 2,
+            "head_dim": 64,
+            "rope_freq_base": 1e4,
         },
     ),
     "llama-3-70b": (

@@ -35,6 +35,9 @@ from quengine.models.tensor_table import FLOAT_TYPES, QUANT_TYPES, tensor_specs
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
+_PREFERRED = 10
+"""With a `router_skew`, one expert of this number is preferred."""
+
 Progress = Callable[[int], None]
 """Called with the bytes of weights that have been written."""
 
@@ -176,7 +179,10 @@ def _weights(
     if isinstance(draw, Uniform):
         return rng.uniform(draw.low, draw.high, rows * cols).astype("<f4").view(np.uint8)
     std = draw.std * cols**-0.5 if draw.by_columns else draw.std
-    return random_rows(kind, rows, cols, std, rng, draw.mean)
+    drawn = random_rows(kind, rows, cols, std, rng, draw.mean)
+    if spec.router_skew != 1.0 and name.endswith("ffn_gate_inp.weight"):
+        drawn.view("<f4").reshape(rows, cols)[::_PREFERRED] *= spec.router_skew
+    return drawn
 
 
 def _metadata(spec: SyntheticModel, config: ModelConfig) -> Metadata:

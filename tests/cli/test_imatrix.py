@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import quengine
 from quengine.cli import main
 from quengine.errors import EngineError
 from quengine.models.quantize.imatrix import ImatrixSums, Sums, read_sums, write_sums
@@ -41,6 +42,15 @@ def test_a_file_is_written_and_added_to(tmp_path: Path) -> None:
     for name, each in whole.sums.items():
         assert np.array_equal(sums.sums[name].counts, each.counts)
         assert np.allclose(sums.sums[name].squares, each.squares, rtol=1e-5)
+    same, given = tmp_path / "python.imatrix", {"dataset": str(text), "device": "cpu"}
+    quengine.imatrix(model, text.read_text(), same, 24, chunks=1, from_chunk=1, in_files=parts[:1], **given)
+    run(*flags, "-o", both, "--chunks", 1, "--from-chunk", 1, "--in-file", parts[0])
+    assert same.read_bytes() == both.read_bytes()
+    assert quengine.imatrix(None, "", same, in_files=parts).chunks == 2
+    run("--in-file", parts[0], "--in-file", parts[1], "-o", both)
+    assert same.read_bytes() == both.read_bytes()
+    with pytest.raises(EngineError, match="from chunk 9: the text has 6 chunks of 24 tokens"):
+        run(*flags, "--from-chunk", 9)
     said = run(*flags, "--chunks", 3, "--resume", "--save-every", 1).splitlines()
     assert said[0].startswith("14 tensors, 3 chunks of 24 tokens, 2 of them before, in ")
     run(*flags, "--chunks", 1, "--in-file", out)

@@ -61,7 +61,6 @@ def test_instructions_are_options() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("FROM x\nADAPTER a.gguf", "line 2: ADAPTER is no part of a preset"),
         ("FROM x\nFOO bar", "line 2: no instruction FOO"),
         ("FROM x\nhello", "line 2: 'hello' is no instruction with a value"),
         ('FROM x\n\nSYSTEM """never', 'line 3: SYSTEM begins with """ and does not end'),

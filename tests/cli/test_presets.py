@@ -13,6 +13,7 @@ from quengine import EngineError
 from quengine.cli.flags import ConstraintFlags, Model, takes_options
 from quengine.cli.main import run
 from quengine.config import EngineConfig
+from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.hub.hub import resolve_model
 from quengine.models.hub.presets import preset_names, synthetic_preset, toml_text, write_preset
 from quengine.request.chat_options import ChatOptions
@@ -20,6 +21,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.serve.settings import ServerSettings
 from tests.cli.chat.chat_terminal import COMMON
 from tests.gguf_builder import ModelSizes
+from tests.models.adapters import random_adapters, write_adapter
 from tests.tiny_models import write_tiny
 
 Captured = pytest.CaptureFixture[str]
@@ -133,6 +135,35 @@ def test_a_model_is_run_by_its_presets_name(
     assert [each["content"] for each in messages] == ["be kind", "hi", "Ahoy."]
 
 
+@pytest.mark.parametrize(
+    "text", ['model = "MODEL"\nlora = "style.gguf:0.5"', "FROM MODEL\nADAPTER style.gguf"]
+)
+def test_adapters_are_named_from_the_folder_of_the_file(
+    text: str, model: str, create: Callable[..., int], taken: Callable[..., Any], tmp_path: Path
+) -> None:
+    checkpoint = GGUFCheckpoint(Path(model))
+    adapters = random_adapters(checkpoint.tensors, ("attn_q", "ffn_down"), (4,))
+    path = write_adapter(tmp_path / "style.gguf", "llama", adapters, 0, 4.0)
+    assert create("styled", text.replace("MODEL", model)) == 0
+    table = synthetic_preset("styled")
+    scale = ":0.5" if "0.5" in text else ""
+    assert table is not None and table["lora"] == [f"{path}{scale}"]
+    assert taken("run", "-m", "styled")[1].lora == (f"{path}{scale}",)
+    assert taken("run", "-m", "styled", "--lora", "other.gguf")[1].lora == ("other.gguf",)
+
+
+def test_a_preset_is_run_with_its_adapters(model: str, create: Callable[..., int], capsys: Captured) -> None:
+    checkpoint, style = GGUFCheckpoint(Path(model)), Path(model).with_name("style.gguf")
+    write_adapter(style, "llama", random_adapters(checkpoint.tensors, ("attn_q", "ffn_down"), (4,)), 0, 4.0)
+    assert create("styled", f'model = "{model}"\nlora = ["{style}:0.5"]') == 0
+    texts = list[str]()
+    for given in (["-m", "styled"], ["-m", model, "--lora", f"{style}:0.5"], ["-m", model]):
+        capsys.readouterr()
+        assert run(["generate", *given, "you", *COMMON, "-n", "20", "--ignore-eos"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
 def test_a_link_stays_one(model: str, create: Callable[..., int], tmp_path: Path) -> None:
     (tmp_path / "sha256-abc").symlink_to(model)
     assert create("linked", 'model = "./sha256-abc"') == 0
@@ -173,7 +204,9 @@ def test_list_show_cp_and_rm_have_presets(model: str, create: Callable[..., int]
         ('model = "M"\nstop = [1]', "must be text, or a list of texts"),
         ('model = "M"\ncache_type = "q4"', "must be f16 or q8_0"),
         ('model = "M"\ntemp = 1\ntemperature = 2', "the option temperature is there twice"),
-        ('model = "M"\nadapters = ["a.gguf"]', "adapters are no part of a preset"),
+        ('model = "M"\nadapters = ["a.gguf"]', "no option 'adapters'"),
+        ('model = "M"\nlora = ["none.gguf:0.5"]', "/none.gguf: there is no such file or folder"),
+        ('model = "M"\nlora = 3', "lora: must be FILE[:SCALE], or a list of them"),
         ('model = "M"\nmessages = ["hi"]', "messages: 'hi': each must be"),
         ('model = "smollm2-135n"', "did you mean smollm2-135m"),
         ("temp = 1", 'it names no model: model = "smollm2-135m"'),

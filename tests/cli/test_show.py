@@ -264,7 +264,10 @@ def test_options_that_refuse_the_model_are_said(capsys, tmp_path, kind):
     one = "blk.0.ffn_gate.0.weight" if kind == "gguf" else "model.layers.0.mlp.experts.0.down_proj.weight"
     limits = as_json(capsys, path)["limits"]
     assert limits == [
-        "--cache-type q8_0: heads of 48 are no multiple of 32",
+        *(
+            f"--cache-type {t}: it needs a head size that is a multiple of 32, and this model's is 48"
+            for t in ("q8_0", "q4_0")
+        ),
         f"--expert-parallel: each expert is in a tensor of its own, as {one}",
     ]
     text = shown(capsys, path)

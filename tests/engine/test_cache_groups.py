@@ -85,7 +85,9 @@ def same(got: list[Completion], expected: list[Completion]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "cache_type"), [("auto", "f16"), ("auto", "q8_0"), ("reference", "q8_0")], indirect=["load"]
+    ("load", "cache_type"),
+    [("auto", "f16"), ("auto", "q8_0"), ("reference", "q8_0"), ("auto", "q4_0")],
+    indirect=["load"],
 )
 def test_tokens_and_their_bits_are_those_of_a_cache_that_keeps_everything(
     load: Load, cache_type: CacheType, params: SamplingParams, prompts: list[list[int]]
@@ -162,7 +164,7 @@ def test_a_sequence_owns_its_windows_blocks_and_no_others(load: Load) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0", "q4_0"])
 def test_a_gpu_reads_nothing_behind_the_window_of_a_single_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_type: CacheType
 ) -> None:

@@ -18,7 +18,7 @@ from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
 from quengine.kernels.cuda.weights import launch_table
 from quengine.kernels.cuda.weights.layout import packed_layout
 from quengine.kernels.cuda.weights.packed import PackedPart
-from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
+from quengine.kernels.kv.cache_types import CACHE_TYPES
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.load import load_model
 from quengine.memory import (
@@ -93,9 +93,9 @@ def test_every_way_out_that_is_advised_works(config: ModelConfig, free: int, hea
     with pytest.raises(CannotRunError) as refused:
         choose_context(needs(config), 60000, memory(free))
     ways = str(refused.value).rsplit("; try ", 1)[1].split(" or ")
-    assert len(ways) == (2 if head_dim == 128 else 1)
+    assert len(ways) == (3 if head_dim == 128 else 1)
     for way in ways:
-        cache_type: CacheType = "q8_0" if "q8_0" in way else "f16"
+        cache_type = next((t for t in CACHE_TYPES if t in way), "f16")
         asked = int(way.split("-c ")[1]) if "-c " in way else 60000
         assert choose_context(needs(config), asked, memory(free), cache_type) == asked
 
@@ -107,15 +107,19 @@ def test_q8_0_is_advised_alone_where_no_context_fits_in_f16(config: ModelConfig)
     assert choose_context(needs(config), None, memory(4 * GIB + room), "q8_0") == 256
 
 
-def test_q8_0_is_not_advised_where_it_is_chosen(config: ModelConfig) -> None:
-    with pytest.raises(CannotRunError, match=r"tokens in q8_0\), free 5\.00 GiB; try -c \d+$"):
+def test_a_cache_type_is_not_advised_where_it_is_chosen(config: ModelConfig) -> None:
+    with pytest.raises(
+        CannotRunError, match=r"tokens in q8_0\), free 5\.00 GiB; try -c \d+ or --cache-type q4_0 -c \d+$"
+    ):
         choose_context(needs(config), 32768, memory(5 * GIB), "q8_0")
+    with pytest.raises(CannotRunError, match=r"tokens in q4_0\), free 5\.00 GiB; try -c \d+$"):
+        choose_context(needs(config), 32768, memory(5 * GIB), "q4_0")
 
 
-def test_nearly_twice_the_context_fits_in_q8_0(config: ModelConfig) -> None:
+def test_nearly_two_and_four_times_the_context_fit_in_codes(config: ModelConfig) -> None:
     config = dataclasses.replace(config, context_length=1 << 20)
-    plain, smaller = (choose_context(needs(config), None, memory(6 * GIB), t) for t in CACHE_TYPES)
-    assert smaller == pytest.approx(plain * 32 / 17, rel=0.02)
+    plain, *smaller = (choose_context(needs(config), None, memory(6 * GIB), t) for t in CACHE_TYPES)
+    assert smaller == [pytest.approx(plain * 32 / 17, rel=0.02), pytest.approx(plain * 32 / 9, rel=0.04)]
 
 
 def test_weights_that_do_not_fit_are_refused_with_both_numbers(config: ModelConfig) -> None:

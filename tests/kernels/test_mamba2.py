@@ -110,4 +110,7 @@ def test_a_checkpoint_is_the_state_of_the_rows_before_it(step: str) -> None:
     for prefix, rows, slot, block in prefixes(batch):
         alone = states(shape)
         mamba2(prefix, x[rows], spec, *alone)
-        assert all(torch.equal(part[block], own[slot]) for part, own in zip(kept, alone, strict=True))
+        for part, own in zip(
+            kept, alone, strict=True
+        ):  # not of the same bits: torch's own functions, by the rows
+            torch.testing.assert_close(part[block], own[slot])

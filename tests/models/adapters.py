@@ -64,6 +64,9 @@ def write_adapter(
     builder = GGUFBuilder().kvs(metadata)
     for tensor, of_tensor in adapters.changes.items():
         if (change := of_tensor[number]) is not None:
-            for letter, values in (("a", change.a), ("b", change.b)):
+            halves = (change.a, change.b)
+            if tensor == "token_embd.weight":  # whose halves are those of rows, not of products
+                halves = (change.b, change.a.T.contiguous())
+            for letter, values in zip("ab", halves, strict=True):
                 builder.tensor(f"{tensor}.lora_{letter}", values.shape, "F32", values.numpy())
     return builder.write(path)

@@ -33,6 +33,7 @@ SCALES = [[1.0, 0.0], [0.0, -1.5], [0.5, 2.0]]
 
 CASES = {
     "llama": ("llama", ("attn_q", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output")),
+    "embeddings": ("llama", ("token_embd", "attn_q", "output")),
     "only queries": ("llama", ("attn_q",)),
     "norms of results": ("gemma2", ("attn_k", "attn_output", "ffn_up", "ffn_down")),
     "biases": ("qwen2", ("attn_q", "attn_k", "attn_v", "ffn_down")),
@@ -63,10 +64,16 @@ def error(ours: Tensor, wanted: Tensor) -> float:
 class Rig:
     """A decoder with adapters, and steps of all sequences, each with its own."""
 
-    def __init__(self, path: Path, stems: tuple[str, ...], kind: str) -> None:
+    def __init__(self, path: Path, stems: tuple[str, ...], kind: str, tied: bool = False) -> None:
+        """tied: an output matrix that is the embedding has changes too."""
         self.checkpoint = GGUFCheckpoint(path)
         self.config, tensors = self.checkpoint.config, self.checkpoint.tensors
         self.adapters = random_adapters(tensors, stems, (4, 20))
+        if tied:
+            table = {"output.weight": dataclasses.replace(tensors["token_embd.weight"], name="output.weight")}
+            output = random_adapters(table, ("output",), (4, 20), seed=1).changes
+            changes = {**self.adapters.changes, **output}
+            self.adapters = dataclasses.replace(self.adapters, changes=changes, tied=True)
         assert self.adapters.changes
         self.backend = backend_of(kind, self.adapters)
         self.decoder = Decoder(self.config, tensors, self.backend, 32, 32)
@@ -153,6 +160,23 @@ def test_last_rows_of_a_prompt_for_cublas_are_few_rows(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("adapted")
+
+
+@pytest.mark.parametrize("kind", ["reference", "cpu", "cuda"])
+def test_an_embedding_that_is_the_output_matrix_has_changes_as_each(folder: Path, kind: str) -> None:
+    """As PEFT has it, whose changes are of modules."""
+    path = folder / "tied.gguf"
+    if not path.exists():
+        write_tiny(path, "gemma2", tied=True)
+    rig = Rig(path, ("token_embd",), kind, tied=True)
+    assert rig.config.tied_output and not rig.backend.untaken
+    prompts, steps = rig.prompts(SCALES).double(), rig.next_tokens(SCALES).double()
+    tensors = dict(rig.checkpoint.tensors)
+    tensors["output.weight"] = dataclasses.replace(tensors["token_embd.weight"], name="output.weight")
+    rig.checkpoint.tensors, rig.config = tensors, dataclasses.replace(rig.config, tied_output=False)
+    for number, scales in enumerate(SCALES):
+        for ours, wanted in zip((prompts, steps), rig.wanted(number, scales), strict=True):
+            assert error(ours[number], wanted) < MOST_ERROR[kind]
 
 
 @pytest.mark.parametrize("kind", ["reference", "cpu", "cuda"])

@@ -127,6 +127,7 @@ class BenchPlan:
                 "draft_tokens",
                 "cpu_moe",
                 "n_cpu_moe",
+                "gpu_experts",
                 "expert_parallel",
             ),
             *("split", "tensor_split", "lora"),

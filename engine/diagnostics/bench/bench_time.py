@@ -48,7 +48,7 @@ def time_batch(
     if batch > cache.most_sequences(positions):
         raise CannotRunError(
             f"-b {batch}: {test.name} takes {positions} positions a sequence, and the cache that fits in memory holds "
-            f"{cache.most_sequences(positions)} such sequences; use a smaller -b, or --cache-type q8_0"
+            f"{cache.most_sequences(positions)} such sequences; use a smaller -b, or --cache-type q8_0 or q4_0"
         )
 
     def once() -> float:

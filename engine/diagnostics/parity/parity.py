@@ -54,29 +54,31 @@ DEVICE_BUDGETS: Mapping[str, Budget] = {**REFERENCE_BUDGETS, "decode": _budget(1
 """Between two devices: in decode they share the integer sums, and only the float order may differ."""
 
 
-Q8_0_FACTOR = 100.0
-"""Factor by which the budgets are wider over a q8_0 cache: a last bit that turns a code moves a value by 1/127 of its
-group's largest, and that difference is carried through the layers (docs/parity.md). Operation by operation nothing is
-widened.
+CODE_FACTORS: Mapping[CacheType, tuple[float, float, float]] = {
+    "q8_0": (100.0, 100.0, 10.0),
+    "q4_0": (2_000.0, 10_000.0, 500.0),
+}
+"""Factors by which the budgets are wider over a cache of codes: of the median, the p99 and the maximum. A last bit that
+turns a code moves a value by 1/127 of its group's largest, in q4_0 by 1/8, and that difference is carried through the
+layers (docs/parity.md). Operation by operation nothing is widened but attention over q4_0.
 """
 
-Q8_0_MAX_FACTOR = 10.0
-"""The factor for the maximum, which would pass anything if it were 100 times wider."""
+WIDEST = 0.5
+"""The largest budget over codes: logits that have nothing to do with each other are 1 to 2 apart."""
 
 
 def budgets_for(a: str, b: str, cache_type: CacheType = "f16") -> Mapping[str, Budget]:
     """The limits that hold between two sides, by the devices they run on."""
     budgets = REFERENCE_BUDGETS if REFERENCE in (a, b) else DEVICE_BUDGETS
-    if cache_type == "f16":
+    if cache_type not in CODE_FACTORS:
         return budgets
-    return {
-        name: Budget(
-            budget.nmse_median * Q8_0_FACTOR,
-            budget.nmse_p99 * Q8_0_FACTOR,
-            budget.nmse_max * Q8_0_MAX_FACTOR,
-        )
-        for name, budget in budgets.items()
-    }
+
+    def wider(budget: Budget) -> Budget:
+        limits = (budget.nmse_median, budget.nmse_p99, budget.nmse_max)
+        factors = zip(limits, CODE_FACTORS[cache_type], strict=True)
+        return Budget(*(min(limit * factor, WIDEST) for limit, factor in factors))
+
+    return {name: wider(budget) for name, budget in budgets.items()}
 
 
 class TextPosition(NamedTuple):
@@ -273,8 +275,7 @@ def _force_cache(a: LLMSide, b: LLMSide, start: int, end: int, comparison: Compa
     those steps add up to more than what is to be measured (docs/parity.md has the numbers).
     """
     rows = a.cached(start, end)
-    for rows_a, rows_b in zip(rows, b.cached(start, end), strict=True):
-        comparison.add_cached(rows_a, rows_b)
+    comparison.add_cached(rows, b.cached(start, end))
     b.set_cached(start, end, rows)
 
 

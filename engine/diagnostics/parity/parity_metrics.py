@@ -1,7 +1,7 @@
 """The differences of two streams of logits, and whether they are within a budget (docs/parity.md)."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from quengine.diagnostics.harness import excesses, nmse_rows, percentile, spread
+from quengine.kernels.kv.cache_types import CODE_GROUP
+from quengine.kernels.kv.kv_codes import SCALE_STEP, dequantize_rows
 
 TILE_ELEMENTS = 2**21
 """Logits compared at once, in fp64: 16 MiB a temporary, whatever the vocabulary."""
@@ -95,6 +97,36 @@ class PhaseMetrics:
         return found + [f"cached keys and values: NMSE {phrase}" for phrase in excesses(cached)]
 
 
+def nmse_cached(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
+    """`nmse_rows` of each of the tensors that two sides cached, codes with the scales after them."""
+    codes = list[tuple[Tensor, Tensor]]()
+    for mine, other in zip(a, b, strict=True):
+        if mine.dtype in (torch.int8, torch.uint8):
+            codes.append((mine, other))
+        elif codes:
+            yield from _nmse_codes(*codes.pop(0), mine, other)
+        else:
+            yield nmse_rows(mine, other, mine)
+
+
+def _nmse_codes(mine: Tensor, other: Tensor, scale: Tensor, other_scale: Tensor) -> Iterator[Tensor]:
+    """The codes and their scales. Both sides round, and a value near the middle between two codes may go to either, so
+    codes count by how much more than one they are apart.
+
+    Of q4_0 values count by how much more than a code: where a group's largest and smallest are of nearly one size, its
+    scale may have either sign. The scale is rounded too, and may be either of two.
+    """
+    if mine.dtype == torch.int8:
+        yield nmse_rows(mine, other, mine, 1.0)
+        yield nmse_rows(scale, other_scale, scale)
+        return
+    values, others = dequantize_rows(mine, scale), dequantize_rows(other, other_scale)
+    sizes, other_sizes = scale.float().abs(), other_scale.float().abs()
+    code = torch.maximum(sizes, other_sizes).repeat_interleave(CODE_GROUP, dim=-1)
+    yield nmse_rows(values, others, values, code * (1 + 8 * SCALE_STEP))
+    yield nmse_rows(sizes, other_sizes, sizes, sizes * SCALE_STEP)
+
+
 @dataclass
 class Comparison:
     """Collects the differences of one phase block by block; keeps a few numbers a position, no logits."""
@@ -111,9 +143,9 @@ class Comparison:
             tile = a[row : row + step].to("cpu", torch.float64), b[row : row + step].to("cpu", torch.float64)
             self.rows.append(position_differences(*tile))
 
-    def add_cached(self, a: Tensor, b: Tensor) -> None:
-        """Take keys, or values, [T, heads, head_dim] that the two sides cached for the same positions of a layer."""
-        self.cached.append(nmse_rows(a, b, a))
+    def add_cached(self, a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+        """Take what the two sides cached for the same positions, of some layers: KVLayer.tensors, or states."""
+        self.cached += nmse_cached(a, b)
 
     def include(self, other: "Comparison") -> None:
         """Take the positions of another comparison."""

@@ -21,20 +21,22 @@ from quengine.platform.device import choose_device
 from quengine.request.prompt_images import PromptImages
 from quengine.step_plan import SequenceRows, given_rows
 
-REFERENCE = "reference"
+REFERENCE, _MOE = "reference", "cuda:moe"
 _SHARED = re.compile(r"(\w+):(tp|layer)(\d+)")
 
 
 @dataclass(frozen=True)
 class SideSpec:
     """A side as it is requested: the model, and its device, `reference`, `cpu`, `cuda` or `cuda:N`. `ranks` devices
-    share the model; `split`: each layer, or the layers. `name` is for the report."""
+    share the model; `split`: each layer, or the layers. `cpu_moe`: experts are in host memory. `name` is for the
+    report."""
 
     name: str
     model: str | Path
     device: str
     ranks: int = 1
     split: Split = "tensor"
+    cpu_moe: bool = False
 
 
 class LLMSide:
@@ -57,8 +59,10 @@ class LLMSide:
 
     @property
     def watchable(self) -> bool:
-        """Whether the operations of the whole model can be watched: of several ranks each has parts of the values."""
-        return self.decoder.config.ranks == 1 and self.decoder.config.stage is None
+        """Whether the operations of the whole model can be watched: of several ranks each has parts of the values, and
+        so have a GPU and its host."""
+        whole = self.decoder.config.ranks == 1 and self.decoder.config.stage is None
+        return whole and self.decoder.host_experts is None
 
     def step(self, phase: Phase) -> int:
         """Tokens that the side computes at once in a phase; one where it hands over states."""
@@ -89,8 +93,8 @@ class LLMSide:
             pass
 
     def cached(self, start: int, end: int) -> list[Tensor]:
-        """A copy of what is stored of positions start .. end - 1 in every layer: keys and values, or in q8_0 their
-        codes and scales; or of its state as it is now.
+        """A copy of what is stored of positions start .. end - 1 in every layer: keys and values, or their codes
+        and scales; or of its state as it is now.
         """
         return read_cached(self.llm.runner, start, end, self.llm.model_config)
 
@@ -184,11 +188,13 @@ def is_device(text: str) -> bool:
     kind, _, index = text.partition(":")
     if (shared := _SHARED.fullmatch(text)) is not None:  # cuda:tp2, cuda:layer2
         return shared[1] in (REFERENCE, "cpu", "cuda")
-    return text in (REFERENCE, "cpu", "cuda") or (kind == "cuda" and index.isdecimal())
+    return text in (REFERENCE, "cpu", "cuda", _MOE) or (kind == "cuda" and index.isdecimal())
 
 
 def _on(name: str, model: str | Path, device: str) -> SideSpec:
-    """A side on a device as it is written, "cuda:tp2" being two of them."""
+    """A side on a device as it is written: "cuda:tp2" is two, "cuda:moe" one with experts in host memory."""
+    if device == _MOE:
+        return SideSpec(name, model, "cuda", cpu_moe=True)
     if (shared := _SHARED.fullmatch(device)) is None:
         return SideSpec(name, model, device)
     return SideSpec(name, model, shared[1], int(shared[3]), "tensor" if shared[2] == "tp" else "layer")
@@ -214,4 +220,4 @@ def _load(side: SideSpec, config: EngineConfig) -> LLM:
     shared = {"tensor_parallel": side.ranks, "split": side.split}
     if side.device == REFERENCE:
         return loaded(side.model, config, device="cpu", backend=REFERENCE, **shared)
-    return loaded(side.model, config, device=side.device, **shared)
+    return loaded(side.model, config, device=side.device, cpu_moe=side.cpu_moe, **shared)

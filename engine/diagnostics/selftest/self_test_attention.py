@@ -42,9 +42,10 @@ STORED = 1e-6
 
 LIMITS = {
     "f16": STEP_LIMITS,
-    "q8_0": {"prompt": 1e-4, "1 token": 1e-4, "batch": 1e-4},
+    "q8_0": dict.fromkeys(STEP_LIMITS, 1e-4),
+    "q4_0": dict.fromkeys(STEP_LIMITS, 1e-2),
 }
-"""A q8_0 code that falls the other way moves the result by its share of 1/127."""
+"""A code that falls the other way moves the result by its share of 1/127 of a group's largest value, in q4_0 of 1/8."""
 
 PROMPTS = (70, 64, 31)
 """Tokens of each sequence of the paged cache; the token after them lies within a block, begins one, or ends one."""
@@ -68,7 +69,7 @@ def check_operation(backend: Backend[Any], name: str) -> Iterator[KernelCheck]:
         if kind in ("RMSNorm", "LayerNorm"):
             yield from _check_norm(backend, name, int(rest[0]))
             return
-        cache_type: CacheType = "q8_0" if rest[0] == "q8_0" else "f16"
+        (cache_type,) = (known for known in CACHE_TYPES if known == rest[0])
         sequences = [_Sequence(PROMPT, _WHOLE, 6)]
         if kind == "paged":
             sequences = [_Sequence(PROMPTS[i], TABLES[i], i) for i in range(len(PROMPTS))]
@@ -158,7 +159,7 @@ def _check_attention(
         mine, exact = (
             torch.cat([part.cpu() for part in read_rows(side.layer, torch.cat(slots))]) for side in sides
         )
-        limit = STORED if cache_type == "f16" else 1e-4
+        limit = STORED if cache_type == "f16" else LIMITS[cache_type][test]
         yield KernelCheck(name, f"{test}: cache", nmse(mine, exact), limit)
         for rows, held in zip(sides[1].layer.tensors, sides[0].layer.tensors, strict=True):
             held.copy_(rows)

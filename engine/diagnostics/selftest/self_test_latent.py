@@ -13,7 +13,7 @@ from quengine.kernels.attention import causal_mask_band
 from quengine.kernels.backend import Backend, KVLayer
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.forward_batch import ForwardBatch
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, can_store
 from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.reference import ReferenceBackend
@@ -23,7 +23,7 @@ HEADS, RANK, PLAIN, ROTATED, VALUES = 4, 512, 128, 64, 128
 CONTEXT = 96
 _TABLES = [[[1, 2, 3]], [[4, 5, 6]], [[7, 8, 9]]]
 
-LATENTS = tuple(f"latent attention {cache_type}" for cache_type in CACHE_TYPES)
+LATENTS = tuple(f"latent attention {t}" for t in CACHE_TYPES if can_store(t, RANK + ROTATED, latent=True))
 """The subjects."""
 
 

@@ -10,7 +10,8 @@
     temp = 0.6
     load_on_startup = true
 
-A table called like a model of the folder needs no `model`. Options are those of `engine serve`, without their dashes.
+A table called like a model of the folder needs no `model`. Options are those of `engine serve`, without their dashes;
+the paths of `lora` are relative to this file too.
 
 A model in the folder that a client has created has its options in a TOML file beside its own. Its keys are those of a
 preset (`quengine.request.preset`) that change conversations and sampling.
@@ -26,6 +27,7 @@ from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.models.hub.hub import resolve_model
 from quengine.models.hub.hub_name import without_shard
+from quengine.models.lora.adapter import near
 from quengine.options import flagged, spellings, table_fields, table_values
 from quengine.platform.input_files import read_text
 from quengine.request.chat_options import ChatOptions
@@ -144,6 +146,8 @@ def _with_options(
     """The model with the options of its table. `found`: in the folder; else the table says where."""
     given = {key: value for key, value in table.items() if key not in _OWN}
     values = table_values(given, _GROUPS, where)
+    if file is not None and "lora" in (of_model := values.get(EngineConfig, {})):
+        of_model["lora"] = tuple(near(text, file.parent) for text in of_model["lora"])
     made = {} if found is None else table_options(read_options(found), str(found))
     for below in (preset_values(str(table.get("model", ""))), made):
         for group, options in below.items():

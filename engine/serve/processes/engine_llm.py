@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Literal
 
@@ -143,15 +142,15 @@ class LLMEngine:
         return events if self._sender is None else self._sender.after_step(events)
 
     def _step(self) -> list[Event]:
-        ids = {sequence: request_id for request_id, sequence in self._requests.items()}
-        before = {request_id: len(sequence.generated) for request_id, sequence in self._requests.items()}
+        before = {each: (number, len(each.generated)) for number, each in self._requests.items()}
         try:
             advanced = self._llm.step()
         except Exception as error:
-            return self._step_failed(error, ids)
+            return self._step_failed(error)
         events: list[Event] = []
         for sequence, text in advanced:
-            events += self._events(ids[sequence], sequence, before[ids[sequence]], text)
+            request_id, start = before[sequence]
+            events += self._events(request_id, sequence, start, text)
         return events
 
     def _events(self, request_id: int, sequence: LLMSequence, start: int, text: str) -> list[Event]:
@@ -170,7 +169,7 @@ class LLMEngine:
         tokens = tuple(sequence.generated[start:])
         progress = self._progressed(request_id, sequence) if request_id in self._progress else ()
         if tokens or text or scores or progress:
-            logprobs = tuple(sequence.logprobs[start:])
+            logprobs = tuple(sequence.logprobs[start:]) if sequence.logprobs else ()
             events.append(Piece(request_id, tokens, text, logprobs, scores, progress))
         if sequence.finish_reason is not None:
             self._slots.ended(self._requests.pop(request_id))
@@ -205,8 +204,12 @@ class LLMEngine:
         scheduler = self._llm.scheduler
         checkpoints = scheduler.blocks.checkpoints if scheduler.blocks.has_states else None
         images = None if self._llm.images is None else self._llm.images.counts
+        placed = self._llm.runner.decoder.host_experts
         return EngineStats(
-            slots, scheduler.cache_used, scheduler.cache_size, checkpoints=checkpoints, images=images
+            *(slots, scheduler.cache_used, scheduler.cache_size),
+            checkpoints=checkpoints,
+            images=images,
+            experts=None if placed is None else placed.counts,
         )
 
     def kill(self) -> None:
@@ -216,7 +219,7 @@ class LLMEngine:
         self._slots.close()
         self._llm.close()
 
-    def _step_failed(self, error: Exception, ids: Mapping[LLMSequence, int]) -> list[Event]:
+    def _step_failed(self, error: Exception) -> list[Event]:
         """Fail the sequence whose step failed; of several, find out which it is, each by itself.
 
         Raises `error` again where no step can work any more.
@@ -233,7 +236,8 @@ class LLMEngine:
         (sequence,) = batch.sequences
         sequence.fail(error)
         scheduler.release()
-        return self._events(ids[sequence], sequence, 0, "")
+        (request_id,) = (number for number, each in self._requests.items() if each is sequence)
+        return self._events(request_id, sequence, 0, "")
 
     def _check_device(self) -> None:
         """Raises where the device has failed, or one of the ranks that share the model."""

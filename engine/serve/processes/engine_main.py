@@ -210,7 +210,7 @@ def load(channel: Channel[ToEngine]) -> "LLMEngine":
     """The engine of the server's first message. Raises EngineError where it cannot be loaded."""
     wanted = channel.receive()
     assert isinstance(wanted, Load)
-    cuda_start.begin(str(wanted.options.get("device", "auto")))
+    cuda_start.begin(str(wanted.options.get("device", "auto")), wanted.model)
     from quengine.llm import LLM
     from quengine.serve.processes.engine_llm import LLMEngine
 

@@ -13,6 +13,7 @@ import msgspec
 
 from quengine.block_manager import CheckpointCounts
 from quengine.errors import EngineError
+from quengine.kernels.moe.held_experts import ExpertCounts
 from quengine.platform.out_of_memory import out_of_memory
 from quengine.request.feature_cache import ImageCounts
 from quengine.request.output import Timings
@@ -235,7 +236,8 @@ class ReplicaStats(msgspec.Struct):
 class EngineStats(msgspec.Struct, frozen=True):
     """What the engine holds. `cache_used` and `cache_size` are positions of keys and values. `replicas`: of several
     engines behind one address each, by number; `prefill`: of those that compute prompts for them. `checkpoints`: of
-    states, None of a model that keeps none; `images`: None of a model that reads text alone."""
+    states, None of a model that keeps none; `images`: None of a model that reads text alone; `experts`: None where the
+    device holds none of layers whose experts are in host memory."""
 
     slots: tuple[SlotStats, ...] = ()
     cache_used: int = 0
@@ -244,6 +246,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefill: tuple[ReplicaStats, ...] = ()
     checkpoints: CheckpointCounts | None = None
     images: ImageCounts | None = None
+    experts: ExpertCounts | None = None
 
 
 class Engine(Protocol):

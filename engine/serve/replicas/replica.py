@@ -211,5 +211,6 @@ class Replica:
         size = {"cache_used": held.cache_used, "cache_size": held.cache_size}
         counts = replace(self.counts, up=self.answers, running=len(self.requests), **size)
         return EngineStats(
-            slots, held.cache_used, held.cache_size, (counts,), (), held.checkpoints, held.images
+            *(slots, held.cache_used, held.cache_size, (counts,), ()),
+            *(held.checkpoints, held.images, held.experts),
         )

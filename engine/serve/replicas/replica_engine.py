@@ -18,6 +18,7 @@ from queue import SimpleQueue
 
 from quengine.block_manager import CheckpointCounts
 from quengine.errors import CannotRunError
+from quengine.kernels.moe.held_experts import ExpertCounts
 from quengine.request.feature_cache import ImageCounts
 from quengine.serve.processes.server_engine import EngineFailedError
 from quengine.serve.processes.server_thread import MAX_RESTARTS
@@ -146,6 +147,7 @@ class ReplicaEngine:
         serving = parts[: len(self._replicas)]
         checkpoints = [part.checkpoints for part in serving if part.checkpoints is not None]
         images = [part.images for part in serving if part.images is not None]
+        experts = [part.experts for part in serving if part.experts is not None]
         return EngineStats(
             tuple(slot for part in serving for slot in part.slots),
             sum(part.cache_used for part in serving),
@@ -154,6 +156,7 @@ class ReplicaEngine:
             tuple(each for part in parts[len(serving) :] for each in part.replicas),
             CheckpointCounts(*map(sum, zip(*checkpoints, strict=True))) if checkpoints else None,
             ImageCounts(*map(sum, zip(*images, strict=True))) if images else None,
+            ExpertCounts(*map(sum, zip(*experts, strict=True))) if experts else None,
         )
 
     def kill(self) -> None:

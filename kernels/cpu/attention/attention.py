@@ -1,4 +1,4 @@
-"""Decode attention on the CPU: grouped-query attention of one token per sequence over a paged fp16 or q8_0 KV cache.
+"""Decode attention on the CPU: grouped-query attention of one token per sequence over a paged KV cache.
 
 It reads the cache as stored and needs no mask. The positions that a token sees are cut into KV splits of `KV_SPLIT`,
 counted from the first visible one; a task is one split of one key/value head of one token. The partial results are
@@ -22,6 +22,7 @@ from quengine.kernels.backend import KVLayer
 from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32, size_of
 from quengine.kernels.cpu.runtime.kernel_table import combine_kernel, kv_split_kernel
 from quengine.kernels.cpu.runtime.threads import Launch
+from quengine.kernels.hadamard import hadamard_block
 
 KV_SPLIT = 256  # positions; a multiple of 8
 PART_HEAD_BYTES = 32  # of a split's partial result, before its weighted sum
@@ -36,7 +37,9 @@ def check_caches(q: Tensor, layer: KVLayer) -> None:
         raise ValueError(
             f"decode attention takes fp32 queries of adjacent heads, not {q.dtype} of stride {q.stride()}"
         )
-    fits = k.shape[:2] == v.shape[:2] and v.shape[2] <= k.shape[2] == width and heads % k.shape[1] == 0
+    fits = (
+        k.shape[:2] == v.shape[:2] and layer.value_dim <= layer.head_dim == width and heads % k.shape[1] == 0
+    )
     if not fits or any(tensor.stride(2) != 1 for tensor in layer.tensors):
         raise ValueError(
             f"{heads} query heads of {width} do not fit caches {list(k.shape)} and {list(v.shape)}"
@@ -44,18 +47,27 @@ def check_caches(q: Tensor, layer: KVLayer) -> None:
 
 
 def check_types(layer: KVLayer) -> None:
-    """Raises ValueError for a cache that is neither fp16 nor q8_0."""
+    """Raises ValueError for a cache of no CacheType."""
     types = {tensor.dtype for tensor in (layer.k, layer.v)}
     scales = {None if scale is None else scale.dtype for scale in (layer.k_scale, layer.v_scale)}
-    if (types, scales) not in (({torch.float16}, {None}), ({torch.int8}, {torch.float16})):
-        raise ValueError(f"keys and values are stored as fp16 or q8_0, not as {types} and {scales}")
+    if (types, scales) not in (
+        ({torch.float16}, {None}),
+        ({torch.int8}, {torch.float16}),
+        ({torch.uint8}, {torch.float16}),
+    ):
+        raise ValueError(f"keys and values are stored as fp16, q8_0 or q4_0, not as {types} and {scales}")
+
+
+def hadamard_log(layer: KVLayer) -> int:
+    """Log2 of the block of elements that are transformed together in stored rows; 0: they are stored as they are."""
+    return hadamard_block(layer.head_dim).bit_length() - 1 if layer.format.hadamard else 0
 
 
 @dataclass
 class CacheArguments(Arguments):
     """Keys or values of a layer's cache: addresses, and strides in bytes between rows and between heads.
 
-    `scales` and its strides belong to a q8_0 cache and are 0 for fp16.
+    `scales` and its strides belong to codes and are 0 for fp16.
     """
 
     rows: int
@@ -67,7 +79,7 @@ class CacheArguments(Arguments):
 
     @classmethod
     def of(cls, rows: Tensor, scales: Tensor | None) -> CacheArguments:
-        """From rows [rows, kv_heads, head_dim] and q8_0 scales [rows, kv_heads, head_dim / 32]."""
+        """From rows [rows, kv_heads, head_dim] or of codes, and their scales [rows, kv_heads, head_dim / 32]."""
         described = (
             number
             for tensor in (rows, scales)
@@ -174,7 +186,8 @@ class SplitArguments(Arguments):
 
 @dataclass
 class CombineArguments(Arguments):
-    """As in `SplitArguments`; out: fp32 [tokens, heads, width], of values; sinks: fp32 [heads], or 0 without sinks."""
+    """As in `SplitArguments`; out: fp32 [tokens, heads, width], of values; sinks: fp32 [heads], or 0 without sinks;
+    hadamard: as of `hadamard_log`, of the output."""
 
     visible: int
     parts: int
@@ -183,6 +196,7 @@ class CombineArguments(Arguments):
     heads: int
     out: int
     sinks: int
+    hadamard: int
 
 
 def attention_launches(
@@ -210,7 +224,7 @@ def attention_launches(
     query head and token.
     """
     tokens, heads, width = q.shape
-    kv_heads, values = layer.k.shape[1], layer.v.shape[2]
+    kv_heads, values = layer.k.shape[1], layer.value_dim
     rows, owners = visible.addresses
     split = SplitArguments(
         q=q.data_ptr(),
@@ -229,9 +243,10 @@ def attention_launches(
         part_bytes=PART_HEAD_BYTES + 4 * values,
     )
     combine = CombineArguments(
-        rows, parts.data_ptr(), split.part_bytes, values, heads, out.data_ptr(), sink_address(sinks, heads)
-    )
-    kernel, keep = kv_split_kernel(layer.k_scale is not None), (q, layer, visible, parts, out, sinks)
+        rows, parts.data_ptr(), split.part_bytes, values, heads, out.data_ptr(), sink_address(sinks, heads),
+        hadamard_log(layer),
+    )  # fmt: skip
+    kernel, keep = kv_split_kernel(layer.cache_type), (q, layer, visible, parts, out, sinks)
     combining = combine_kernel() if sinks is None else combine_kernel(True)
     return [
         Launch(kernel, split, kv_heads * visible.splits, keep=keep),

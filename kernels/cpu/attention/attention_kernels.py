@@ -20,17 +20,20 @@ from quengine.kernels.cpu.ir.attention_ir import (
     dot_halves,
     softmax_weights,
 )
+from quengine.kernels.cpu.ir.cache_ir import hadamard_row
 from quengine.kernels.cpu.ir.gate_ir import cap_floats
 from quengine.kernels.cpu.ir.row_ir import float_at, int64_at
 from quengine.kernels.cpu.ir.tile_ir import clear_floats, stack_floats
 from quengine.kernels.cpu.runtime.argument_types import arguments_at
 from quengine.kernels.cpu.runtime.arguments import size_of
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
+from quengine.kernels.kv.cache_types import CACHE_FORMATS, CacheType
 
 
-def kv_split_kernel(q8_0: bool) -> bytes:
+def kv_split_kernel(cache_type: CacheType) -> bytes:
     """Task s * kv_heads + h: the query heads of key/value head h over KV split s, counted over all tokens."""
     visible_at, visible_bytes, at_once = arguments_at(VisibleRow), size_of(VisibleRow), HEADS_AT_ONCE
+    is_coded = CACHE_FORMATS[cache_type].coded
     score_floats, score_bytes = HEADS_AT_ONCE * KV_SPLIT, 4 * KV_SPLIT
 
     def attend_split(args: SplitArguments, task: int) -> None:
@@ -55,9 +58,9 @@ def kv_split_kernel(q8_0: bool) -> bytes:
                 row, run = block_run(table, start + done, count - done)
                 for position in range(run):
                     key, score = k + (row + position) * args.k.row_stride, scores + 4 * (done + position)
-                    if q8_0:
+                    if is_coded:
                         key_scale = k_scale + (row + position) * args.k.scale_row_stride
-                        dot_codes(heads, key, key_scale, width, q, args.scale, score, score_bytes)
+                        dot_codes(cache_type, heads, key, key_scale, width, q, args.scale, score, score_bytes)
                     else:
                         dot_halves(heads, key, width, q, args.scale, score, score_bytes)
                 done += run
@@ -70,13 +73,17 @@ def kv_split_kernel(q8_0: bool) -> bytes:
             while done < count:
                 row, run = block_run(table, start + done, count - done)
                 weights, rows = scores + 4 * done, v + row * args.v.row_stride
-                if q8_0:
-                    stride = args.v.scale_row_stride
-                    scales = v_scale + row * stride
-                    add_weighted_codes(
-                        *(heads, weights, score_bytes, run, rows, args.v.row_stride, scales, stride),
-                        *(values, out, args.part_bytes),
+                if is_coded:
+                    stride, scale_stride, out_stride = (
+                        args.v.row_stride,
+                        args.v.scale_row_stride,
+                        args.part_bytes,
                     )
+                    scales = v_scale + row * scale_stride
+                    add_weighted_codes(
+                        cache_type, heads, weights, score_bytes, run, rows, stride, scales, scale_stride,
+                        values, out, out_stride,
+                    )  # fmt: skip
                 else:
                     add_weighted_halves(
                         *(heads, weights, score_bytes, run, rows, args.v.row_stride),
@@ -96,7 +103,10 @@ def combine_kernel(sinks: bool = False) -> bytes:
         visible = visible_at(args.visible + visible_bytes * (task // heads))
         splits = (visible.count + KV_SPLIT - 1) // KV_SPLIT
         parts = args.parts + (visible.first_split * heads + task % heads) * args.part_bytes
-        combine_parts(parts, splits, heads * args.part_bytes, width, args.out + task * 4 * width)
+        out = args.out + task * 4 * width
+        combine_parts(parts, splits, heads * args.part_bytes, width, out)
+        if args.hadamard:
+            hadamard_row(out, width, args.hadamard)
 
     def combine_splits_and_sink(args: CombineArguments, task: int) -> None:
         width, heads = args.width, args.heads
@@ -105,5 +115,7 @@ def combine_kernel(sinks: bool = False) -> bytes:
         parts = args.parts + (visible.first_split * heads + task % heads) * args.part_bytes
         sink, out = float_at(args.sinks, task % heads), args.out + task * 4 * width
         combine_parts_and_sink(parts, splits, heads * args.part_bytes, width, sink, out)
+        if args.hadamard:
+            hadamard_row(out, width, args.hadamard)
 
     return compile_kernel(combine_splits_and_sink if sinks else combine_splits, CombineArguments)

@@ -1,4 +1,4 @@
-"""Prefill attention on the CPU: causal grouped-query attention over an fp16 or q8_0 KV cache, in fp32.
+"""Prefill attention on the CPU: causal grouped-query attention over a paged KV cache, in fp32.
 
 A query row is one query head of one token; the rows that share a key/value head are adjacent, and a task is a tile of
 them. It loops over the visible positions in blocks of `DEPTH` that begin at multiples of `DEPTH` whatever the first
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quengine.errors import CannotRunError
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.cpu.attention.attention import CacheArguments, check_types, sink_address
+from quengine.kernels.cpu.attention.attention import CacheArguments, check_types, hadamard_log, sink_address
 from quengine.kernels.cpu.gemm.amx import STEP, has_amx
 from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
@@ -33,7 +33,7 @@ from quengine.kernels.cpu.runtime.kernel_table import (
 )
 from quengine.kernels.cpu.runtime.target import host_tile
 from quengine.kernels.cpu.runtime.threads import Launch, run
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
 TILES = 8  # of query rows per task
 WIDEST = 640  # elements of a head, in kernels of their own beyond DEPTH
@@ -51,7 +51,7 @@ class PrefillArguments(Arguments):
     width, values: elements of keys and of values. group: query heads per key/value head; head_tasks: tasks per
     key/value head; start: position of the first token; window: most positions that a token sees; cap: of soft-capped
     scores, or 0; table: int64 block table. `*_kernel`: addresses of the kernels that a task calls. sinks: fp32 [heads],
-    or 0 without sinks.
+    or 0 without sinks. hadamard: as of `hadamard_log`, of the output.
     """
 
     q: int
@@ -78,6 +78,7 @@ class PrefillArguments(Arguments):
     key_panel_kernel: int
     value_panel_kernel: int
     sinks: int
+    hadamard: int
 
 
 @dataclass
@@ -138,11 +139,10 @@ def prefill_attention(
     CannotRunError for heads wider than WIDEST.
     """
     tokens, heads, width = q.shape
-    kv_heads, values = layer.k.shape[1], layer.v.shape[2]
     wide = (True,) if width > DEPTH else ()
     table = block_table.long().contiguous()
     _check(q, layer, start, table.shape[0] * BLOCK_SIZE)
-    cache_type: CacheType = "f16" if layer.k_scale is None else "q8_0"
+    kv_heads, values, cache_type = layer.k.shape[1], layer.value_dim, layer.cache_type
     on_tiles = uses_tiles(width) and uses_tiles(values)
     out = torch.empty(tokens, heads, values)
     arguments = PrefillArguments(
@@ -166,6 +166,7 @@ def prefill_attention(
         key_panel_kernel=key_panel_kernel(cache_type, *wide),
         value_panel_kernel=value_panel_kernel(cache_type),
         sinks=sink_address(sinks, heads),
+        hadamard=hadamard_log(layer),
     )
     variant = (sinks is not None, True) if wide else (True,) if sinks is not None else ()
     kernel = block_kernel(*variant)
@@ -179,7 +180,7 @@ def _check(q: Tensor, layer: KVLayer, start: int, context: int) -> None:
     check_types(layer)
     if width > WIDEST:
         raise CannotRunError(f"attention heads of {width} are not supported on the CPU, only up to {WIDEST}")
-    if layer.k.shape[2] != width or layer.v.shape[2] > width or heads % layer.k.shape[1]:
+    if layer.head_dim != width or layer.value_dim > width or heads % layer.k.shape[1]:
         raise ValueError(f"{heads} query heads of {width} do not fit a cache {list(layer.k.shape)}")
     if q.dtype != torch.float32 or q.stride(2) != 1 or any(t.stride(2) != 1 for t in layer.tensors):
         raise ValueError(f"queries are fp32 with adjacent elements, not {q.dtype} of stride {q.stride()}")

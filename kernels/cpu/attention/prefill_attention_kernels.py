@@ -13,6 +13,7 @@ from quengine.kernels.cpu.attention.prefill_attention import (
 )
 from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.ir.attention_ir import block_run
+from quengine.kernels.cpu.ir.cache_ir import hadamard_row
 from quengine.kernels.cpu.ir.gate_ir import cap_floats
 from quengine.kernels.cpu.ir.prefill_attention_ir import (
     cache_row,
@@ -111,6 +112,8 @@ def block_kernel(sinks: bool = False, wide: bool = False) -> bytes:
             token, h = (first_row + r) // group, (first_row + r) % group
             target = args.out + token * args.out_stride + (head * group + h) * args.out_head_stride
             divide_row(sums + r * row_bytes, float_at(state, 2 * r + 1), values, target)
+            if args.hadamard:
+                hadamard_row(target, values, args.hadamard)
 
     return compile_kernel(attend_block, PrefillArguments)
 

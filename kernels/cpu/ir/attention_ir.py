@@ -1,4 +1,4 @@
-"""Vector code of decode attention: exponentials, softmax weights, weighted sums, q8_0 rows, block tables."""
+"""Vector code of decode attention: exponentials, softmax weights, weighted sums, rows of codes, block tables."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Callable
 from llvmlite import ir
 from numba import types
 
+from quengine.kernels.cpu.ir.cache_ir import emit_codes
 from quengine.kernels.cpu.ir.row_ir import emit_float_dots
 from quengine.kernels.cpu.ir.vector_code import vector_code
-from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, I64, Emitter, vec
+from quengine.kernels.cpu.ir.vector_ir import F32, I32, I64, Emitter, vec
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
 # exp(r) = 1 + r + r^2 * P(r) for |r| <= ln(2)/2: the minimax polynomial of Cephes' expf (S. Moshier), accurate to one
@@ -177,14 +178,10 @@ def add_weighted_halves(
     _by_heads(e, heads, [(weights, weights_stride), (out, out_stride)], some)
 
 
-def _codes(e: Emitter, address: ir.Value, offset: int) -> ir.Value:
-    """Eight int8 codes from memory as fp32 lanes."""
-    return e.to_float(e.widen(e.load(vec(I8, 8), address, offset), I32, True))
-
-
 @vector_code(scale=types.float32)
 def dot_codes(
     e: Emitter,
+    cache_type: str,
     heads: ir.Value,
     codes: ir.Value,
     scales: ir.Value,
@@ -194,12 +191,11 @@ def dot_codes(
     scores: ir.Value,
     scores_stride: ir.Value,
 ) -> None:
-    """As `dot_halves`, of a q8_0 row: int8 codes, and an fp16 scale for every 32."""
+    """As `dot_halves`, of a row of codes, and an fp16 scale for every 32."""
 
     def some(rows: list[ir.Value], places: list[ir.Value]) -> None:
         def group(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-            here, result = e.b.add(codes, i), []
-            values = [_codes(e, here, 8 * k) for k in range(4)]
+            values, result = emit_codes(e, cache_type, codes, i), []
             factor = e.splat_lane(e.load_halves(1, e.b.add(scales, e.b.udiv(i, e.i64(16)))), 0, 8)
             for row, total in zip(rows, state, strict=True):
                 inputs = _lane_address(e, row, i)
@@ -219,6 +215,7 @@ def dot_codes(
 @vector_code
 def add_weighted_codes(
     e: Emitter,
+    cache_type: str,
     heads: ir.Value,
     weights: ir.Value,
     weights_stride: ir.Value,
@@ -231,16 +228,15 @@ def add_weighted_codes(
     out: ir.Value,
     out_stride: ir.Value,
 ) -> None:
-    """As `add_weighted_halves`, over q8_0 rows: int8 codes `stride`, fp16 scales `scale_stride` bytes apart."""
+    """As `add_weighted_halves`, over rows of codes: they are `stride`, fp16 scales `scale_stride` bytes apart."""
 
     def some(sources: list[ir.Value], targets: list[ir.Value]) -> None:
         def group(d: ir.Value) -> None:
-            first, scale = e.b.add(codes, d), e.b.add(scales, e.b.udiv(d, e.i64(16)))
+            scale = e.b.add(scales, e.b.udiv(d, e.i64(16)))
 
             def row(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
                 factor = e.lane(e.load_halves(1, e.b.add(scale, e.b.mul(i, scale_stride))), 0)
-                here, result = e.b.add(first, e.b.mul(i, stride)), []
-                values = [_codes(e, here, 8 * k) for k in range(4)]
+                values, result = emit_codes(e, cache_type, e.b.add(codes, e.b.mul(i, stride)), d), []
                 for h, source in enumerate(sources):
                     weight = e.b.fmul(factor, e.load(F32, _lane_address(e, source, i)))
                     wide = e.splat(weight, 8)

@@ -6,11 +6,12 @@ from llvmlite import ir
 from numba import types
 
 from quengine.kernels.cpu.ir.attention_ir import emit_exp
+from quengine.kernels.cpu.ir.cache_ir import emit_some_codes
 from quengine.kernels.cpu.ir.row_ir import emit_scaled
 from quengine.kernels.cpu.ir.vector_code import vector_code
-from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, Emitter, vec
+from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
 from quengine.kernels.cpu.runtime.target import host_tile
-from quengine.kernels.kv.cache_types import Q8_0_GROUP
+from quengine.kernels.kv.cache_types import CODE_GROUP
 
 
 @vector_code
@@ -25,17 +26,17 @@ def cache_row(
 ) -> None:
     """Elements first .. last - 1 of a stored key or value as fp32 at address out.
 
-    row: address of fp16, or of int8 codes whose fp16 scales, one per 32, are at address scales.
+    row: address of fp16, or of codes whose fp16 scales, one per 32, are at address scales. first: a multiple of 8.
     """
 
     def widen(i: ir.Value, lanes: int) -> None:
         if cache_type == "f16":
             values = e.load_halves(lanes, e.at(row, e.b.mul(i, e.i64(2))))
         else:
-            codes = e.load(vec(I8, lanes), e.at(row, i))
-            group = e.b.udiv(i, e.i64(Q8_0_GROUP))
+            group = e.b.udiv(i, e.i64(CODE_GROUP))
             scale = e.load_halves(1, e.at(scales, e.b.mul(group, e.i64(2))))
-            values = e.b.fmul(e.to_float(e.widen(codes, I32, True)), e.splat_lane(scale, 0, lanes))
+            codes = emit_some_codes(e, cache_type, row, i, lanes)
+            values = e.b.fmul(codes, e.splat_lane(scale, 0, lanes))
         e.store(values, e.at(out, e.b.mul(e.b.sub(i, first), e.i64(4))))
 
     e.spans(first, last, widen)

@@ -165,6 +165,7 @@ def add_weighted(
     last: ir.Value,
 ) -> None:
     """y[j] = sum over s < used, in order, of weights[s] * products[places[s], j], plus residual[j]; first <= j < last.
+    Slots without a place (-1) add nothing.
 
     products: fp32 rows of `cols`; places: int64; weights, residual, y: fp32; all at addresses.
     """
@@ -173,10 +174,12 @@ def add_weighted(
         column = e.b.mul(j, e.i64(4))
 
         def add(s: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-            row = e.b.mul(e.load(I64, e.at(places, e.b.mul(s, e.i64(8)))), e.b.mul(cols, e.i64(4)))
+            place = e.load(I64, e.at(places, e.b.mul(s, e.i64(8))))
+            absent = e.b.icmp_signed("<", place, e.i64(0))
+            row = e.b.mul(e.b.select(absent, e.i64(0), place), e.b.mul(cols, e.i64(4)))
             weight = e.splat(e.load(F32, e.at(weights, e.b.mul(s, e.i64(4)))), lanes)
             product = e.load(vec(F32, lanes), e.at(e.at(products, row), column))
-            return [e.fma(weight, product, state[0])]
+            return [e.b.select(absent, state[0], e.fma(weight, product, state[0]))]
 
         zero = e.const(vec(F32, lanes), 0.0)
         total = e.loop(e.i64(0), used, 1, [zero], add)[0]

@@ -25,7 +25,7 @@ _MOST_BLOCK_ROWS = 32
 
 
 def group_kernel() -> bytes:
-    """One task: a stable sort of the slots by expert."""
+    """One task: a stable sort of the slots by expert; slots of experts that are not there come nowhere."""
     start_floats = 2 * (MOST_EXPERTS + 1)  # with a shared expert
 
     def group(args: GroupArguments, _task: int) -> None:
@@ -35,7 +35,8 @@ def group_kernel() -> bytes:
             put_int64(starts, expert, 0)
         for slot in range(slots):
             expert = int32_at(experts, slot)
-            put_int64(starts, expert, int64_at(starts, expert) + 1)
+            if 0 <= expert < args.count:
+                put_int64(starts, expert, int64_at(starts, expert) + 1)
         groups, blocks, first = 0, 0, 0
         for expert in range(args.count):
             end = first + int64_at(starts, expert)
@@ -53,9 +54,11 @@ def group_kernel() -> bytes:
         put_int64(table, 1, blocks)
         for slot in range(slots):
             expert = int32_at(experts, slot)
-            place = int64_at(starts, expert)
-            put_int64(starts, expert, place + 1)
-            put_int64(args.order, place, slot)
+            place = -1
+            if 0 <= expert < args.count:
+                place = int64_at(starts, expert)
+                put_int64(starts, expert, place + 1)
+                put_int64(args.order, place, slot)
             put_int64(args.places, slot, place)
 
     return compile_kernel(group, GroupArguments)
@@ -66,8 +69,10 @@ def spread_kernel() -> bytes:
 
     def spread(args: SpreadArguments, task: int) -> None:
         for slot in range(task * args.used, (task + 1) * args.used):
-            target = args.out + int64_at(args.places, slot) * args.row_bytes
-            copy_floats(args.rows + task * args.row_bytes, target, args.row_bytes // 4)
+            place = int64_at(args.places, slot)
+            if place >= 0:
+                target = args.out + place * args.row_bytes
+                copy_floats(args.rows + task * args.row_bytes, target, args.row_bytes // 4)
 
     return compile_kernel(spread, SpreadArguments)
 

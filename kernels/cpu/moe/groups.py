@@ -2,7 +2,8 @@
 
 The T rows of a step have k experts each. The T * k slots, numbered row by row, are sorted by expert; a slot's index in
 that order is its place. The slots of one expert are a group, or several if they are many. A kernel over groups is
-launched with tasks for the most groups possible; surplus tasks return at once.
+launched with tasks for the most groups possible; surplus tasks return at once. A slot whose expert is none of the
+layer's, as -1 for one that another device computes, has the place -1: it is in no group, and adds nothing.
 """
 
 from __future__ import annotations

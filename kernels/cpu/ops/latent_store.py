@@ -83,6 +83,6 @@ def latent_store_launch(
         query_scale=0 if spec.query_scale is None else spec.query_scale.data_ptr(),
         rows=CacheArguments.of(layer.k, layer.k_scale),
     )
-    kernel = latent_store_kernel(spec.rope_layout, layer.k_scale is not None)
+    kernel = latent_store_kernel(spec.rope_layout, layer.cache_type)
     keep = (q, latent, spec, layer, positions, slots, queries)
     return Launch(kernel, arguments, len(q) * (spec.heads + 1), keep=keep)

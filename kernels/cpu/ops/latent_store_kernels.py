@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from quengine.kernels.cpu.ir.cache_ir import store_codes
 from quengine.kernels.cpu.ir.row_ir import float_at, int64_at, scale_row
 from quengine.kernels.cpu.ops.latent_store import LatentStoreArguments
 from quengine.kernels.cpu.ops.rms_norm_kernels import norm_row
-from quengine.kernels.cpu.ops.rope_store_kernels import rotate, store_codes, store_halves
+from quengine.kernels.cpu.ops.rope_store_kernels import rotate, store_halves
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
+from quengine.kernels.kv.cache_types import CACHE_FORMATS, CacheType
 from quengine.kernels.rope import RopeLayout
 
 
-def latent_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
+def latent_store_kernel(layout: RopeLayout, cache_type: CacheType) -> bytes:
     """Task t * (heads + 1) + h: query head h of row t; task t * (heads + 1) + heads: the latent of row t."""
+
+    is_coded = CACHE_FORMATS[cache_type].coded
 
     def latent_store_part(args: LatentStoreArguments, task: int) -> None:
         heads, rank, plain, rotated = args.heads, args.rank, args.plain, 2 * args.pairs
@@ -31,8 +35,10 @@ def latent_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
         norm_row(latent, args.norm, rank, args.eps, latent)
         rotate(layout, latent + 4 * rank, args.pairs, cos, sin)
         row = args.rows.rows + slot * args.rows.row_stride
-        if q8_0:
-            store_codes(latent, rank + rotated, row, args.rows.scales + slot * args.rows.scale_row_stride)
+        if is_coded:
+            store_codes(
+                cache_type, latent, rank + rotated, row, args.rows.scales + slot * args.rows.scale_row_stride
+            )
         else:
             store_halves(latent, rank + rotated, row)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
-from quengine.kernels.cpu.attention.attention import CacheArguments, check_types
+from quengine.kernels.cpu.attention.attention import CacheArguments, check_types, hadamard_log
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
 from quengine.kernels.cpu.runtime.kernel_table import rope_store_kernel
@@ -30,7 +30,7 @@ class RopeStoreArguments(Arguments):
     cos, sin: fp32 tables, `pairs` per row. queries: fp32 [rows, heads, width], where those of qkv are moved that lie
     between gates; 0: there are no gates.
     q_norm, k_norm, v_norm: fp32 [width], or 0. norms_rotated: 1 where the first two are of the rotated heads.
-    query_scale: fp32 by position, or 0.
+    query_scale: fp32 by position, or 0. hadamard: as of `hadamard_log`, of queries, keys and values.
     """
 
     qkv: int
@@ -50,6 +50,7 @@ class RopeStoreArguments(Arguments):
     norms_rotated: int
     eps: Fp32
     query_scale: int
+    hadamard: int
     k: CacheArguments
     v: CacheArguments
 
@@ -67,7 +68,7 @@ def rope_store_launches(
 
     qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], of a shared attention heads * head_dim, contiguous; the first
     heads * head_dim elements of a row are its queries afterwards. Of a gated attention queries go to `queries`, fp32
-    [T, heads * head_dim], contiguous. layer: fp16 or q8_0. positions, slots: int64 [T], where each token is in its
+    [T, heads * head_dim], contiguous. layer: of any type. positions, slots: int64 [T], where each token is in its
     sequence and which row of the cache it has, read when the kernel runs. angle_rows: int64 [T], its row of the rotary
     tables; None: its position.
     """
@@ -104,10 +105,11 @@ def rope_store_launches(
         norms_rotated=int(spec.norms_rotated),
         eps=spec.eps,
         query_scale=0 if spec.query_scale is None else spec.query_scale.data_ptr(),
+        hadamard=hadamard_log(layer),
         k=CacheArguments.of(layer.k, layer.k_scale),
         v=CacheArguments.of(layer.v, layer.v_scale),
     )
-    kernel = rope_store_kernel(spec.rope_layout, layer.k_scale is not None)
+    kernel = rope_store_kernel(spec.rope_layout, layer.cache_type)
     tasks = qkv.shape[0] * (spec.heads + 2 * kv_heads)
     launches.append(
         Launch(kernel, arguments, tasks, keep=(qkv, spec, layer, positions, slots, queries, ones, angle_rows))
@@ -118,7 +120,7 @@ def rope_store_launches(
 def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Tensor:
     """The rotated queries [T, heads, head_dim] of qkv fp32 [T, ...], which is overwritten; see `rope_store_launches`.
 
-    Raises ValueError for a position or row outside the cache, or a cache that is neither fp16 nor q8_0.
+    Raises ValueError for a position or row outside the cache, or a cache of another type.
     """
     positions, slots = checked_slots(batch, spec.cache_group, spec.cos.shape[0], layer)
     rows, qkv = qkv.shape[0], qkv.contiguous()
@@ -142,7 +144,7 @@ def checked_slots(batch: ForwardBatch, group: int, context: int, layer: KVLayer)
     """The positions of a step's tokens, and the cache rows of a layer of cache group `group`: int64 [T] both.
 
     Raises ValueError for a position outside the cache or tables of `context` positions, a row outside the cache, or a
-    cache that is neither fp16 nor q8_0.
+    cache of another type.
     """
     rows, table = layer.k.shape[0], row_tables(batch, group)
     check_types(layer)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from llvmlite import ir
 
+from quengine.kernels.cpu.ir.cache_ir import hadamard_row, store_codes
 from quengine.kernels.cpu.ir.row_ir import float_at, int64_at, scale_row
 from quengine.kernels.cpu.ir.vector_code import vector_code
-from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, Emitter, vec
+from quengine.kernels.cpu.ir.vector_ir import F32, Emitter, vec
 from quengine.kernels.cpu.ops.rms_norm_kernels import norm_row
 from quengine.kernels.cpu.ops.rope_store import RopeStoreArguments
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
+from quengine.kernels.kv.cache_types import CACHE_FORMATS, CacheType
 from quengine.kernels.rope import RopeLayout
 
 
-def rope_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
+def rope_store_kernel(layout: RopeLayout, cache_type: CacheType) -> bytes:
     """Task t * H + h: head h of row t, of H = heads + 2 * kv_heads heads of queries, keys and values."""
+
+    is_coded = CACHE_FORMATS[cache_type].coded
 
     def rope_store_head(args: RopeStoreArguments, task: int) -> None:
         heads, kv_heads, width = args.heads, args.kv_heads, args.width
@@ -38,6 +42,8 @@ def rope_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
         if h < heads:
             if args.query_scale:
                 scale_row(head, float_at(args.query_scale, position), width, head)
+            if args.hadamard:
+                hadamard_row(head, width, args.hadamard)
             return
         value = h >= heads + kv_heads
         if value and args.v_norm:
@@ -45,9 +51,11 @@ def rope_store_kernel(layout: RopeLayout, q8_0: bool) -> bytes:
         held = args.v if value else args.k
         h -= heads + kv_heads if value else heads
         row = held.rows + slot * held.row_stride + h * held.head_stride
-        if q8_0:
+        if args.hadamard:
+            hadamard_row(head, width, args.hadamard)
+        if is_coded:
             scales = held.scales + slot * held.scale_row_stride + h * held.scale_head_stride
-            store_codes(head, width, row, scales)
+            store_codes(cache_type, head, width, row, scales)
         else:
             store_halves(head, width, row)
 
@@ -91,30 +99,3 @@ def store_halves(e: Emitter, x: ir.Value, count: ir.Value, out: ir.Value) -> Non
         e.store(e.float_to_half(values), e.at(out, e.b.mul(i, e.i64(2))))
 
     e.spans(e.i64(0), count, store)
-
-
-@vector_code
-def store_codes(e: Emitter, x: ir.Value, count: ir.Value, codes: ir.Value, scales: ir.Value) -> None:
-    """Stores `count` fp32 at address x, a multiple of 32, as q8_0: int8 codes, fp16 scales (kernels/kv/kv_q8_0.py)."""
-    lanes, bits = vec(F32, 8), vec(I32, 8)
-    magic, zero = e.const(lanes, 12582912.0), e.const(lanes, 0.0)
-
-    def group(i: ir.Value) -> None:
-        address = e.at(x, e.b.mul(i, e.i64(4)))
-        values = [e.load(lanes, address, 32 * k) for k in range(4)]
-        sizes = [e.b.bitcast(e.and_(e.b.bitcast(v, bits), 0x7FFFFFFF), lanes) for v in values]
-        top = sizes[0]
-        for size in sizes[1:]:
-            top = e.maximum(top, size)
-        top = e.largest(top)
-        scale = e.b.fdiv(top, e.const(vec(F32, 1), 127.0))
-        e.store(e.float_to_half(scale), e.b.add(scales, e.b.udiv(i, e.i64(16))))
-        wide = e.splat_lane(scale, 0, 8)
-        live = e.b.fcmp_ordered(">", wide, zero)
-        for k, value in enumerate(values):
-            ratio = e.b.select(live, e.b.fdiv(value, wide), zero)
-            # Adding 1.5 * 2^23 rounds to an integer, halves to even, and leaves it in the low bits.
-            code = e.b.bitcast(e.b.fadd(ratio, magic), bits)
-            e.store(e.b.trunc(code, vec(I8, 8)), e.b.add(codes, i), 8 * k)
-
-    e.each(e.i64(0), count, 32, group)

@@ -42,6 +42,12 @@ _OTHER_SOURCES = tuple(
         "kv/cache_types",
         "moe/router",
         "moe/router_kind",
+        "quantize/books",
+        "quantize/entries",
+        "quantize/grid",
+        "quantize/importance",
+        "quantize/minimums",
+        "quantize/scales",
         "rope",
         "sampling",
     )

@@ -1,4 +1,9 @@
-"""The CUDA backend on the meta device: it launches what a model launches, on weights without data."""
+"""The CUDA backend on the meta device: it launches what a model launches, on weights without data.
+
+Some operations of torch have no other form on the meta device than one in Python, which imports torch's compiler: half
+a second to a second (`empty_like`, `x[rows]`, products; not `new_empty` and `index_select`). The steps of usual models
+take none of them, so that their kernels are known the sooner.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +13,8 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.cuda.backend import CudaBackend, Residual, Rows
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.launch.gpu import Gpu, assuming
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pairs_experts
 from quengine.kernels.cuda.weights.layout import TILE_ROWS, packed_layout
@@ -59,6 +65,12 @@ class MetaBackend(CudaBackend):
         return self._noted(
             PackedWeight(tuple(packed_part(name, rows, parts[0].cols) for name, rows in merged))
         )
+
+    def gather_rows(self, x: Rows | Residual, rows: Tensor) -> Tensor:
+        """Launches nothing. On the meta device torch imports its compiler, a second, for a product of tensors."""
+        if isinstance(x, Fp16Operand):
+            return empty(len(rows), x.width)
+        return super().gather_rows(x, rows)
 
     def row_table(self, table: QuantTensor) -> PackedWeight:
         return PackedWeight((packed_part(table.format.name, table.rows, table.cols),))

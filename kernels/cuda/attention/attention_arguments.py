@@ -109,7 +109,7 @@ class DecodeArguments:
 
     def __post_init__(self) -> None:
         spec, batch, acc = self.spec, self.qkv.shape[0], self.workspace.acc
-        _, kv_heads, head_dim = self.layer.k.shape
+        kv_heads, head_dim = self.layer.k.shape[1], self.layer.head_dim
         assert (kv_heads, head_dim) == (spec.kv_heads, spec.head_dim)
         assert self.qkv.stride(1) == 1 and self.qkv.shape[1] == qkv_width(spec)
         assert self.positions.shape == (batch,) and self.positions.dtype == torch.int32
@@ -119,7 +119,7 @@ class DecodeArguments:
 
     @property
     def shape(self) -> HeadShape:
-        _, kv_heads, head_dim = self.layer.k.shape
+        kv_heads, head_dim = self.layer.k.shape[1], self.layer.head_dim
         return HeadShape(kv_heads, self.spec.heads // kv_heads, head_dim, self.spec.gated, self.spec.shared)
 
     @property

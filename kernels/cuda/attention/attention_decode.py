@@ -6,7 +6,7 @@ number and size of splits follow from the sequence's length and the model alone,
 depend on the other sequences. Positions are read from device memory, so one captured launch serves every length. There
 is no mask: the first split begins at the first key within the window, and table entries before it are not read.
 
-There are two kernels: attention_warps.py wins for heads of 64 or 128 and groups of up to 8, on a GPU;
+There are two kernels: attention_warps.py wins for heads of 64 to 256 and groups of up to 8, on a GPU;
 attention_tiles.py serves all others.
 """
 
@@ -81,7 +81,7 @@ def attention_decode(
         qkv, spec, layer, positions, block_tables, workspace, outputs, coarse, pdl, quantize, form, stride,
         angle_rows,
     )  # fmt: skip
-    if takes(qkv, spec):
+    if takes(qkv, spec, layer, coarse):
         launch_warps(given)
     else:
         launch_tiles(given)

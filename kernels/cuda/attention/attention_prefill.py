@@ -24,11 +24,14 @@ from quengine.kernels.cuda.attention.attention_prefill_wgmma import (
     TILE_ROWS,
     launch_wgmma,
 )
+from quengine.kernels.cuda.attention.hadamard import hadamard_heads
 from quengine.kernels.cuda.attention.kv_store import (
     cache_pointers,
     check_block_tables,
     dequantize_codes,
+    dequantize_packed,
     load_tile,
+    row_width,
     table_rows,
 )
 from quengine.kernels.cuda.attention.output_gate import gate_arguments, gate_rows, load_gates
@@ -63,7 +66,7 @@ class PrefillShape(NamedTuple):
 @triton.jit
 def _attend_tiles(
     q, state, heads, table_ptr, blocks, position, begin, end, first_key, keys, scale,
-    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, Q8: tl.constexpr, TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
     MASKED: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (Milakov & Gimelshein 2018) over key tiles begin..end, starting from `state`: the rows' row_max,
@@ -83,9 +86,11 @@ def _attend_tiles(
             at = table_rows(table_ptr, blocks, tl.maximum(key, first_key), ASM)
         else:
             at = table_rows(table_ptr, blocks, key, ASM)
-        k, k_scale = load_tile(k_ptr, k_scale_ptr, at, live, HEAD_DIM, PADDED, Q8)
-        if Q8:
+        k, k_scale = load_tile(k_ptr, k_scale_ptr, at, live, HEAD_DIM, PADDED, BITS)
+        if BITS == 8:
             k, _ = dequantize_codes(k, k_scale, ASM)
+        elif BITS == 4:
+            k = dequantize_packed(k, k_scale)
         scores = tl.dot(q, tl.trans(k))
         if CAP > 0.0:  # in base 2 from here on
             scores = soft_capped(scores * scale, CAP) * _LOG2_E
@@ -105,9 +110,11 @@ def _attend_tiles(
         rescale = tl.exp2(row_max - base)
         weights = tl.exp2(scores * factor - base[:, None])
         row_sum = row_sum * rescale + tl.sum(weights, 1)
-        v, v_scale = load_tile(v_ptr, v_scale_ptr, at, live, HEAD_DIM, PADDED, Q8)
-        if Q8:
+        v, v_scale = load_tile(v_ptr, v_scale_ptr, at, live, HEAD_DIM, PADDED, BITS)
+        if BITS == 8:
             v, _ = dequantize_codes(v, v_scale, ASM)
+        elif BITS == 4:
+            v = dequantize_packed(v, v_scale)
         acc = tl.dot(weights.to(tl.float16), v, acc * rescale[:, None])
         row_max = new_max
     return row_max, row_sum, acc
@@ -119,7 +126,7 @@ def _attention_prefill_kernel(
     q_ptr, cache, table_ptr, tile_ptr, out_ptr, sink_ptr, gate_ptr, gate_scale_ptr,
     scale, cache_rows, blocks, gate_stride, gate_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    Q8: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, BATCH_INVARIANT: tl.constexpr, ASM: tl.constexpr,
+    BITS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, BATCH_INVARIANT: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (query head, part of a tile of rows, of PARTS). sink_ptr: [heads], or None. gate_ptr: rows of qkv with
@@ -142,10 +149,11 @@ def _attention_prefill_kernel(
     head_rows = (head // (HEADS // KV_HEADS)).to(tl.int64) * cache_rows
     k_scale_ptr = cache.k_scale
     v_scale_ptr = cache.v_scale
-    if Q8:
+    if BITS < 16:
         k_scale_ptr += head_rows * (HEAD_DIM // 32)
         v_scale_ptr += head_rows * (HEAD_DIM // 32)
-    heads = (cache.k + head_rows * HEAD_DIM, cache.v + head_rows * HEAD_DIM, k_scale_ptr, v_scale_ptr)
+    head_rows *= row_width(HEAD_DIM, BITS)
+    heads = (cache.k + head_rows, cache.v + head_rows, k_scale_ptr, v_scale_ptr)
     row = first_row + tl.arange(0, BLOCK_ROWS)
     d = tl.arange(0, PADDED)
     inside = (row < rows)[:, None] & (d < HEAD_DIM)[None, :]
@@ -186,17 +194,19 @@ def _attention_prefill_kernel(
             full_high = tl.maximum(full_low, full_high)
             state = _attend_tiles(
                 q, state, heads, table_ptr, blocks, position, low, full_low, first_key, keys, scale,
-                HEAD_DIM, WINDOW, CAP, Q8, TILE, True, ASM,
+                HEAD_DIM, WINDOW, CAP, BITS, TILE, True, ASM,
             )  # fmt: skip
         state = _attend_tiles(
             q, state, heads, table_ptr, blocks, position, full_low, full_high, first_key, keys, scale,
-            HEAD_DIM, WINDOW, CAP, Q8, TILE, False, ASM,
+            HEAD_DIM, WINDOW, CAP, BITS, TILE, False, ASM,
         )  # fmt: skip
     _, row_sum, acc = _attend_tiles(
         q, state, heads, table_ptr, blocks, position, full_high, last + 1, first_key, keys, scale,
-        HEAD_DIM, WINDOW, CAP, Q8, TILE, True, ASM,
+        HEAD_DIM, WINDOW, CAP, BITS, TILE, True, ASM,
     )  # fmt: skip
     out = acc / row_sum[:, None]
+    if BITS == 4:
+        out = hadamard_heads(out, HEAD_DIM)
     if gate_ptr is not None:
         gates = load_gates(gate_ptr + token[:, None] * gate_stride, head, d[None, :], inside, HEAD_DIM)
         if gate_scale_ptr is not None:
@@ -249,7 +259,7 @@ def attention_prefill(
         spec.scale if spec.softcap else spec.scale * LOG2_E, layer.k.shape[0], block_tables.shape[1],
         gate_stride, gate_scale,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, WINDOW=spec.window or 0, CAP=spec.softcap,
-        Q8=layer.k_scale is not None, TILE=shape, PARTS=parts, BATCH_INVARIANT=batch_invariant, ASM=uses_assembly(),
+        BITS=layer.format.bits, TILE=shape, PARTS=parts, BATCH_INVARIANT=batch_invariant, ASM=uses_assembly(),
         PDL=pdl,
         num_warps=shape.warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -15,12 +15,15 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.cuda.attention.attention_arguments import LOG2_E, DecodeArguments
+from quengine.kernels.cuda.attention.hadamard import hadamard_heads
 from quengine.kernels.cuda.attention.kv_store import (
     BLOCK,
     cache_pointers,
     dequantize_codes,
+    dequantize_packed,
     load_row,
     load_tile,
+    row_width,
     store_rows,
     table_rows,
 )
@@ -98,14 +101,16 @@ def _scaled(scores, scale, CAP: tl.constexpr):
 @triton.jit
 def _attend_tile(
     q, upper, row_max, row_sum, acc, k, k_scale, v, v_scale, live, scale,
-    CAP: tl.constexpr, Q8: tl.constexpr, ASM: tl.constexpr,
+    CAP: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax (Milakov & Gimelshein 2018): adds keys and values [N, PADDED] to 2R rows."""
-    if Q8:  # codes times scale have 19 bits: two fp16 terms as well
+    if BITS == 8:  # codes times scale have 19 bits: two fp16 terms as well
         k, k_rest = dequantize_codes(k, k_scale, ASM)
         scores = tl.dot(q, tl.trans(k))
         scores = tl.dot(q, tl.trans(k_rest), scores)
     else:
+        if BITS == 4:
+            k = dequantize_packed(k, k_scale)
         scores = tl.dot(q, tl.trans(k))
     scores = tl.where(live[None, :], _scaled(_add_halves(scores), scale, CAP), float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -114,11 +119,13 @@ def _attend_tile(
     row_sum = row_sum * rescale + tl.sum(weights, 1)
     acc = acc * rescale[:, None]
     p = _two_terms(weights, upper)
-    if Q8:
+    if BITS == 8:
         v, v_rest = dequantize_codes(v, v_scale, ASM)
         acc = tl.dot(p, v, acc)
         acc = tl.dot(p, v_rest, acc)
     else:
+        if BITS == 4:
+            v = dequantize_packed(v, v_scale)
         acc = tl.dot(p, v, acc)
     return new_max, row_sum, acc
 
@@ -126,14 +133,16 @@ def _attend_tile(
 @triton.jit
 def _store_heads(
     out, head, live, outputs, qkv_ptr, sequence, stride,
-    SHAPE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
+    SHAPE: tl.constexpr, BITS: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Write [R, PADDED] as heads `head` [R] of a sequence's output where `live`, times their gates, if any, in the row
-    at qkv_ptr: fp32, quantized for the q-dot, or, where FORM is not negative, fp16 in row `sequence` of an operand of
-    that form."""
+    """Write [R, PADDED] as heads `head` [R] of a sequence's output where `live`, of q4_0 values transformed back, times
+    their gates, if any, in the row at qkv_ptr: fp32, quantized for the q-dot, or, where FORM is not negative, fp16 in
+    row `sequence` of an operand of that form."""
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
     ROWS: tl.constexpr = out.shape[0]
     PADDED: tl.constexpr = out.shape[1]
+    if BITS == 4:
+        out = hadamard_heads(out, HEAD_DIM)
     values_ptr, low_ptr, scale_ptr, sums_ptr = outputs
     if SHAPE.gated:
         element = tl.arange(0, PADDED)[None, :]
@@ -165,7 +174,7 @@ def combine_heads(group: int, splits: int, padded: int) -> int:
 @triton.jit
 def _combine(
     acc_ptr, state_ptr, outputs, qkv_ptr, sequence, stride, first_head, splits,
-    SHAPE: tl.constexpr, SPLITS: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
+    SHAPE: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Combines the KV splits of a group's heads in order, some heads and some splits at a time; stores the outputs as
     `_store_heads`. Splits that are not there take no time."""
@@ -198,13 +207,13 @@ def _combine(
             acc = tl.load(address, mask=tile, other=0.0, cache_modifier=".cg")
             out += tl.sum(acc * tl.exp2(own_max - top[:, None])[:, :, None], 1)
         out = out / total[:, None]
-        _store_heads(out, head, live, outputs, qkv_ptr, sequence, stride, SHAPE, QUANTIZE, FORM)
+        _store_heads(out, head, live, outputs, qkv_ptr, sequence, stride, SHAPE, BITS, QUANTIZE, FORM)
 
 
 @triton.jit
 def _finish(
     row_max, row_sum, acc, sink_ptr, workspace, outputs, qkv_ptr, kv_head, part, splits, sequence, out_stride,
-    SHAPE: tl.constexpr, SPLITS: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
+    SHAPE: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """Stores a program's heads, or their partial results, which the last split to finish combines.
 
@@ -241,7 +250,17 @@ def _finish(
     own = (values_ptr, low_ptr, scale_ptr, sums_ptr)
     if splits == 1:
         _store_heads(
-            acc / row_sum[:, None], head, live, own, qkv_ptr, sequence, out_stride, SHAPE, QUANTIZE, FORM
+            acc / row_sum[:, None],
+            head,
+            live,
+            own,
+            qkv_ptr,
+            sequence,
+            out_stride,
+            SHAPE,
+            BITS,
+            QUANTIZE,
+            FORM,
         )
     else:
         acc_ptr = workspace.acc + sequence * (HEADS * SPLITS * HEAD_DIM)
@@ -256,7 +275,7 @@ def _finish(
             tl.store(arrivals, 0)
             _combine(
                 acc_ptr, state_ptr, own, qkv_ptr, sequence, out_stride, kv_head * GROUP, splits,
-                SHAPE, SPLITS, QUANTIZE, FORM,
+                SHAPE, BITS, SPLITS, QUANTIZE, FORM,
             )  # fmt: skip
 
 
@@ -264,7 +283,7 @@ def _finish(
 def _attention_tiles_kernel(
     qkv_ptr, rotation, position_ptr, table_ptr, sink_ptr, cache, workspace, outputs,
     eps, scale, cache_rows, blocks, qkv_stride, out_stride,
-    SHAPE: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, Q8: tl.constexpr, SPLITS: tl.constexpr,
+    SHAPE: tl.constexpr, ROPE: tl.constexpr, WINDOW: tl.constexpr, BITS: tl.constexpr, SPLITS: tl.constexpr,
     CAP: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr, QUANTIZE: tl.constexpr, FORM: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -296,11 +315,11 @@ def _attention_tiles_kernel(
         return
     head_rows = kv_head.to(tl.int64) * cache_rows
     table_ptr += sequence * blocks
-    k_ptr = cache.k + head_rows * HEAD_DIM
-    v_ptr = cache.v + head_rows * HEAD_DIM
+    k_ptr = cache.k + head_rows * row_width(HEAD_DIM, BITS)
+    v_ptr = cache.v + head_rows * row_width(HEAD_DIM, BITS)
     k_scale_ptr = cache.k_scale
     v_scale_ptr = cache.v_scale
-    if Q8:
+    if BITS < 16:
         k_scale_ptr += head_rows * (HEAD_DIM // 32)
         v_scale_ptr += head_rows * (HEAD_DIM // 32)
     offset = angle_row(rotation, sequence, position, ROPE) * (ROPE.dim // 2)
@@ -313,8 +332,8 @@ def _attention_tiles_kernel(
     one = tl.arange(0, 1)
     first_row = table_rows(table_ptr, blocks, first_key, ASM)
     new_row = table_rows(table_ptr, blocks, position + one, ASM).to(tl.int64)
-    first_k, first_k_scale = load_tile(k_ptr, k_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, Q8)
-    first_v, first_v_scale = load_tile(v_ptr, v_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, Q8)
+    first_k, first_k_scale = load_tile(k_ptr, k_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, BITS)
+    first_v, first_v_scale = load_tile(v_ptr, v_scale_ptr, first_row, first_live, HEAD_DIM, PADDED, BITS)
     if sink_ptr is not None:
         prefetch(sink_ptr + kv_head * GROUP + one, ASM)
     if PDL:
@@ -329,19 +348,21 @@ def _attention_tiles_kernel(
     q = load_rotated(q_rows, g < GROUP, angles, rotation.q_norm, eps, HEAD_DIM, PADDED, ROPE)
     if ROPE.query_scale:
         q *= tl.load(rotation.query_scale + position)
+    if BITS == 4:
+        q = hadamard_heads(q, HEAD_DIM)
     # Split 0 stores the new key and value and starts its state from them; they are not read back in this launch.
     owner = part == 0
     if SHAPE.shared:  # an earlier launch of the step has stored them
-        k_new = load_row(k_ptr, k_scale_ptr, new_row, one == 0, HEAD_DIM, PADDED, Q8)
-        v_new = load_row(v_ptr, v_scale_ptr, new_row, one == 0, HEAD_DIM, PADDED, Q8)
+        k_new = load_row(k_ptr, k_scale_ptr, new_row, one == 0, HEAD_DIM, PADDED, BITS)
+        v_new = load_row(v_ptr, v_scale_ptr, new_row, one == 0, HEAD_DIM, PADDED, BITS)
     else:
         k_row = qkv + (QUERIES * HEADS + kv_head + one) * HEAD_DIM
         v_row = k_row + SHAPE.kv_heads * HEAD_DIM
         k_new = load_rotated(k_row, one == 0, angles, rotation.k_norm, eps, HEAD_DIM, PADDED, ROPE)
         v_new = load_values(v_row, one == 0, 1.0, eps, HEAD_DIM, PADDED, ROPE)
         write = (one == 0) & owner & (position < blocks * BLOCK)
-        k_new = store_rows(k_new, new_row, write, k_ptr, k_scale_ptr, HEAD_DIM, PADDED, Q8)
-        v_new = store_rows(v_new, new_row, write, v_ptr, v_scale_ptr, HEAD_DIM, PADDED, Q8)
+        k_new = store_rows(k_new, new_row, write, k_ptr, k_scale_ptr, HEAD_DIM, PADDED, BITS)
+        v_new = store_rows(v_new, new_row, write, v_ptr, v_scale_ptr, HEAD_DIM, PADDED, BITS)
     new_score = _scaled(tl.sum(q * k_new, 1), scale, CAP)
     row_max = tl.where(owner, new_score, float("-inf"))
     row_sum = tl.where(owner & (r >= 0), 1.0, 0.0)
@@ -350,43 +371,43 @@ def _attention_tiles_kernel(
     q = _two_terms(q, upper)
     row_max, row_sum, acc = _attend_tile(
         q, upper, row_max, row_sum, acc, first_k, first_k_scale, first_v, first_v_scale, first_live, scale,
-        CAP, Q8, ASM,
+        CAP, BITS, ASM,
     )  # fmt: skip
     for start in tl.range(begin + _FIRST, end, TILE.block_keys, num_stages=TILE.stages):
         key = start + tl.arange(0, TILE.block_keys)
         live = key < end
         row = table_rows(table_ptr, blocks, key, ASM)
-        k, k_scale = load_tile(k_ptr, k_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
-        v, v_scale = load_tile(v_ptr, v_scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
+        k, k_scale = load_tile(k_ptr, k_scale_ptr, row, live, HEAD_DIM, PADDED, BITS)
+        v, v_scale = load_tile(v_ptr, v_scale_ptr, row, live, HEAD_DIM, PADDED, BITS)
         row_max, row_sum, acc = _attend_tile(
-            q, upper, row_max, row_sum, acc, k, k_scale, v, v_scale, live, scale, CAP, Q8, ASM
+            q, upper, row_max, row_sum, acc, k, k_scale, v, v_scale, live, scale, CAP, BITS, ASM
         )
     if PDL:
         # Not earlier: early consumer blocks would fill the multiprocessors unevenly.
         tl.extra.cuda.gdc_launch_dependents()
     _finish(
         row_max, row_sum, acc, sink_ptr, workspace, outputs, qkv, kv_head, part, splits, sequence, out_stride,
-        SHAPE, SPLITS, QUANTIZE, FORM,
+        SHAPE, BITS, SPLITS, QUANTIZE, FORM,
     )  # fmt: skip
 
 
 def launch_tiles(given: DecodeArguments) -> None:
     """Launches this kernel, with its own KV split sizes."""
-    shape, q8_0 = given.shape, given.layer.k_scale is not None
+    shape, held = given.shape, given.layer.format
     hopper = is_hopper(given.qkv.device)
-    tile = tile_shape(shape.head_dim, shape.group, q8_0, given.coarse, hopper)
+    tile = tile_shape(shape.head_dim, shape.group, held.coded, given.coarse, hopper)
     least = COARSE if given.coarse else 0
     # ptxas would choose 168 registers, and spill
     registers = 255 if shape.head_dim > 128 and tile.warps == 4 else None
     _attention_tiles_kernel[given.grid(max(least, FIRST_KEYS))](
         *given.inputs(), cache_pointers(given.layer), *given.results(), **given.constants(),
-        Q8=q8_0, CAP=given.spec.softcap, LEAST=least, TILE=tile, ASM=uses_assembly(),
+        BITS=held.bits, CAP=given.spec.softcap, LEAST=least, TILE=tile, ASM=uses_assembly(),
         num_warps=tile.warps, maxnreg=registers, launch_pdl=given.pdl,
     )  # fmt: skip
 
 
 def tile_shape(
-    head_dim: int, group: int, q8_0: bool, coarse: bool = False, hopper: bool = False
+    head_dim: int, group: int, coded: bool, coarse: bool = False, hopper: bool = False
 ) -> TileShape:
     """The tile shape by head size, query heads per group, cache type and splits, from benchmarks/cuda/attention.py on
     an H200.
@@ -398,9 +419,9 @@ def tile_shape(
     if head_dim > 256:
         return TileShape(32 if hopper and not coarse else 16, 8, 2)
     if head_dim > 128:
-        return TileShape(32, 8, 2) if q8_0 or coarse else TileShape(32, 4, 3)
+        return TileShape(32, 8, 2) if coded or coarse else TileShape(32, 4, 3)
     if coarse and group <= 8:
-        return TileShape(64, 4, 2) if q8_0 else TileShape(128, 8, 2)
-    if not q8_0:
+        return TileShape(64, 4, 2) if coded else TileShape(128, 8, 2)
+    if not coded:
         return TileShape(64, 8, 3)
     return TileShape(128 if group <= 8 else 64, 8, 2)

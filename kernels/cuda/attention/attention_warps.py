@@ -1,29 +1,32 @@
 """Decode attention in registers: each warp of a program takes its own keys, and the warps are combined at the end.
 
 It does the work of attention_tiles.py's kernel (one KV split of one key/value head per program), for heads of 64 or
-128 and groups of up to 8, where it is faster. There, tiles pass through shared memory between barriers; here a warp
-loads keys and values as operands of the matrix instruction (attention_operands.py), and scores and weights stay in the
-registers of the result. The new key and value are added when the warps are combined.
+128 and groups of up to 8, and for some of 256 (`takes`), where it is faster. There, tiles pass through shared memory
+between barriers; here a warp loads keys and values as operands of the matrix instruction (attention_operands.py), and
+scores and weights stay in the registers of the result. The new key and value are added when the warps are combined.
 
 With a q8_0 cache the codes are multiplied as fp16. A key's scales multiply the scores of its groups of columns; a
-value's scales multiply the softmax weights, which are separate for each group.
+value's scales multiply the softmax weights, which are separate for each group. Codes of a q4_0 cache become values in
+registers, exactly, of which a warp takes twice as many keys at a time.
 """
 
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from quengine.kernels.backend import AttentionSpec
+from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cuda.attention.attention_arguments import LOG2_E, DecodeArguments
 from quengine.kernels.cuda.attention.attention_merge import LOWEST, merged, merged_splits, store_heads
 from quengine.kernels.cuda.attention.attention_operands import (
     columns_in_order,
     key_operand,
+    key_scales,
     key_words,
     of_both_terms,
     of_keys,
@@ -34,14 +37,28 @@ from quengine.kernels.cuda.attention.attention_operands import (
     threads,
     two_terms,
     value_operand,
+    value_scales,
     value_words,
     weight_operand,
 )
-from quengine.kernels.cuda.attention.kv_store import BLOCK, BLOCK_BITS, cache_pointers, q8_0_codes
+from quengine.kernels.cuda.attention.hadamard import hadamard_terms
+from quengine.kernels.cuda.attention.kv_store import (
+    BLOCK,
+    BLOCK_BITS,
+    cache_pointers,
+    packed_codes,
+    q4_0_codes,
+    q8_0_codes,
+    row_width,
+)
 from quengine.kernels.cuda.gemm.mma import uses_assembly
 
-_KEYS = gl.constexpr(16)
-"""Keys that a warp takes at a time: 16 or 32."""
+
+@triton.constexpr_function
+def warp_keys(bits: int) -> int:
+    """Keys that a warp takes at a time: 16 or 32, from benchmarks/cuda/attention.py on an H200."""
+    return 32 if bits == 4 else 16
+
 
 _LOG2_E = gl.constexpr(LOG2_E)
 
@@ -71,12 +88,22 @@ to combine.
 """
 
 
-def takes(qkv: Tensor, spec: AttentionSpec) -> bool:
-    """Whether this kernel supports such heads, on a GPU: both elements of a rotated pair must be in one thread."""
+def split_shape(bits: int, coarse: bool) -> SplitShape:
+    """FINE or COARSE, with whole steps of the warps."""
+    shape = COARSE if coarse else FINE
+    return shape._replace(least=max(shape.least, shape.warps * warp_keys(bits)))
+
+
+def takes(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, coarse: bool) -> bool:
+    """Whether this kernel supports such heads, on a GPU: both elements of a rotated pair must be in one thread. Of 256
+    elements a program takes all registers, so it has groups of up to 4 of one sequence, and an fp16 cache."""
     rotates = 2 * spec.cos.shape[1] == spec.head_dim or spec.rope_layout == "pairs"
     aligned = qkv.dtype == torch.float32 and qkv.stride(0) % 4 == 0 and qkv.data_ptr() % 16 == 0
-    shaped = spec.heads <= 8 * spec.kv_heads and spec.head_dim in (64, 128) and not spec.gated
-    plain = not spec.v_norm and not spec.softcap and not spec.shared
+    shaped = spec.heads <= 8 * spec.kv_heads and spec.head_dim in (64, 128)
+    shaped |= (
+        spec.head_dim == 256 and spec.heads <= 4 * spec.kv_heads and not layer.format.coded and not coarse
+    )
+    plain = not spec.gated and not spec.softcap and not spec.shared
     return uses_assembly() and shaped and plain and rotates and aligned
 
 
@@ -151,36 +178,71 @@ def _cache_row(table_ptr, blocks, position):
 
 
 @gluon.jit
-def _store_new_rows(rows, cache_ptrs, scale_ptrs, row, inside, WARPS: gl.constexpr, Q8: gl.constexpr):
-    """Stores a new key and value, fp32 [2, HEAD_DIM] in shared memory, to their cache row if `inside`; the
-    shared values are replaced by what the cache would return.
-    """
-    HEAD_DIM: gl.constexpr = rows.shape[1]
-    GROUPS: gl.constexpr = HEAD_DIM // 32
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, WARPS // 2], [1, 0])
-    x = rows.load(L)
-    which = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(1, L)), 1)
-    at = row * HEAD_DIM + 0 * which + gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, L)), 0)
-    codes = x.to(gl.float16)
-    read_back = codes.to(gl.float32)
-    if Q8:
-        numbers, scale = q8_0_codes(gl.reshape(x, [2, GROUPS, 32]))
-        stored = scale.to(gl.float16)
-        read_back = gl.reshape(numbers * gl.expand_dims(stored.to(gl.float32), 2), [2, HEAD_DIM])
+def _new_codes(x, BITS: gl.constexpr):
+    """A new key and value, fp32 [2, HEAD_DIM], as stored and as the cache would return them, fp32 [2, HEAD_DIM]; of
+    codes with their scales, fp16 [2, HEAD_DIM / 32]."""
+    HEAD_DIM: gl.constexpr = x.shape[1]
+    L: gl.constexpr = x.type.layout
+    if BITS == 16:
+        codes = x.to(gl.float16)
+        scale = codes
+        read_back = codes.to(gl.float32)
+    else:
+        groups = gl.reshape(x, [2, HEAD_DIM // 32, 32])
+        if BITS == 8:
+            numbers, scale = q8_0_codes(groups)
+            scale = scale.to(gl.float16)
+            codes = gl.convert_layout(gl.reshape(numbers, [2, HEAD_DIM]), L, assert_trivial=True).to(gl.int8)
+        else:
+            numbers, scale = q4_0_codes(groups)
+            codes = gl.reshape(packed_codes(numbers), [2, HEAD_DIM // 2])
+        read_back = gl.reshape(numbers * gl.expand_dims(scale.to(gl.float32), 2), [2, HEAD_DIM])
         read_back = gl.convert_layout(read_back, L, assert_trivial=True)
-        codes = gl.convert_layout(gl.reshape(numbers, [2, HEAD_DIM]), L, assert_trivial=True).to(gl.int8)
-        S: gl.constexpr = scale.type.layout
-        of = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(1, S)), 1)
-        group = row * GROUPS + 0 * of + gl.expand_dims(gl.arange(0, GROUPS, layout=gl.SliceLayout(0, S)), 0)
-        gl.store(scale_ptrs[0] + group, stored, mask=inside & (of == 0))
-        gl.store(scale_ptrs[1] + group, stored, mask=inside & (of == 1))
-    gl.store(cache_ptrs[0] + at, codes, mask=inside & (which == 0))
-    gl.store(cache_ptrs[1] + at, codes, mask=inside & (which == 1))
+    return codes, scale, read_back
+
+
+@triton.constexpr_function
+def _packing_layout(head_dim: int, warps: int) -> gl.DistributedLinearLayout:
+    """The layout [2, head_dim] in which a thread has both codes of 4 bits of each of its bytes."""
+    apart = [[0, 64]] * (head_dim == 128) + [[1, 0]]
+    bits = warps.bit_length() - 1
+    return gl.DistributedLinearLayout(
+        [[0, 16], *apart[bits:]],
+        [[0, 1], [0, 2], [0, 4], [0, 8], [0, 32]],
+        apart[:bits] + [[0, 0]] * (bits - len(apart)),
+        [],
+        [2, head_dim],
+    )
+
+
+@gluon.jit
+def _store_both(ptrs, row, rows, inside):
+    """Stores a key's and a value's part `rows` [2, N] to row `row` of each of two pointers if `inside`."""
+    N: gl.constexpr = rows.shape[1]
+    L: gl.constexpr = rows.type.layout
+    which = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(1, L)), 1)
+    at = row * N + 0 * which + gl.expand_dims(gl.arange(0, N, layout=gl.SliceLayout(0, L)), 0)
+    gl.store(ptrs[0] + at, rows, mask=inside & (which == 0))
+    gl.store(ptrs[1] + at, rows, mask=inside & (which == 1))
+
+
+@gluon.jit
+def _store_new_rows(rows, cache_ptrs, scale_ptrs, row, inside, WARPS: gl.constexpr, BITS: gl.constexpr):
+    """Stores a new key and value, fp32 [2, HEAD_DIM] in shared memory, transformed if they are stored so, to their
+    cache row if `inside`; the shared values are replaced by what the cache would return.
+    """
+    SPREAD: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [2, WARPS // 2], [1, 0])
+    PACKED: gl.constexpr = _packing_layout(rows.shape[1], WARPS)
+    x = rows.load(PACKED if BITS == 4 else SPREAD)
+    codes, scale, read_back = _new_codes(x, BITS)
+    _store_both(cache_ptrs, row, codes, inside)
+    if BITS < 16:
+        _store_both(scale_ptrs, row, scale, inside)
     rows.store(read_back)
 
 
 @gluon.jit
-def _combine_warps(acc, row_max, row_sum, SHAPE: gl.constexpr, Q8: gl.constexpr, F: gl.constexpr):
+def _combine_warps(acc, row_max, row_sum, SHAPE: gl.constexpr, BITS: gl.constexpr, F: gl.constexpr):
     """Combines the warps' parts through shared memory: row_max, row_sum [HEADS], acc fp32 [HEADS, HEAD_DIM]."""
     WARPS: gl.constexpr = row_max.shape[0]
     HEADS: gl.constexpr = row_max.shape[1]
@@ -192,12 +254,12 @@ def _combine_warps(acc, row_max, row_sum, SHAPE: gl.constexpr, Q8: gl.constexpr,
     )
     shared_max = gl.allocate_shared_memory(gl.float32, [WARPS, HEADS], PLAIN)
     shared_sum = gl.allocate_shared_memory(gl.float32, [WARPS, HEADS], PLAIN)
-    if Q8:
+    if BITS == 8:
         for part in gl.static_range(HEAD_DIM // 32):
-            columns = columns_in_order(terms_added(acc[part]), Q8)
+            columns = columns_in_order(terms_added(acc[part]), BITS)
             shared_acc.slice(32 * part, 32, dim=2).store(columns)
     else:
-        shared_acc.store(columns_in_order(terms_added(acc[0]), Q8))
+        shared_acc.store(columns_in_order(terms_added(acc[0]), BITS))
     shared_max.store(row_max)
     shared_sum.store(row_sum)
     return merged(shared_max.load(STATES), shared_sum.load(STATES), shared_acc.load(F), F)
@@ -224,10 +286,19 @@ def _with_new_key(row_max, row_sum, out, queries, rows, scale, sink, SINKS: gl.c
 
 
 @gluon.jit
+def _transformed(out):
+    """Heads fp32 [HEADS, HEAD_DIM] transformed, in the same layout. The factor keeps remainders within fp16."""
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    terms = gl.allocate_shared_memory(gl.float16, [2 * out.shape[0], out.shape[1]], SHARED)
+    terms.store(two_terms(out * 16.0))
+    return gl.convert_layout(hadamard_terms(terms, gl.num_warps()) * 0.0625, out.type.layout)
+
+
+@gluon.jit
 def _finish(
     row_max, row_sum, out, workspace, outputs, kv_head, part, splits, sequence, out_stride,
-    SHAPE: gl.constexpr, SPLITS: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr,
-    F: gl.constexpr,
+    SHAPE: gl.constexpr, BITS: gl.constexpr, SPLITS: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr,
+    FORM: gl.constexpr, F: gl.constexpr,
 ):  # fmt: skip
     """Stores a program's heads, or their partial results, which the last split to finish combines."""
     ALL_HEADS: gl.constexpr = SHAPE.kv_heads * SHAPE.group
@@ -266,23 +337,63 @@ def _finish(
                 )
     if last:
         out = out / gl.expand_dims(row_sum, 1)
+        if BITS == 4:
+            out = _transformed(out)
         store_heads(out, head, own, sequence, out_stride, SHAPE, HEADS, QUANTIZE, FORM, F)
 
 
 @gluon.jit
-def _scores(keys, scales, queries, S: gl.constexpr, KEYS: gl.constexpr, Q8: gl.constexpr, MMA: gl.constexpr):
+def _load_keys(
+    ptrs, row, first, begin, end, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, BITS: gl.constexpr
+):  # fmt: skip
+    """The words of a warp's KEYS keys from cache row `row` on, and of codes their scales; `first`, `begin`, `end`: as
+    of `_load`. ptrs: to the head's words and scales."""
+    at, key = key_words(row, KEYS, HEAD_DIM, WARPS, BITS)
+    words = _load(ptrs[0], at, key, first, begin, end, HEAD_DIM // 32 if BITS == 8 else 1)
+    scales = words
+    if BITS == 8:
+        at, key = scale_words(row, KEYS, WARPS)
+        scales = _load(ptrs[1], at, key, first, begin, end)
+    if BITS == 4:
+        at, key = key_scales(row, KEYS, HEAD_DIM, WARPS)
+        scales = _load(ptrs[1], at, key, first, begin, end)
+    return words, scales
+
+
+@gluon.jit
+def _load_values(
+    ptrs, row, first, begin, end, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, BITS: gl.constexpr
+):  # fmt: skip
+    """As `_load_keys`, for values."""
+    at, key = value_words(row, KEYS, HEAD_DIM, WARPS, BITS)
+    words = _load(ptrs[0], at, key, first, begin, end, HEAD_DIM // 32 if BITS == 8 else 1)
+    scales = words
+    if BITS == 8:
+        at, key = scale_words(row, KEYS, WARPS)
+        scales = _load(ptrs[1], at, key, first, begin, end)
+    if BITS == 4:
+        at, key = value_scales(row, KEYS, HEAD_DIM, WARPS)
+        scales = _load(ptrs[1], at, key, first, begin, end)
+    return words, scales
+
+
+@gluon.jit
+def _scores(
+    keys, scales, queries, S: gl.constexpr, KEYS: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr
+):
     """Products of a warp's keys with the queries, [WARPS, KEYS, HEADS]. queries: one operand per part of a
-    head's columns; scales: the words of a key's scales, [threads, KEYS / 8], for a q8_0 cache.
+    head's columns; keys, scales: of `_load_keys`.
     """
     WARPS: gl.constexpr = queries[0].shape[0]
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     nothing = gl.zeros([WARPS, KEYS, queries[0].shape[2]], gl.float32, MMA)
-    s = terms_added(mma_v2(key_operand(keys[0], KEYS, WARPS, Q8, A), queries[0], nothing))
-    if Q8:
+    s = terms_added(mma_v2(key_operand(keys[0], scales[0], KEYS, WARPS, BITS, A), queries[0], nothing))
+    if BITS == 8:
         HEADS: gl.constexpr = s.shape[2]
         s *= of_keys(scale_of(scales[0], 0), KEYS, S, HEADS, WARPS)
         for part in gl.static_range(1, len(keys)):
-            more = terms_added(mma_v2(key_operand(keys[part], KEYS, WARPS, Q8, A), queries[part], nothing))
+            k = key_operand(keys[part], scales[0], KEYS, WARPS, BITS, A)
+            more = terms_added(mma_v2(k, queries[part], nothing))
             s += more * of_keys(scale_of(scales[0], part), KEYS, S, HEADS, WARPS)
     return s
 
@@ -303,19 +414,19 @@ def _headroom(scales, PARTS: gl.constexpr):
 def _attention_warps_kernel(
     qkv_ptr, rotation, position_ptr, table_ptr, sink_ptr, cache, workspace, outputs,
     eps, scale, cache_rows, blocks, qkv_stride, out_stride,
-    SHAPE: gl.constexpr, ROPE: gl.constexpr, WINDOW: gl.constexpr, Q8: gl.constexpr, SPLITS: gl.constexpr,
+    SHAPE: gl.constexpr, ROPE: gl.constexpr, WINDOW: gl.constexpr, BITS: gl.constexpr, SPLITS: gl.constexpr,
     SPLIT: gl.constexpr, HEADS: gl.constexpr, QUANTIZE: gl.constexpr, FORM: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Programs: (key/value head, KV split, sequence). HEADS: 4 or 8, the padded group size. sink_ptr:
     [heads], or None.
     """
     WARPS: gl.constexpr = SPLIT.warps
-    KEYS: gl.constexpr = _KEYS
+    KEYS: gl.constexpr = warp_keys(BITS)
     HEAD_DIM: gl.constexpr = SHAPE.head_dim
     GROUP: gl.constexpr = SHAPE.group
     ALL_HEADS: gl.constexpr = SHAPE.kv_heads * GROUP
     GROUPS: gl.constexpr = HEAD_DIM // 32
-    PARTS: gl.constexpr = GROUPS if Q8 else 1
+    PARTS: gl.constexpr = GROUPS if BITS == 8 else 1
     WIDTH: gl.constexpr = HEAD_DIM // PARTS
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -343,29 +454,22 @@ def _attention_warps_kernel(
     if part < splits:
         head_rows = kv_head.to(gl.int64) * cache_rows
         table_ptr += sequence * blocks
-        k_ptr = cache.k + head_rows * HEAD_DIM
-        v_ptr = cache.v + head_rows * HEAD_DIM
-        k_words = k_ptr.to(gl.pointer_type(gl.int32))
-        v_words = v_ptr.to(gl.pointer_type(gl.int32))
+        k_ptr = cache.k + head_rows * row_width(HEAD_DIM, BITS)
+        v_ptr = cache.v + head_rows * row_width(HEAD_DIM, BITS)
         k_scale_ptr = cache.k_scale + head_rows * GROUPS
         v_scale_ptr = cache.v_scale + head_rows * GROUPS
-        SCALES: gl.constexpr = gl.int64 if GROUPS == 4 else gl.int32
-        k_scale_words = k_scale_ptr.to(gl.pointer_type(SCALES))
-        v_scale_words = v_scale_ptr.to(gl.pointer_type(SCALES))
+        WORD: gl.constexpr = gl.pointer_type(gl.int32)
+        WIDE: gl.constexpr = gl.int64 if GROUPS == 4 else gl.int32
+        SCALES: gl.constexpr = gl.pointer_type(gl.int16 if BITS == 4 else WIDE)
+        k_ptrs = (k_ptr.to(WORD), k_scale_ptr.to(SCALES))
+        v_ptrs = (v_ptr.to(WORD), v_scale_ptr.to(SCALES))
         begin = first + part * per_split
         end = gl.minimum(begin + per_split, position)
         # The first keys and values are fetched before the PDL producer has delivered the queries.
         own = begin + KEYS * threads(1, WARPS)[0]
         row = _cache_row(table_ptr, blocks, own)
-        k_at, k_key = key_words(row, KEYS, HEAD_DIM, WARPS, Q8)
-        keys = _load(k_words, k_at, k_key, own, oldest, end, PARTS)
-        v_at, v_key = value_words(row, KEYS, HEAD_DIM, WARPS, Q8)
-        values = _load(v_words, v_at, v_key, own, oldest, end, PARTS)
-        k_scales, v_scales = keys, values
-        if Q8:
-            scale_at, scale_key = scale_words(row, KEYS, WARPS)
-            k_scales = _load(k_scale_words, scale_at, scale_key, own, oldest, end)
-            v_scales = _load(v_scale_words, scale_at, scale_key, own, oldest, end)
+        keys, k_scales = _load_keys(k_ptrs, row, own, oldest, end, HEAD_DIM, KEYS, WARPS, BITS)
+        values, v_scales = _load_values(v_ptrs, row, own, oldest, end, HEAD_DIM, KEYS, WARPS, BITS)
         row = _cache_row(table_ptr, blocks, own + STEP)
         new_row = _cache_row(table_ptr, blocks, position)
         member = gl.arange(0, HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(0, F)))
@@ -396,23 +500,37 @@ def _attention_warps_kernel(
         d = gl.expand_dims(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, R)), 0)
         v_new_ptr = qkv_ptr + (ALL_HEADS + SHAPE.kv_heads + kv_head + one) * HEAD_DIM
         v_new = gl.load(v_new_ptr + d, mask=owner, other=0.0)
+        if ROPE.v_norm:
+            v_new *= gl.expand_dims(gl.rsqrt(gl.sum(v_new * v_new, 1) / HEAD_DIM + eps), 1)
         PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        TRANSFORMED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
         terms = gl.allocate_shared_memory(gl.float16, [2 * HEADS, HEAD_DIM], PLAIN)
-        queries = gl.allocate_shared_memory(gl.float32, [HEADS, HEAD_DIM], PLAIN)
-        new_rows = gl.allocate_shared_memory(gl.float32, [2, HEAD_DIM], PLAIN)
+        rotated = gl.allocate_shared_memory(gl.float32, [2 * HEADS, HEAD_DIM], PLAIN)  # queries, key, value
+        queries = rotated.slice(0, HEADS)
+        new_rows = rotated.slice(HEADS, 2)
+        if BITS == 4:
+            every = gl.allocate_shared_memory(gl.float16, [4 * HEADS, HEAD_DIM], TRANSFORMED)
+            new = gl.reshape(gl.permute(gl.join(k_new, v_new), [0, 2, 1]), [2, HEAD_DIM])
+            for _ in gl.static_range(HEADS // 4):  # repeated, to as many as the queries
+                new = gl.reshape(gl.permute(gl.join(new, new), [2, 0, 1]), [2 * new.shape[0], HEAD_DIM])
+            every.slice(0, 2 * HEADS).store(two_terms(q))
+            every.slice(2 * HEADS, 2 * HEADS).store(two_terms(new))
+            rotated.store(hadamard_terms(every, WARPS))
+            q = queries.load(R)
+        else:
+            queries.store(q)
+            rotated.slice(HEADS, 1).store(k_new)
+            rotated.slice(HEADS + 1, 1).store(v_new)
         terms.store(two_terms(q))
-        queries.store(q)
-        new_rows.slice(0, 1).store(k_new)
-        new_rows.slice(1, 1).store(v_new)
         if ROPE.query_scale:
             scale *= gl.load(rotation.query_scale + position)
         if part == 0:
             inside = position < blocks * BLOCK
             scale_ptrs = (k_scale_ptr, v_scale_ptr)
-            _store_new_rows(new_rows, (k_ptr, v_ptr), scale_ptrs, new_row, inside, WARPS, Q8)
+            _store_new_rows(new_rows, (k_ptr, v_ptr), scale_ptrs, new_row, inside, WARPS, BITS)
         operands = ()
         for n in gl.static_range(PARTS):
-            operands = operands + (query_operand(terms.slice(WIDTH * n, WIDTH, dim=1), WARPS, B),)
+            operands = operands + (query_operand(terms.slice(WIDTH * n, WIDTH, dim=1), WARPS, BITS, B),)
 
         row_max = gl.full([WARPS, HEADS], LOWEST, gl.float32, gl.SliceLayout(1, S))
         row_sum = gl.zeros([WARPS, HEADS], gl.float32, gl.SliceLayout(1, S))
@@ -425,19 +543,14 @@ def _attention_warps_kernel(
         s_key = gl.expand_dims(s_key, 2)
         for start in range(begin, end, STEP):
             key = start + s_key
-            s = _scores(keys, k_scales, operands, S, KEYS, Q8, MMA) * scale
+            s = _scores(keys, k_scales, operands, S, KEYS, BITS, MMA) * scale
             # The next keys and values are fetched as soon as the registers of these are free.
             own += STEP
-            k_at, k_key = key_words(row, KEYS, HEAD_DIM, WARPS, Q8)
-            keys = _load(k_words, k_at, k_key, own, oldest, end, PARTS)
+            keys, k_scales = _load_keys(k_ptrs, row, own, oldest, end, HEAD_DIM, KEYS, WARPS, BITS)
             s = gl.where((key >= oldest) & (key < end), s, LOWEST)
             height = s
-            if Q8:
-                scale_at, scale_key = scale_words(row, KEYS, WARPS)
-                k_scales = _load(k_scale_words, scale_at, scale_key, own, oldest, end)
+            if BITS == 8:
                 height += of_keys(_headroom(v_scales, PARTS), KEYS, S, HEADS, WARPS)
-            else:
-                k_scales = keys
             new_max = gl.maximum(row_max, gl.max(height, 1))
             rescale = gl.exp2(row_max - new_max)
             row_max = new_max
@@ -446,31 +559,25 @@ def _attention_warps_kernel(
             sums = ()
             for n in gl.static_range(PARTS):
                 weights = p
-                if Q8:
+                if BITS == 8:
                     weights = p * of_keys(scale_of(v_scales[0], n), KEYS, S, HEADS, WARPS)
-                v = value_operand(values[n], KEYS, WARPS, Q8, A)
+                v = value_operand(values[n], v_scales[0], KEYS, WARPS, BITS, A)
                 sums = sums + (mma_v2(v, weight_operand(weights, B), acc[n] * of_both_terms(rescale, MMA)),)
             acc = sums
-            v_at, v_key = value_words(row, KEYS, HEAD_DIM, WARPS, Q8)
-            values = _load(v_words, v_at, v_key, own, oldest, end, PARTS)
-            if Q8:
-                scale_at, scale_key = scale_words(row, KEYS, WARPS)
-                v_scales = _load(v_scale_words, scale_at, scale_key, own, oldest, end)
-            else:
-                v_scales = values
+            values, v_scales = _load_values(v_ptrs, row, own, oldest, end, HEAD_DIM, KEYS, WARPS, BITS)
             row = _cache_row(table_ptr, blocks, own + STEP)
         if PDL and not SPLIT.early:
             # Not earlier: early consumer blocks would fill the multiprocessors unevenly.
             tl.extra.cuda.gdc_launch_dependents()
 
-        row_max, row_sum, out = _combine_warps(acc, row_max, row_sum, SHAPE, Q8, F)
+        row_max, row_sum, out = _combine_warps(acc, row_max, row_sum, SHAPE, BITS, F)
         if part == 0:
             row_max, row_sum, out = _with_new_key(
                 row_max, row_sum, out, queries, new_rows, scale, sink, sink_ptr is not None, F
             )
         _finish(
             row_max, row_sum, out, workspace, outputs, kv_head, part, splits, sequence, out_stride,
-            SHAPE, SPLITS, HEADS, QUANTIZE, FORM, F,
+            SHAPE, BITS, SPLITS, HEADS, QUANTIZE, FORM, F,
         )  # fmt: skip
 
 
@@ -480,11 +587,11 @@ def launch_warps(given: DecodeArguments) -> None:
     Numerics: keys and values as stored; queries and softmax weights in two fp16 terms (22 bits); fp32 sums, in an
     order that follows from the position alone. Source: Dao et al. 2023 (Flash-Decoding).
     """
-    q8_0 = given.layer.k_scale is not None
-    split = COARSE if given.coarse else FINE
+    held = given.layer.format
+    split = split_shape(held.bits, given.coarse)
     _attention_warps_kernel[given.grid(split.least, more=1)](
         *given.inputs(), cache_pointers(given.layer), *given.results(), **given.constants(),
-        Q8=q8_0, HEADS=4 if given.shape.group <= 4 else 8, SPLIT=split,
+        BITS=held.bits, HEADS=4 if given.shape.group <= 4 else 8, SPLIT=split,
         num_warps=split.warps, maxnreg=_registers(given), launch_pdl=given.pdl,
     )  # fmt: skip
 
@@ -498,7 +605,7 @@ def _registers(given: DecodeArguments) -> int:
     of the next.
     """
     programs = given.qkv.shape[0] * given.shape.kv_heads
-    shares = programs > FEW_PROGRAMS if given.coarse else given.layer.k_scale is None
-    if not (shares and given.pdl and given.shape.group <= 4):
+    shares = programs > FEW_PROGRAMS if given.coarse else not given.layer.format.coded
+    if not (shares and given.pdl and given.shape.group <= 4) or given.shape.head_dim > 128:
         return 255
     return 128 if given.coarse else 168

@@ -1,19 +1,20 @@
-"""Reads and writes of the paged KV cache in kernels: fp16, or q8_0 as kernels/kv/kv_q8_0.py defines it.
+"""Reads and writes of the paged KV cache in kernels: fp16, or q8_0 and q4_0 as kernels/kv/kv_codes.py defines them.
 
-In memory a layer is [kv_heads, rows, head_dim]: a block of BLOCK_SIZE positions of one head is contiguous, and a
-sequence's block table maps its positions to blocks.
+BITS: of a stored value, 16, 8 or 4. In memory a layer is [kv_heads, rows, head_dim], or of 4 bits half as wide: a block
+of BLOCK_SIZE positions of one head is contiguous, and a sequence's block table maps its positions to blocks.
 """
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor, float16, int8, int32
+from torch import Tensor, float16, int32
 
 from quengine.kernels.backend import KVLayer
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, Q8_0_GROUP, check_head_dim
+from quengine.kernels.cuda.attention.hadamard import hadamard_heads
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CODE_GROUP, check_rows
 
-Q8_GROUP = tl.constexpr(Q8_0_GROUP)
+GROUP = tl.constexpr(CODE_GROUP)
 BLOCK = tl.constexpr(BLOCK_SIZE)
 BLOCK_BITS = tl.constexpr(BLOCK_SIZE.bit_length() - 1)
 
@@ -33,14 +34,13 @@ def cache_pointers(layer: KVLayer) -> CachePointers:
     """The tensors of a layer in the layout of `allocate_layer`, a head's rows contiguous."""
     k, v, k_scale, v_scale = layer.k, layer.v, layer.k_scale, layer.v_scale
     assert k.shape == v.shape and k.dtype == v.dtype
-    rows, _, head_dim = k.shape
-    assert k.stride() == v.stride() == (head_dim, rows * head_dim, 1) and rows % BLOCK_SIZE == 0
-    assert rows * head_dim < 2**31, "a kernel counts a head's elements in 32 bits"
+    rows, _, width = k.shape
+    assert k.stride() == v.stride() == (width, rows * width, 1) and rows % BLOCK_SIZE == 0
+    assert rows * width < 2**31, "a kernel counts a head's elements in 32 bits"
     if k_scale is None or v_scale is None:
         assert k.dtype == float16
         return CachePointers(k, v, k, v)
-    check_head_dim(head_dim)
-    assert k.dtype == int8
+    check_rows(layer.cache_type, layer.head_dim)
     return CachePointers(k, v, k_scale, v_scale)
 
 
@@ -88,25 +88,61 @@ def q8_0_codes(groups):
 
 
 @triton.jit
+def q4_0_codes(groups):
+    """Quantizes fp32 [R, GROUPS, 32] to q4_0: codes as integers in fp32, and scales fp16 [R, GROUPS]."""
+    low = tl.min(groups, 2)
+    high = tl.max(groups, 2)
+    scale = (tl.where(-low > high, low, high) * -0.125).to(tl.float16)
+    bits = (scale.to(tl.int16, bitcast=True) + 4) & -8  # to 8 significant bits
+    scale = bits.to(tl.float16, bitcast=True)
+    divisor = scale.to(tl.float32)
+    codes = round_half_even(tl.math.div_rn(groups, tl.where(divisor != 0, divisor, 1.0)[:, :, None]))
+    codes = tl.minimum(tl.maximum(codes, -8.0), 7.0)
+    return tl.where(divisor[:, :, None] != 0, codes, 0.0), scale
+
+
+@triton.jit
+def packed_codes(codes):
+    """Codes fp32 [R, GROUPS, 32] of q4_0 as they are stored: int8 [R, GROUPS, 16]."""
+    R: tl.constexpr = codes.shape[0]
+    GROUPS: tl.constexpr = codes.shape[1]
+    halves = tl.permute(tl.reshape((codes + 8.0).to(tl.int32), [R, GROUPS, 2, 16]), [0, 1, 3, 2])
+    near, far = tl.split(halves)
+    return (near | (far << 4)).to(tl.int8)
+
+
+@triton.constexpr_function
+def row_width(size: int, bits: int) -> int:
+    """Elements of a stored row that has `size` values."""
+    return size // 2 if bits == 4 else size
+
+
+@triton.jit
 def store_rows(
-    values, row, live, cache_ptr, scale_ptr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, Q8: tl.constexpr
+    values, row, live, cache_ptr, scale_ptr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr
 ):
     """Stores fp32 `values` [R, PADDED] to cache rows `row` [R]; a row is one head at one position.
 
     Rows where `live` [R] is false are not stored. Returns fp32 [R, PADDED]: the values as the cache would return them.
     """
-    d = tl.arange(0, PADDED)[None, :]
-    mask = live[:, None] & (d < HEAD_DIM)
-    address = cache_ptr + row[:, None] * HEAD_DIM + d
-    if Q8:
+    WIDTH: tl.constexpr = row_width(HEAD_DIM, BITS)
+    d = tl.arange(0, row_width(PADDED, BITS))[None, :]
+    mask = live[:, None] & (d < WIDTH)
+    address = cache_ptr + row[:, None] * WIDTH + d
+    if BITS < 16:
         R: tl.constexpr = values.shape[0]
-        GROUPS: tl.constexpr = PADDED // Q8_GROUP
-        codes, scale = q8_0_codes(tl.reshape(values, [R, GROUPS, Q8_GROUP]))
-        tl.store(address, tl.reshape(codes, [R, PADDED]).to(tl.int8), mask=mask)
+        GROUPS: tl.constexpr = PADDED // GROUP
+        if BITS == 4:
+            values = hadamard_heads(values, HEAD_DIM)
+            codes, stored = q4_0_codes(tl.reshape(values, [R, GROUPS, GROUP]))
+            tl.store(address, tl.reshape(packed_codes(codes), [R, PADDED // 2]), mask=mask)
+        else:
+            codes, scale = q8_0_codes(tl.reshape(values, [R, GROUPS, GROUP]))
+            tl.store(address, tl.reshape(codes, [R, PADDED]).to(tl.int8), mask=mask)
+            stored = scale.to(tl.float16)
         g = tl.arange(0, GROUPS)[None, :]
-        stored = scale.to(tl.float16)
-        inside = live[:, None] & (g < HEAD_DIM // Q8_GROUP)
-        tl.store(scale_ptr + row[:, None] * (HEAD_DIM // Q8_GROUP) + g, stored, mask=inside)
+        inside = live[:, None] & (g < HEAD_DIM // GROUP)
+        tl.store(scale_ptr + row[:, None] * (HEAD_DIM // GROUP) + g, stored, mask=inside)
         read_back = tl.reshape(codes * stored.to(tl.float32)[:, :, None], [R, PADDED])
     else:
         stored = values.to(tl.float16)
@@ -117,35 +153,54 @@ def store_rows(
 
 @triton.jit
 def load_tile(
-    cache_ptr, scale_ptr, row, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, Q8: tl.constexpr
+    cache_ptr, scale_ptr, row, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr
 ):
-    """Cache rows `row` [N] as stored: [N, PADDED] fp16, or int8 codes and their fp16 scales [N, PADDED / 32].
+    """Cache rows `row` [N] as stored: [N, PADDED] fp16, or codes, int8 [N, PADDED] or packed [N, PADDED / 2], and their
+    fp16 scales [N, PADDED / 32].
 
     0 where not live. For fp16 the tile is returned in place of the scales, too.
     """
-    d = tl.arange(0, PADDED)[None, :]
-    mask = live[:, None] if HEAD_DIM == PADDED else live[:, None] & (d < HEAD_DIM)
-    tile = tl.load(cache_ptr + row[:, None] * HEAD_DIM + d, mask=mask, other=0)
+    WIDTH: tl.constexpr = row_width(HEAD_DIM, BITS)
+    d = tl.arange(0, row_width(PADDED, BITS))[None, :]
+    mask = live[:, None] if HEAD_DIM == PADDED else live[:, None] & (d < WIDTH)
+    tile = tl.load(cache_ptr + row[:, None] * WIDTH + d, mask=mask, other=0)
     scale = tile
-    if Q8:
-        GROUPS: tl.constexpr = PADDED // Q8_GROUP
+    if BITS < 16:
+        GROUPS: tl.constexpr = PADDED // GROUP
         g = tl.arange(0, GROUPS)[None, :]
-        inside = live[:, None] if HEAD_DIM == PADDED else live[:, None] & (g < HEAD_DIM // Q8_GROUP)
-        scale = tl.load(scale_ptr + row[:, None] * (HEAD_DIM // Q8_GROUP) + g, mask=inside, other=0.0)
+        inside = live[:, None] if HEAD_DIM == PADDED else live[:, None] & (g < HEAD_DIM // GROUP)
+        scale = tl.load(scale_ptr + row[:, None] * (HEAD_DIM // GROUP) + g, mask=inside, other=0.0)
     return tile, scale
 
 
 @triton.jit
-def load_row(cache_ptr, scale_ptr, row, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, Q8: tl.constexpr):
+def load_row(
+    cache_ptr, scale_ptr, row, live, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr
+):
     """Cache rows `row` [N] as fp32 [N, PADDED]: what `store_rows` returned when they were stored."""
-    tile, scale = load_tile(cache_ptr, scale_ptr, row, live, HEAD_DIM, PADDED, Q8)
-    values = tile.to(tl.float32)
-    if Q8:
+    tile, scale = load_tile(cache_ptr, scale_ptr, row, live, HEAD_DIM, PADDED, BITS)
+    if BITS == 4:
+        values = dequantize_packed(tile, scale).to(tl.float32)
+    elif BITS == 8:
         N: tl.constexpr = tile.shape[0]
-        GROUPS: tl.constexpr = PADDED // Q8_GROUP
-        groups = tl.reshape(values, [N, GROUPS, Q8_GROUP]) * scale.to(tl.float32)[:, :, None]
+        GROUPS: tl.constexpr = PADDED // GROUP
+        groups = tl.reshape(tile.to(tl.float32), [N, GROUPS, GROUP]) * scale.to(tl.float32)[:, :, None]
         values = tl.reshape(groups, [N, PADDED])
+    else:
+        values = tile.to(tl.float32)
     return values
+
+
+@triton.jit
+def dequantize_packed(packed, scale):
+    """Packed codes of q4_0 [N, PADDED / 2] times scale fp16 [N, PADDED / 32]: fp16 [N, PADDED], exact. A code in the
+    last bits of 0x6400, the fp16 1024, makes 1024 + code."""
+    N: tl.constexpr = packed.shape[0]
+    GROUPS: tl.constexpr = scale.shape[1]
+    halves = tl.join(packed & 15, (packed >> 4) & 15)
+    halves = tl.reshape(halves.to(tl.int16) | 0x6400, [N, GROUPS, 16, 2])
+    codes = tl.permute(halves, [0, 1, 3, 2]).to(tl.float16, bitcast=True) - 1032.0
+    return tl.reshape(codes * scale[:, :, None, None], [N, GROUPS * GROUP])
 
 
 @triton.jit
@@ -157,8 +212,8 @@ def dequantize_codes(codes, scale, ASM: tl.constexpr):
     """
     N: tl.constexpr = codes.shape[0]
     PADDED: tl.constexpr = codes.shape[1]
-    GROUPS: tl.constexpr = PADDED // Q8_GROUP
-    wide = tl.reshape(tl.broadcast_to(scale[:, :, None], [N, GROUPS, Q8_GROUP]), [N, PADDED])
+    GROUPS: tl.constexpr = PADDED // GROUP
+    wide = tl.reshape(tl.broadcast_to(scale[:, :, None], [N, GROUPS, GROUP]), [N, PADDED])
     if ASM:
         value, remainder = tl.inline_asm_elementwise(
             """{ .reg .b32 t, a, b, m, n;

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.backend import AttentionSpec, KVLayer
+from quengine.kernels.cuda.attention.hadamard import hadamard_heads
 from quengine.kernels.cuda.attention.kv_store import (
     BLOCK,
     cache_pointers,
@@ -46,7 +47,7 @@ def _rope_store_kernel(
     qkv_ptr, rotation, row_scale_ptr, position_ptr, sequence_ptr, table_ptr, q_ptr, cache,
     eps, weight_scale, cache_rows, blocks, qkv_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, ROW_SCALE: tl.constexpr,
-    Q8: tl.constexpr, BLOCK_HEADS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, BLOCK_HEADS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs (token, BLOCK_HEADS heads of one section: queries, keys or values). GATED: queries' gates lie after each
     of their heads."""
@@ -80,6 +81,8 @@ def _rope_store_kernel(
             q *= scale
         if ROPE.query_scale:
             q *= tl.load(rotation.query_scale + position)
+        if BITS == 4:
+            q = hadamard_heads(q, HEAD_DIM)
         d = tl.arange(0, PADDED)[None, :]
         out = q_ptr + (token * HEADS + head[:, None]) * HEAD_DIM + d
         tl.store(out, q.to(q_ptr.dtype.element_ty), mask=live[:, None] & (d < HEAD_DIM))
@@ -93,11 +96,11 @@ def _rope_store_kernel(
             )
             if ROW_SCALE and not ROPE.norm:
                 k *= scale
-            store_rows(k, row, live & inside, cache.k, cache.k_scale, HEAD_DIM, PADDED, Q8)
+            store_rows(k, row, live & inside, cache.k, cache.k_scale, HEAD_DIM, PADDED, BITS)
         else:
             v = load_values(head_ptr, live, scale, v_eps, HEAD_DIM, PADDED, ROPE)
             row -= cache_rows * KV_HEADS
-            store_rows(v, row, live & inside, cache.v, cache.v_scale, HEAD_DIM, PADDED, Q8)
+            store_rows(v, row, live & inside, cache.v, cache.v_scale, HEAD_DIM, PADDED, BITS)
 
 
 def rope_store(
@@ -117,14 +120,15 @@ def rope_store(
     unit inner stride, or products of that shape, which are scaled here; positions: int32 [T] on the device (one past
     the block table is not written); block_tables: int32 [sequences, blocks]; sequences: int32 [T], each token's row of
     them. angle_rows: as of ForwardBatch.
-    Returns the rotated queries [T, heads, head_dim] fp16, in `out` where that is given, contiguous.
+    Returns the rotated queries [T, heads, head_dim] fp16, in `out` where that is given, contiguous; over q4_0 they are
+    transformed (kernels/hadamard.py).
     With `pdl` the launch may overlap the end of the one before it (sm_90 and later only).
     """
     weight_scale, row_scale = 1.0, None
     if isinstance(qkv, ScaledProduct):
         weight_scale, row_scale, qkv = 1.0 / qkv.weight_scale, qkv.row_scale, qkv.values
     tokens = qkv.shape[0]
-    cache_rows, kv_heads, head_dim = layer.k.shape
+    cache_rows, kv_heads, head_dim = *layer.k.shape[:2], layer.head_dim
     assert qkv.stride(1) == 1 and qkv.shape[1] == qkv_width(spec)
     assert positions.shape == sequences.shape == (tokens,)
     assert positions.dtype == sequences.dtype == torch.int32
@@ -138,7 +142,7 @@ def rope_store(
         block_tables, q, cache_pointers(layer),
         spec.eps, weight_scale, cache_rows, block_tables.shape[1], qkv.stride(0),
         HEADS=spec.heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, ROPE=rope_variant(spec, angle_rows),
-        ROW_SCALE=row_scale is not None, Q8=layer.k_scale is not None, BLOCK_HEADS=block_heads, GATED=spec.gated,
+        ROW_SCALE=row_scale is not None, BITS=layer.format.bits, BLOCK_HEADS=block_heads, GATED=spec.gated,
         PDL=pdl,
         num_warps=rope_warps(block_heads * head_dim), launch_pdl=pdl,
     )  # fmt: skip

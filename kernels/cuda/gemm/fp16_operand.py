@@ -122,10 +122,14 @@ class Fp16Operand:
         rows = self.values.permute(0, 3, 1, 4, 2, 5).reshape(tiles * _TILE_ROWS, blocks * _TILE_COLUMNS)
         return rows[: self.rows, :cols].contiguous()
 
+    @property
+    def width(self) -> int:
+        """K, with what the layout pads."""
+        return self.values.shape[1] * _TILE_COLUMNS if self.is_mma else self.values.shape[-1]
+
     def dequantize(self, cols: int | None = None) -> Tensor:
         """fp32 [T, K]. `cols` is needed where the layout pads K, that is, unless K is a multiple of 128."""
-        width = self.values.shape[1] * _TILE_COLUMNS if self.is_mma else self.values.shape[-1]
-        return self.row_major(width if cols is None else cols).float() * self.row_scale[:, None]
+        return self.row_major(self.width if cols is None else cols).float() * self.row_scale[:, None]
 
     def gather(self, rows: Tensor) -> Tensor:
         """Selected rows, fp32 [rows, K]. In a padded layout K must be a multiple of 128."""

@@ -49,7 +49,7 @@ def matmul_product(
     """`matmul`, as a `ScaledProduct` where that saves a pass over the result; many rows then stay in the workspace
     until the next call.
     """
-    operand = _operand(x, weight, workspace, pdl)
+    operand = operand_of(x, weight, workspace, pdl)
     if _dequantizes_at_once(operand, weight, workspace):
         out = workspace.product(operand.rows, weight.rows)
         return _multiply_dequantized(operand, weight, workspace, out)
@@ -70,6 +70,7 @@ def matmul(
     pdl: bool = False,
     exact: bool = False,
     out: Tensor | None = None,
+    followed: bool = False,
 ) -> Tensor:
     """x [T, K] times weight [N, K], plus residual fp32 [T, N] or a bias [N]: fp32 [T, N].
 
@@ -77,9 +78,9 @@ def matmul(
     weights only; it may be the residual if T is above 128 and the layout is WGMMA. `exact`, `pdl`: see `MatmulMode`.
     Raises ValueError for other shapes.
     """
-    operand = _operand(x, weight, workspace, pdl)
+    operand = operand_of(x, weight, workspace, pdl)
     if residual is not None and residual.ndim == 1 and not _adds_bias(operand, weight):
-        return matmul(operand, weight, workspace, pdl=pdl, exact=exact, out=out).add_(residual)
+        return matmul(operand, weight, workspace, None, pdl, exact, out, followed).add_(residual)
     if _dequantizes_at_once(operand, weight, workspace):
         return _multiply_dequantized(operand, weight, workspace).finish(residual)
     if out is None:
@@ -88,11 +89,11 @@ def matmul(
     packed = [part for part in weight.parts if isinstance(part, PackedPart)]
     overlaps = len(packed) == len(weight.parts) > 1
     if overlaps and residual is None and takes_two_parts(operand, packed, workspace.batch_invariant):
-        launch_wgmma_two_parts(operand, packed, out, scratch, mode)
+        launch_wgmma_two_parts(operand, packed, out, scratch, mode, followed)
         return out
     for part in weight.parts:
         if isinstance(part, PackedPart) and operand.is_wgmma:
-            producer, consumer = overlaps and first == 0, overlaps and first > 0
+            producer, consumer = followed or (overlaps and first == 0), overlaps and first > 0
             launch_wgmma(
                 operand, part, weight.paired, out, first, scratch, mode, residual, producer, consumer
             )
@@ -104,6 +105,12 @@ def matmul(
             _dequantize_and_multiply(operand, part, weight.paired, workspace, residual, out, first)
         first += part.rows
     return out
+
+
+def lets_follow(x: Fp16Operand, weight: PackedWeight) -> bool:
+    """Whether `matmul` of x, with PDL and `followed`, lets the next launch run beside it: that may read x, and what was
+    there before x, ahead of its wait."""
+    return x.is_wgmma and all(isinstance(part, PackedPart) for part in weight.parts)
 
 
 def matmul_norm(
@@ -119,7 +126,7 @@ def matmul_norm(
 
     The sum may overwrite the residual. The operand lies in the workspace until the next one is made there.
     """
-    operand = _operand(x, weight, workspace, pdl)
+    operand = operand_of(x, weight, workspace, pdl)
     rows = operand.rows
     if _dequantizes_at_once(operand, weight, workspace):
         product = _multiply_dequantized(operand, weight, workspace, workspace.product(rows, weight.rows))
@@ -144,7 +151,7 @@ def matmul_glu(
 
     The operand lies in the workspace until the next call.
     """
-    operand = _operand(x, gate_up, workspace, pdl)
+    operand = operand_of(x, gate_up, workspace, pdl)
     rows, width, part = operand.rows, gate_up.rows // 2, gate_up.parts[0]
     apart = operand.is_wgmma and width % 128 > 0  # the result's padding columns would not be written
     if apart or not gate_up.paired or not isinstance(part, PackedPart):
@@ -166,7 +173,7 @@ def paired_matmul(
 ) -> Tensor:
     """x [T, K] (as in `matmul`) times a paired weight [2F, K], by cuBLAS: fp32 [T, 2F], gate first. It takes some gate
     rows and their up rows at a time."""
-    operand, (part,) = _operand(x, weight, workspace, pdl), weight.parts
+    operand, (part,) = operand_of(x, weight, workspace, pdl), weight.parts
     assert weight.paired and isinstance(part, PackedPart)
     width, tiles = weight.rows // 2, max(1, workspace.max_weights // part.cols // 16)
     out = torch.empty(operand.rows, weight.rows, dtype=torch.float32, device=operand.values.device)
@@ -180,7 +187,7 @@ def paired_matmul(
     return out
 
 
-def _operand(
+def operand_of(
     x: Tensor | Fp16Operand, weight: PackedWeight, workspace: MatmulWorkspace, pdl: bool
 ) -> Fp16Operand:
     """The rows as an fp16 operand in the matmul's layout, checked against the weight."""

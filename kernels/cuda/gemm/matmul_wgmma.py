@@ -71,7 +71,7 @@ def _wgmma_two_parts_kernel(
     P: gl.constexpr, P_2: gl.constexpr,
 ):  # fmt: skip
     """`_wgmma_kernel` for two parts of one matrix with different types: the blocks of one after those of the other."""
-    if P.flags.pdl:
+    if P.flags.pdl and not P.flags.producer:
         tl.extra.cuda.gdc_launch_dependents()
     place = gl.program_id(0)
     blocks = (tiles + P.warps - 1) // P.warps
@@ -191,7 +191,7 @@ def launch_wgmma(
     With PDL, the launches of one matrix's parts overlap: the first part's is the `producer`, the others' are
     `consumer`s. A consumer reads nothing that the producer writes, but shares its scratch: it runs beside the producer
     and waits for its end only before it writes. This is safe because the producer lets it start only once the inputs
-    of both are written.
+    of both are written. So is that of any launch that follows a producer and reads its inputs early.
     """
     geometry = wgmma_geometry(part, "rows", x.rows, mode.batch_invariant, consumer)
     flags = WgmmaFlags(
@@ -224,14 +224,19 @@ def takes_two_parts(x: Fp16Operand, parts: Sequence[PackedPart], batch_invariant
 
 
 def launch_wgmma_two_parts(
-    x: Fp16Operand, parts: Sequence[PackedPart], out: Tensor, scratch: SplitScratch, mode: MatmulMode
+    x: Fp16Operand,
+    parts: Sequence[PackedPart],
+    out: Tensor,
+    scratch: SplitScratch,
+    mode: MatmulMode,
+    producer: bool = False,
 ) -> None:
     """Rows times a matrix of two parts, fp32, into `out`, in one launch with the geometry of the first part:
-    two overlapping launches take half as long again.
+    two overlapping launches take half as long again. producer: see `launch_wgmma`.
     """
     one, two = parts
     geometry = wgmma_geometry(one, "rows", x.rows, beside=two.rows)
-    flags = WgmmaFlags(ROWS.value, False, mode.exact, mode.pdl)
+    flags = WgmmaFlags(ROWS.value, False, mode.exact, mode.pdl, producer)
     plan = wgmma_plan_two_parts(
         geometry, (one.layout, two.layout), (one.rows, two.rows), x.values.shape[1], x.rows, flags
     )

@@ -39,7 +39,7 @@ def load_turn(planes, tile, chunk, end, lane, P: gl.constexpr):
 
 
 @gluon.jit
-def _of_chunk(words, i: gl.constexpr, P: gl.constexpr):
+def of_chunk(words, i: gl.constexpr, P: gl.constexpr):
     """The words of chunk i of an iteration."""
     COUNT: gl.constexpr = len(words) // P.together
     one = ()
@@ -76,7 +76,7 @@ def multiply(
         else:
             later = load_turn(planes, tile, gl.minimum(c + TOGETHER, last), end, lane, P)
         for number in gl.static_range(TOGETHER * SETS):
-            chunk = _of_chunk(words, number // SETS, P)
+            chunk = of_chunk(words, number // SETS, P)
             live, scale, copied, at = True, weight_scale, count, slot
             if number >= SETS:
                 live = c + 1 < last

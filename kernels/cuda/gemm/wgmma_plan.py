@@ -137,12 +137,17 @@ def wgmma_plan_grouped(
     cols: columns of the rows, a multiple of 128.
     """
     program = _program(geometry, layout, cols, geometry.block, flags)
-    if not geometry.ring:
+    if not takes_turns(geometry, layout, cols):
         return _plan(geometry, program, grid, 0, more={"EARLY": early})
     turns = -(-cols // geometry.columns)
     stages = min(geometry.stages, turns + 1)
     program = replace(program, columns=geometry.columns, stages=stages, overlap=False)
     return _plan(geometry, program, grid, 0, more={"EARLY": early, "SLOTS": min(geometry.ring, turns + 1)})
+
+
+def takes_turns(geometry: WgmmaGeometry, layout: PackedLayout, cols: int) -> bool:
+    """Whether a grouped matmul takes `geometry.columns` columns at a time, also of several chunks."""
+    return geometry.ring > 0 or (layout.chunk < geometry.columns < cols)
 
 
 def _plan_many(geometry: WgmmaGeometry, program: WgmmaProgram, blocks: int) -> WgmmaPlan:

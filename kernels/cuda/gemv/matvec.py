@@ -21,13 +21,21 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     load_squares,
     row_arguments,
 )
+from quengine.kernels.cuda.gemv.row_change import (
+    ROWS,
+    RowChangeProgram,
+    begin_change,
+    check_change,
+    row_to_rank,
+    rows_from_rank,
+)
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
 
 
 @triton.jit
-def _columns(tile0, first, rows, TILES: tl.constexpr, PAIRED: tl.constexpr):
+def result_columns(tile0, first, rows, TILES: tl.constexpr, PAIRED: tl.constexpr):
     """The result's columns for the tiles from `tile0` on, [TILES, 8, 2, 1], and whether each exists."""
     tile = tile0 + tl.arange(0, TILES)[:, None, None, None]
     r = tl.arange(0, 8)[None, :, None, None]
@@ -44,46 +52,71 @@ def _columns(tile0, first, rows, TILES: tl.constexpr, PAIRED: tl.constexpr):
 
 @triton.jit
 def _part(
-    matrix, x, out_ptr, residual_ptr, tile0, rows, first,
-    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, P: tl.constexpr,
+    matrix, x, out_ptr, residual_ptr, change, tile0, rows, first,
+    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Computes P.tiles tiles of one part of a matrix."""
     begun = begin_rows(matrix, tile0, P)
-    at, inside = _columns(tile0, first, rows, P.tiles, PAIRED)
+    at, inside = result_columns(tile0, first, rows, P.tiles, PAIRED)
     if P.pdl:
         tl.extra.cuda.gdc_wait()
+    changing = begin_change(change, C)
     squares = load_squares(x.squares, P.partials)
     if RESIDUAL:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
     y = finish_rows(begun, squares, matrix, x, tile0, P)
+    if C is not None:
+        y = rows_from_rank(change, changing, y, at, inside, C)
     if RESIDUAL:
         y += residual
     tl.store(out_ptr + at, y, mask=inside)
 
 
 @triton.jit
+def _parts(
+    a, b, x, out_ptr, residual_ptr, change, program, rows_a, rows_b, first,
+    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Computes the tiles of a program of one or two parts (B is None: one)."""
+    tile0 = program * A.tiles
+    if B is None:
+        _part(a, x, out_ptr, residual_ptr, change, tile0, rows_a, first, PAIRED, RESIDUAL, A, C)
+    else:
+        blocks_a = tl.cdiv(a.tiles, A.tiles)
+        if program < blocks_a:
+            _part(a, x, out_ptr, residual_ptr, change, tile0, rows_a, first, PAIRED, RESIDUAL, A, C)
+        else:
+            _part(
+                b, x, out_ptr, residual_ptr, change, tile0 - blocks_a * A.tiles, rows_b, first + rows_a,
+                PAIRED, RESIDUAL, B, C,
+            )  # fmt: skip
+
+
+@triton.jit
 def _matvec_kernel(
     out_ptr, residual_ptr, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
     low_a, high_a, scales_a, supers_a, tiles_a, rows_a,
-    low_b, high_b, scales_b, supers_b, tiles_b, rows_b, first,
-    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    low_b, high_b, scales_b, supers_b, tiles_b, rows_b, change, first,
+    PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """One or two parts of a matrix (B is None: one)."""
+    """One or two parts of a matrix (B is None: one), with a change (C is None: without)."""
     if A.pdl:
         tl.extra.cuda.gdc_launch_dependents()
-    tile0 = tl.program_id(0) * A.tiles
     x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps)
     a = Matrix((low_a, high_a, scales_a, supers_a), tiles_a)
-    if B is None:
-        _part(a, x, out_ptr, residual_ptr, tile0, rows_a, first, PAIRED, RESIDUAL, A)
+    b = Matrix((low_b, high_b, scales_b, supers_b), tiles_b)
+    program = tl.program_id(0)
+    if C is None:
+        _parts(
+            a, b, x, out_ptr, residual_ptr, change, program, rows_a, rows_b, first, PAIRED, RESIDUAL, A, B, C
+        )
     else:
-        blocks_a = tl.cdiv(tiles_a, A.tiles)
-        if tl.program_id(0) < blocks_a:
-            _part(a, x, out_ptr, residual_ptr, tile0, rows_a, first, PAIRED, RESIDUAL, A)
+        if program < C.programs:
+            row_to_rank(change, x, A, C)
         else:
-            b = Matrix((low_b, high_b, scales_b, supers_b), tiles_b)
-            _part(
-                b, x, out_ptr, residual_ptr, tile0 - blocks_a * A.tiles, rows_b, first + rows_a, PAIRED, RESIDUAL, B
+            program -= C.programs
+            _parts(
+                a, b, x, out_ptr, residual_ptr, change, program, rows_a, rows_b, first, PAIRED, RESIDUAL, A, B, C
             )  # fmt: skip
 
 
@@ -142,6 +175,7 @@ def matvec(
     ValueError for other shapes.
     """
     check_row(x, weight)
+    check_change(weight)
     y = torch.empty(x.rows, weight.rows, dtype=torch.float32, device=x.high.device) if out is None else out
     for name, given in (("out", y), ("residual", y if residual is None else residual)):
         if given.shape != (x.rows, weight.rows) or given.dtype != torch.float32 or not given.is_contiguous():
@@ -155,7 +189,7 @@ def matvec(
         if isinstance(taken[0], FloatPart):
             _launch_float(x, taken[0], residual, y, first, pdl)
         else:
-            _launch_packed(x, taken, weight.paired, residual, y, first, pdl)
+            _launch_packed(x, taken, weight, residual, y, first, pdl)
         first += sum(part.rows for part in taken)
         parts = parts[len(taken) :]
     return y
@@ -164,21 +198,22 @@ def matvec(
 def _launch_packed(
     x: QuantizedActivations,
     parts: list[PackedPart | FloatPart],
-    paired: bool,
+    weight: PackedWeight,
     residual: Tensor | None,
     out: Tensor,
     first: int,
     pdl: bool,
 ) -> None:
     packed = [part for part in parts if isinstance(part, PackedPart)]
-    geometry = matvec_geometry(packed, "rows")
+    geometry, change = matvec_geometry(packed, "rows"), weight.change
     a, b = packed[0], packed[-1]
+    of_change = RowChangeProgram.of(change, ROWS, geometry.warps)
     blocks = sum(triton.cdiv(part.tiles, geometry.tiles) for part in packed)
-    program = MatvecProgram.of(a, geometry, x, pdl)
-    _matvec_kernel[(blocks,)](
+    _matvec_kernel[(blocks if of_change is None else of_change.programs + blocks,)](
         out, out if residual is None else residual, *row_arguments(x), *a.planes, a.tiles, a.rows,
-        *b.planes, b.tiles, b.rows, first, PAIRED=paired, RESIDUAL=residual is not None, A=program,
-        B=MatvecProgram.of(b, geometry, x, pdl) if len(packed) == 2 else None,
+        *b.planes, b.tiles, b.rows, None if change is None else change.tensors, first,
+        PAIRED=weight.paired, RESIDUAL=residual is not None, A=MatvecProgram.of(a, geometry, x, pdl),
+        B=MatvecProgram.of(b, geometry, x, pdl) if len(packed) == 2 else None, C=of_change,
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip
 

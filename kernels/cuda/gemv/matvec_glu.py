@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
-from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.matvec import matvec, result_columns
 from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
     MatvecProgram,
@@ -20,6 +20,13 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     quantize_gated,
     row_arguments,
 )
+from quengine.kernels.cuda.gemv.row_change import (
+    GLU,
+    RowChangeProgram,
+    begin_change,
+    row_to_rank,
+    rows_from_rank,
+)
 from quengine.kernels.cuda.glu import EPILOGUES, gated, glu_rows
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
@@ -27,24 +34,43 @@ from quengine.kernels.glu import Gating
 
 
 @triton.jit
-def _glu_kernel(
-    words_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
-    low, high, scales, supers, tiles, width, ACTIVATION: tl.constexpr, P: tl.constexpr,
+def _tiles_glu(
+    matrix, x, out, words_ptr, change, program, width, ACTIVATION: tl.constexpr, P: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """activation(gate) * up of a paired matrix, quantized: 8 outputs a tile."""
-    if P.pdl:
-        tl.extra.cuda.gdc_launch_dependents()
-    tile0 = tl.program_id(0) * P.tiles
-    matrix = Matrix((low, high, scales, supers), tiles)
+    """Computes P.tiles tiles, 8 outputs each."""
+    tile0 = program * P.tiles
     begun = begin_rows(matrix, tile0, P)
     if P.pdl:
         tl.extra.cuda.gdc_wait()
-    x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps)
-    y = finish_rows(begun, load_squares(squares_ptr, P.partials), matrix, x, tile0, P)
+    changing = begin_change(change, C)
+    y = finish_rows(begun, load_squares(x.squares, P.partials), matrix, x, tile0, P)
+    if C is not None:
+        column, inside = result_columns(tile0, 0, 2 * width, P.tiles, True)
+        y = rows_from_rank(change, changing, y, column, inside, C)
     gate, up = tl.split(tl.permute(y, [0, 1, 3, 2]))
     value = gated(gate, up, ACTIVATION)  # [tiles, 8, 1]
-    out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
     quantize_gated(value, words_ptr, out, 0, tile0 * 8, width, P.tiles)
+
+
+@triton.jit
+def _glu_kernel(
+    words_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
+    low, high, scales, supers, change, tiles, width, ACTIVATION: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """activation(gate) * up of a paired matrix, with a change (C is None: without), quantized."""
+    if P.pdl:
+        tl.extra.cuda.gdc_launch_dependents()
+    x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps)
+    matrix = Matrix((low, high, scales, supers), tiles)
+    out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, eps)
+    program = tl.program_id(0)
+    if C is None:
+        _tiles_glu(matrix, x, out, words_ptr, change, program, width, ACTIVATION, P, C)
+    else:
+        if program < C.programs:
+            row_to_rank(change, x, P, C)
+        else:
+            _tiles_glu(matrix, x, out, words_ptr, change, program - C.programs, width, ACTIVATION, P, C)
 
 
 def matvec_glu(
@@ -70,11 +96,13 @@ def matvec_glu(
     if not gate_up.paired or not isinstance(part, PackedPart):
         both = matvec(x, gate_up, out=room.values[: 2 * width].view(1, -1), pdl=pdl)
         return quantize_activations(glu_rows(both, activation, pdl), out=result, pdl=pdl)
-    geometry = matvec_geometry([part], "swiglu")
-    _glu_kernel[(triton.cdiv(part.tiles, geometry.tiles),)](
+    geometry, change = matvec_geometry([part], "swiglu"), gate_up.change
+    of_change = RowChangeProgram.of(change, GLU, geometry.warps)
+    programs = triton.cdiv(part.tiles, geometry.tiles)
+    _glu_kernel[(programs if of_change is None else of_change.programs + programs,)](
         room.words, result.high, result.low, result.scale, result.sums, *row_arguments(x),
-        *part.planes, part.tiles, part.rows // 2,
-        ACTIVATION=EPILOGUES[activation], P=MatvecProgram.of(part, geometry, x, pdl),
+        *part.planes, None if change is None else change.tensors, part.tiles, part.rows // 2,
+        ACTIVATION=EPILOGUES[activation], P=MatvecProgram.of(part, geometry, x, pdl), C=of_change,
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip
     return result

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quengine.kernels.cuda.gemm.mma import prefetch
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
+from quengine.kernels.cuda.gemv.matvec import result_columns
 from quengine.kernels.cuda.gemv.matvec_program import (
     Matrix,
     MatvecProgram,
@@ -24,6 +25,13 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     check_row,
     finish_rows,
 )
+from quengine.kernels.cuda.gemv.row_change import (
+    NORM,
+    RowChangeProgram,
+    begin_change,
+    row_to_rank,
+    rows_from_rank,
+)
 from quengine.kernels.cuda.ranks.peers import PeerBuffers, exchange_sum, next_sequence
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import matvec_geometry
@@ -31,18 +39,12 @@ from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 
 
 @triton.jit
-def _norm_kernel(
-    words_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
-    x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, bias_ptr, peers, tiles, N,
-    RANKS: tl.constexpr, CAPACITY: tl.constexpr, P: tl.constexpr,
+def _tiles_norm(
+    matrix, x, out, words_ptr, hidden_ptr, residual_ptr, norm_ptr, bias_ptr, peers, change, program, programs, N,
+    RANKS: tl.constexpr, CAPACITY: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """P.tiles is one or even. bias_ptr: [N], or None. RANKS: the number of ranks in `peers` that share the product; 0:
-    the product is this rank's alone.
-    """
-    if P.pdl:
-        tl.extra.cuda.gdc_launch_dependents()
-    tile0 = tl.program_id(0) * P.tiles
-    matrix = Matrix((low, high, scales, supers), tiles)
+    """Computes P.tiles tiles; P.tiles is one or even."""
+    tile0 = program * P.tiles
     begun = begin_rows(matrix, tile0, P)
     column = tile0 * 16 + tl.arange(0, 16 * P.tiles)[None, :]
     inside = column < N
@@ -52,20 +54,52 @@ def _norm_kernel(
         prefetch(bias_ptr + tl.minimum(column, N - 1), P.asm)
     if P.pdl:
         tl.extra.cuda.gdc_wait()
+    changing = begin_change(change, C)
     residual = tl.load(residual_ptr + column, mask=inside, other=0.0)
     at = tl.minimum(column, N - 1)
     if RANKS > 0:
         sequence = next_sequence(peers, at)
-    x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, x_high, 0.0)
     y = finish_rows(begun, 0.0, matrix, x, tile0, P)
+    if C is not None:
+        changed, exists = result_columns(tile0, 0, N, P.tiles, False)
+        y = rows_from_rank(change, changing, y, changed, exists, C)
     product = tl.reshape(tl.permute(y, [3, 0, 2, 1]), [1, 16 * P.tiles])
     if RANKS > 0:
         product = exchange_sum(peers, product, at, inside, sequence, RANKS, CAPACITY, P.asm)
     if bias_ptr is not None:
         product += tl.load(bias_ptr + column, mask=inside, other=0.0)
     hidden = product + residual
+    begin_norm(hidden, hidden_ptr, 0, column, inside, norm_ptr, out, words_ptr, N, program, programs, P.tiles)
+
+
+@triton.jit
+def _norm_kernel(
+    words_ptr, hidden_ptr, residual_ptr, norm_ptr, out_high, out_low, out_scale, out_sums, squares_ptr,
+    x_high, x_low, t_ptr, sums_ptr, low, high, scales, supers, bias_ptr, peers, change, tiles, N,
+    RANKS: tl.constexpr, CAPACITY: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """bias_ptr: [N], or None. RANKS: the number of ranks in `peers` that share the product; 0: the product is this
+    rank's alone. C: of a change, or None.
+    """
+    if P.pdl:
+        tl.extra.cuda.gdc_launch_dependents()
+    x = QuantizedRow(x_high, x_low, t_ptr, sums_ptr, x_high, 0.0)
+    matrix = Matrix((low, high, scales, supers), tiles)
     out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
-    begin_norm(hidden, hidden_ptr, 0, column, inside, norm_ptr, out, words_ptr, N, P.tiles)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if C is None:
+        _tiles_norm(
+            matrix, x, out, words_ptr, hidden_ptr, residual_ptr, norm_ptr, bias_ptr, peers, change, program, programs,
+            N, RANKS, CAPACITY, P, C,
+        )  # fmt: skip
+    else:
+        if program < C.programs:
+            row_to_rank(change, x, P, C)
+        else:
+            _tiles_norm(
+                matrix, x, out, words_ptr, hidden_ptr, residual_ptr, norm_ptr, bias_ptr, peers, change,
+                program - C.programs, programs - C.programs, N, RANKS, CAPACITY, P, C,
+            )  # fmt: skip
 
 
 def can_begin_norm(weight: PackedWeight) -> bool:
@@ -107,17 +141,18 @@ def matvec_norm(
     if peers is not None and peers.capacity < weight.rows:
         raise ValueError(f"ranks exchange up to {peers.capacity} values, not {weight.rows}")
     room = QuantizationScratch.of(scratch, weight.rows, residual.device)
-    geometry = matvec_geometry([part], "norm")
+    geometry, change = matvec_geometry([part], "norm"), weight.change
     programs = triton.cdiv(part.tiles, geometry.tiles)
-    hidden = torch.empty_like(residual)
+    hidden = residual.new_empty(residual.shape)
     squares = torch.empty(1, programs, dtype=torch.float32, device=residual.device)
     out = QuantizedActivations.empty(1, weight.rows, residual.device)
-    _norm_kernel[(programs,)](
+    of_change = RowChangeProgram.of(change, NORM, geometry.warps)
+    _norm_kernel[(programs if of_change is None else of_change.programs + programs,)](
         room.words, hidden, residual, norm, out.high, out.low, out.scale, out.sums, squares,
         x.high, x.low, x.scale, x.sums, *part.planes, bias,
-        None if peers is None else peers.pointers, part.tiles, part.rows,
+        None if peers is None else peers.pointers, None if change is None else change.tensors, part.tiles, part.rows,
         RANKS=0 if peers is None else peers.ranks, CAPACITY=0 if peers is None else peers.capacity,
-        P=MatvecProgram.of(part, geometry, x, pdl),
+        P=MatvecProgram.of(part, geometry, x, pdl), C=of_change,
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip
     return RmsNormed(hidden, replace(out, rms=RmsPartials(squares, eps)))

@@ -119,12 +119,22 @@ def finish_rows(begun, squares, matrix, x, tile0, P: tl.constexpr):
 
 
 @triton.jit
-def _await_words(pointers):
-    """The int32 words at `pointers`, once none of them is -1."""
-    words = tl.load(pointers, volatile=True)
+def await_words(pointers, inside):
+    """The int32 words at `pointers` [N], once none of those `inside` is -1."""
+    words = tl.load(pointers, mask=inside, other=0, volatile=True)
     while tl.max((words == -1).to(tl.int32), 0) > 0:
-        words = tl.load(pointers, volatile=True)
+        words = tl.load(pointers, mask=inside, other=0, volatile=True)
     return words
+
+
+@triton.jit
+def taken_words(pointers, inside):
+    """The fp32 values that other programs leave as words at `pointers` [N], once all that are `inside` are there. The
+    words become -1 again: no other program may read them. The rest is zero."""
+    words = await_words(pointers, inside)
+    tl.debug_barrier()  # all warps have read the words
+    tl.store(pointers, -1, mask=inside)
+    return words.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -149,7 +159,7 @@ def quantize_as_last(value, words_ptr, out, first):
     if first % 32 >= OTHERS:
         i = tl.arange(0, 32)
         group = first // 32
-        words = _await_words(words_ptr + group * 32 + i % OTHERS)
+        words = await_words(words_ptr + group * 32 + i % OTHERS, i < 32)
         own = tl.reshape(tl.broadcast_to(value[None, :], [32 // COUNT, COUNT]), [32])
         values = tl.where(i < OTHERS, words.to(tl.float32, bitcast=True), own)
         high, low, scale, sums = quantize_group(values[None, :])
@@ -168,7 +178,7 @@ def quantize_gated(value, words_ptr, out, pair, first, width, TILES: tl.constexp
         groups = width // 32
         GROUPS: tl.constexpr = TILES // 4
         high, low, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
-        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+        group = first // 32 + tl.arange(0, GROUPS)
         store_quantized(
             out.high, out.low, out.scale, out.sums, pair * groups + group, group < groups, high, low, scale, sums
         )  # fmt: skip
@@ -179,18 +189,20 @@ def quantize_gated(value, words_ptr, out, pair, first, width, TILES: tl.constexp
 
 
 @triton.jit
-def begin_norm(hidden, hidden_ptr, row, column, inside, norm_ptr, out, words_ptr, N, TILES: tl.constexpr):
-    """Stores a program's part of a row of the stream, hidden [1, 16 * TILES], where hidden_ptr is not None, its sum of
-    squares, and the part times the norm's weights, quantized. TILES is even, so that a program has whole groups of 32,
-    or one, so that two programs share a group."""
+def begin_norm(
+    hidden, hidden_ptr, row, column, inside, norm_ptr, out, words_ptr, N, program, programs, TILES: tl.constexpr
+):  # fmt: skip
+    """Stores the part of a row of the stream of program number `program` of `programs`, hidden [1, 16 * TILES], where
+    hidden_ptr is not None, its sum of squares, and the part times the norm's weights, quantized. TILES is even, so that
+    a program has whole groups of 32, or one, so that two programs share a group."""
     value = hidden * tl.load(norm_ptr + column, mask=inside, other=0.0)
-    first = row * N + tl.program_id(0) * (16 * TILES)
+    first = row * N + program * (16 * TILES)
     if TILES == 1:
         leave_for_last(tl.reshape(value, [16]), words_ptr, first)
     if hidden_ptr is not None:
         tl.store(hidden_ptr + row * N + column, hidden, mask=inside)
     tl.store(
-        out.squares + row * tl.num_programs(0) + tl.program_id(0) + tl.arange(0, 1),
+        out.squares + row * programs + program + tl.arange(0, 1),
         tl.sum(hidden * hidden, 1),
     )
     if TILES == 1:
@@ -199,7 +211,7 @@ def begin_norm(hidden, hidden_ptr, row, column, inside, norm_ptr, out, words_ptr
         groups = N // 32
         GROUPS: tl.constexpr = TILES // 2
         high, low, scale, sums = quantize_group(tl.reshape(value, [GROUPS, 32]))
-        group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
+        group = program * GROUPS + tl.arange(0, GROUPS)
         store_quantized(
             out.high, out.low, out.scale, out.sums, row * groups + group, group < groups, high, low, scale, sums
         )  # fmt: skip
@@ -207,13 +219,11 @@ def begin_norm(hidden, hidden_ptr, row, column, inside, norm_ptr, out, words_ptr
 
 @dataclass(frozen=True)
 class QuantizationScratch:
-    """Memory for launches that quantize their results, reusable by every call of one stream: for each output
-    an fp32 value and an int32 word of `leave_for_last`; an int32 arrival counter for each 32. Between
-    launches counters are zero, and words -1.
+    """Memory for launches whose programs wait for values of others, reusable by every call of one stream: for each
+    output an fp32 value, and an int32 word of `leave_for_last` or `taken_words`. Between launches words are -1.
     """
 
     values: Tensor
-    arrivals: Tensor
     words: Tensor
 
     @classmethod
@@ -221,7 +231,6 @@ class QuantizationScratch:
         """Scratch for up to `width` values."""
         return cls(
             torch.empty(width, dtype=torch.float32, device=device),
-            torch.zeros(-(-width // 32), dtype=torch.int32, device=device),
             torch.full((width,), -1, dtype=torch.int32, device=device),
         )
 
@@ -232,7 +241,7 @@ class QuantizationScratch:
         """The given scratch, or a new one for `width` values. Raises ValueError if the given one is too small."""
         if given is None:
             return cls.empty(width, device)
-        if given.values.numel() < width or given.arrivals.numel() * 32 < width:
+        if given.values.numel() < width:
             raise ValueError(f"scratch holds {given.values.numel()} values, needs {width}")
         return given
 

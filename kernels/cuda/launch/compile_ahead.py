@@ -16,9 +16,8 @@ from pathlib import Path
 
 import triton
 
-from quengine.kernels.child_process import ChildProcess
 from quengine.kernels.compile_clock import compiling
-from quengine.kernels.cuda.launch import triton_cache
+from quengine.kernels.cuda.launch import compiler_process, triton_cache
 from quengine.kernels.cuda.launch.compile_processes import FROM_LEADER, Built, FromLeader, Order, Stages
 from quengine.kernels.cuda.launch.gpu import Gpu
 
@@ -67,15 +66,10 @@ class CompilePool:
         self._built: list[Built] = []
         self._told_at = logging.INFO if every else logging.WARNING
         triton_cache.use_private_cache()
-        # It knows of no GPU.
-        self._process = ChildProcess(
-            ("-c", f"{prelude}\nfrom quengine.kernels.cuda.launch.compile_processes import main; main()"),
-            FROM_LEADER,
-            environment={"TRITON_CACHE_DIR": str(triton.knobs.cache.dir), "CUDA_VISIBLE_DEVICES": ""},
-            quiet=True,
-        )
-        done = None if marker is None else str(marker)
-        self._process.channel.send(Order(pickle.dumps(task), gpu, self.processes, every, done))
+        self._process = compiler_process.taken(prelude)
+        self._channel = self._process.channel.decoding(FROM_LEADER)
+        done, folder = None if marker is None else str(marker), str(triton.knobs.cache.dir)
+        self._channel.send(Order(pickle.dumps(task), gpu, self.processes, every, done, folder))
         triton_cache.when_missing.append(self.wait)
 
     def wait(self, key: str) -> None:
@@ -84,7 +78,7 @@ class CompilePool:
             self._receive_until(lambda: self._recorded or key in self._pending)
             if key in self._pending:
                 with suppress(OSError):
-                    self._process.channel.send(key)
+                    self._channel.send(key)
                 self._receive_until(lambda: key not in self._pending)
 
     def finish(self) -> list[Built]:
@@ -99,8 +93,8 @@ class CompilePool:
         while not self._ended and not done():
             began = time.monotonic()
             try:
-                if self._process.channel.poll(0.2):
-                    self._take(self._process.channel.receive())
+                if self._channel.poll(0.2):
+                    self._take(self._channel.receive())
                     heard = time.monotonic()
                 elif began - heard > self._most_silence:
                     _log.warning(

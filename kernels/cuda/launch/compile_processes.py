@@ -53,13 +53,14 @@ _NICENESS = 5
 
 class Order(msgspec.Struct, frozen=True):
     """What is to be compiled; see `CompilePool`. `task` is pickled: a part of the program that the other process has
-    this one run."""
+    this one run. cache: Triton's folder."""
 
     task: bytes
     gpu: Gpu
     processes: int
     every: bool
     marker: str | None
+    cache: str
 
 
 class Built(msgspec.Struct, frozen=True):
@@ -89,13 +90,14 @@ def lead(channel: Channel[ToLeader]) -> None:
     of kernels that are compiled, a list for each computation, None, and a Built for each kernel."""
     os.nice(_NICENESS)
     torch.set_num_threads(1)  # the process will be forked
-    triton_cache.use_private_cache()
     # Triton hashes its compiler library of some 400 MB; do so while the order's modules are imported.
     hashing = Thread(target=triton_key)
     hashing.start()
     try:
         order = channel.receive()
         assert isinstance(order, Order)
+        os.environ["TRITON_CACHE_DIR"] = order.cache  # which Triton reads at each look-up
+        triton_cache.use_private_cache()
         hashing.join()
         whole = _Leader(channel, order).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):

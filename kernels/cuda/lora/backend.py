@@ -1,19 +1,26 @@
 """The CUDA backend with LoRA adapters."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from quengine.kernels.backend import Branch
-from quengine.kernels.cuda.backend import CudaBackend, Residual, Rows, begun_norm, stream_of
+from quengine.kernels.cuda.backend import CudaBackend, Residual, Rows, begun_norm, exact, stream_of
+from quengine.kernels.cuda.embedded_rows import place_embeddings
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct
-from quengine.kernels.cuda.gemm.matmul import paired_matmul
+from quengine.kernels.cuda.gemm.matmul import lets_follow, matmul, operand_of, paired_matmul
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
+from quengine.kernels.cuda.gemv.matvec import matvec
+from quengine.kernels.cuda.gemv.row_change import takes_change
 from quengine.kernels.cuda.glu import glu_rows
 from quengine.kernels.cuda.layer_inputs import input_glu_quantize
-from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
+from quengine.kernels.cuda.lora.embedding import add_row_changes
+from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch, add_low_rank
 from quengine.kernels.cuda.pointwise import pointwise, pointwise_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.softcap import softcap_logits
 from quengine.kernels.cuda.weights.packed import PackedWeight
+from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Gating
 from quengine.kernels.layer_norm import Norm
@@ -26,8 +33,24 @@ from quengine.kernels.rms_norm import RMSNorm
 class AdaptedCuda(Adapted, CudaBackend):
     """See kernels/lora/adapted.py."""
 
+    _low_rank_scratch: LowRankScratch | None = None
+
     def placed(self, changes: Changes) -> CudaChanges:
         return CudaChanges.of(changes, self.device)
+
+    def with_change(self, weight: PackedWeight, changes: Changes, scales: Tensor) -> PackedWeight | None:
+        assert isinstance(changes, CudaChanges)
+        if not self._takes_q_dot(scales.shape[1]) or not takes_change(weight):
+            return None
+        return replace(weight, change=changes.of_row(scales))
+
+    def changed_rows(
+        self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor, factor: float
+    ) -> Tensor:
+        return add_row_changes(x, batch.token_ids, changes, scales, factor, self.pdl)
+
+    def placed_rows(self, x: Tensor, given: EmbeddedRows | None) -> Tensor:
+        return place_embeddings(x, given, self.pdl)
 
     def normed_rows(
         self, _batch: ForwardBatch, x: Residual | Rows | ScaledProduct, norm: Norm | None
@@ -38,29 +61,85 @@ class AdaptedCuda(Adapted, CudaBackend):
         assert norm is None, "norms read the residual stream, or a product"
         return x
 
-    def plain_product(
-        self, batch: ForwardBatch, x: Rows, weight: PackedWeight, bias: Tensor | None
+    def changed_product(
+        self,
+        batch: ForwardBatch,
+        x: Rows,
+        weight: PackedWeight,
+        bias: Tensor | None,
+        changes: Changes,
+        scales: Tensor,
     ) -> Tensor:
+        return self._changed(batch, x, weight, bias, None, changes, scales)
+
+    def changed_glu(
+        self,
+        batch: ForwardBatch,
+        x: Rows,
+        weight: PackedWeight,
+        activation: Gating,
+        changes: Changes,
+        scales: Tensor,
+    ) -> Tensor | QuantizedActivations:
+        if self._takes_q_dot(scales.shape[1]):
+            product = self.changed_product(batch, x, weight, None, changes, scales)
+            return self.glu_of(batch, product, activation)
+        return self._changed(batch, x, weight, None, activation, changes, scales)
+
+    def changed_sum(
+        self,
+        batch: ForwardBatch,
+        x: Rows,
+        weight: PackedWeight,
+        residual: Residual,
+        next_norm: Norm | None,  # noqa: ARG002 (a launch of its own)
+        bias: Tensor | None,
+        changes: Changes,
+        scales: Tensor,
+    ) -> Tensor:
+        stream = stream_of(residual)
+        y = self._changed(batch, x, weight, stream, None, changes, scales)
+        return y if bias is None else y.add_(bias)
+
+    def _changed(
+        self,
+        batch: ForwardBatch,
+        x: Rows,
+        weight: PackedWeight,
+        addend: Tensor | None,
+        activation: Gating | None,
+        changes: Changes,
+        scales: Tensor,
+    ) -> Tensor:
+        """The product plus a bias or residual and the changes, or the gated unit of that."""
+        assert isinstance(changes, CudaChanges)
+        x, early = self._rounded(x), False
         if isinstance(x, QuantizedActivations):
-            return self._matmul(batch, x, weight, None if bias is None else bias.view(1, -1))
-        rows = x.rows if isinstance(x, Fp16Operand) else len(x)
-        if weight.paired and self._room().layout(rows) is OperandLayout.ROW_MAJOR:
-            assert bias is None, "gates have no biases"
-            return paired_matmul(x, weight, self._room(), self.pdl)
-        return self._matmul(batch, x, weight, bias)
+            y = matvec(
+                x, weight, addend if addend is None or addend.ndim > 1 else addend.view(1, -1), pdl=self.pdl
+            )
+        else:
+            x = operand_of(x, weight, self._room(), self.pdl)
+            early = self.pdl and lets_follow(x, weight)
+            y = self._matmul_changed(batch, x, weight, addend, early)
+        return add_low_rank(
+            y, x, changes, scales, self._scratch_of_changes(), activation=activation,
+            fixed_splits=self.batch_invariant, early=early, pdl=self.pdl,
+        )  # fmt: skip
 
-    def shrunk(self, _batch: ForwardBatch, x: Rows, changes: Changes, scales: Tensor) -> Tensor:
-        assert isinstance(changes, CudaChanges)
-        return to_rank(x, changes, scales, self.batch_invariant, self.pdl)
-
-    def add_changes(
-        self, _batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes, scales: Tensor
+    def _matmul_changed(
+        self, batch: ForwardBatch, x: Fp16Operand, weight: PackedWeight, addend: Tensor | None, early: bool
     ) -> Tensor:
-        assert isinstance(changes, CudaChanges)
-        return from_rank(y, shrunk, changes, scales, self.pdl)
+        room = self._room()
+        if weight.paired and x.layout is OperandLayout.ROW_MAJOR:
+            assert addend is None, "gates have no biases"
+            return paired_matmul(x, weight, room, self.pdl)
+        return matmul(x, weight, room, addend, self.pdl, exact(batch), followed=early)
 
-    def stream(self, residual: Residual) -> Tensor:
-        return stream_of(residual)
+    def _scratch_of_changes(self) -> LowRankScratch:
+        if self._low_rank_scratch is None:
+            self._low_rank_scratch = LowRankScratch(self.device)
+        return self._low_rank_scratch
 
     def glu_of(self, _batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor | QuantizedActivations:
         if self._takes_q_dot(len(y)):

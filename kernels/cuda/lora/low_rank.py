@@ -1,11 +1,18 @@
-"""Changes by LoRA adapters on CUDA, defined in kernels/lora/low_rank.py: a launch for A x, and one for B of it.
+"""Changes by LoRA adapters on CUDA, defined in kernels/lora/low_rank.py, of the product of several rows: one launch.
 
-    to_rank    s[split, t, (p, m, r)] = sum over a share of K of a[p, m, r, k] x[t, k]
-    from_rank  y[t, n] += sum over m of scale[m, t] sum over r of b[n, m, r] (sum over splits of s[split, t, (p, m, r)])
+Its first programs compute A x, each for some rows, ranks and columns:
 
-A program takes some rows, and passes over adapters that none of these has, so that a step reads the matrices of the
-adapters that its rows have, whichever. The scales are read when the kernels run: a captured step serves any mix.
-Products are three of tf32 (fp32 within some 2^-22), sums are fp32, in an order fixed by the shapes.
+    s[split, t, (p, m, r)] = sum over a share of K of a[p, m, r, k] x[t, k]
+
+The others wait until all of these have arrived, add up the splits, and add B of them to the product, or to gate and up
+before their activation:
+
+    y[t, n] += sum over m of scale[m, t] sum over r of b[n, m, r] (sum over splits of s[split, t, (p, m, r)])
+
+After a matmul that lets it start early the launch runs beside it, and waits for its end only before it reads y. A
+program passes over adapters that none of its rows has, so that a step reads the matrices of the adapters that its rows
+have, whichever. The scales are read when the kernel runs: a captured step serves any mix. Products are exact where both
+factors have fp16, else three of tf32 (fp32 within some 2^-22); sums are fp32, in an order fixed by the shapes.
 """
 
 from dataclasses import dataclass
@@ -17,21 +24,25 @@ from torch import Tensor
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, operand_offset
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
+from quengine.kernels.cuda.glu import EPILOGUES, RESIDUAL, gated
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
-from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.row_forms import FP16, QUANTIZED, form_of
+from quengine.kernels.cuda.weights.layout import TILE_ROWS
+from quengine.kernels.cuda.weights.row_change import LAUNCH_KINDS, RowChange
+from quengine.kernels.glu import Gating
 from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes
 
 _RANKS = tl.constexpr(RANKS_AT_ONCE)
 _COLUMNS = 64
-"""Columns of x that a program of `to_rank` takes at a time."""
+"""Columns of x that a program of A takes at a time."""
 _LEAST_COLUMNS = 256
 """Columns of x that a split has, at least."""
 _OUTPUTS = 64
-"""Columns of y of a program of `from_rank`."""
-_MANY_ROWS = 64
-"""Steps of more rows have programs of more rows."""
-_MOST_SPLITS = 32
+"""Columns of y of a program of B."""
+_MOST_ROWS = 64
+"""Rows of a program."""
+_MOST_READ = 256
+"""Rows of partial sums that a program of B reads of an adapter, at most: those of all splits."""
 _FIXED_SPLITS = 4
 """Splits where a row's bits are not to depend on the number of rows."""
 
@@ -39,9 +50,12 @@ _FIXED_SPLITS = 4
 @dataclass(frozen=True)
 class CudaChanges(Changes):
     """The changes on a device. tiles: int32 [tiles, 3], of each tile of rows of b its matrix, its first row and the
-    row after its matrix's last."""
+    row after its matrix's last. matrices, words, launches: see RowChange."""
 
     tiles: Tensor
+    matrices: Tensor
+    words: Tensor
+    launches: Tensor
 
     @classmethod
     def of(cls, changes: Changes, device: torch.device) -> "CudaChanges":
@@ -52,7 +66,23 @@ class CudaChanges(Changes):
             tiles += [(part, row, end) for row in range(first, end, _OUTPUTS)]
             first = end
         made = torch.tensor(tiles, dtype=torch.int32).to(device)
-        return cls(placed.parts, placed.a.contiguous(), placed.b.contiguous(), made)
+        which = torch.repeat_interleave(torch.arange(len(changes.parts)), torch.tensor(changes.parts))
+        matrices, adapters, rank, _ = changes.a.shape
+        ranks = matrices * adapters * rank
+        programs = ranks + sum(-(-rows // TILE_ROWS) for rows in changes.parts) + 1
+        return cls(
+            placed.parts,
+            placed.a.contiguous(),
+            placed.b.contiguous(),
+            made,
+            which.to(device, torch.int8),
+            torch.zeros(ranks, dtype=torch.int64, device=device),
+            torch.zeros(LAUNCH_KINDS, programs, dtype=torch.int32, device=device),
+        )
+
+    def of_row(self, scales: Tensor) -> RowChange:
+        """For one row, with scales [M, 1] of the adapters."""
+        return RowChange(self.a, self.b, self.matrices, scales, self.words, self.launches)
 
 
 def _exact_dtype(changes: Changes) -> torch.dtype:
@@ -65,16 +95,27 @@ def _exact_dtype(changes: Changes) -> torch.dtype:
     return torch.float32
 
 
-def _block(rows: int) -> int:
-    """Rows of a program."""
-    return 16 if rows <= _MANY_ROWS else 64
+class LowRankScratch:
+    """Partial sums and arrival counters, reusable by every launch of one stream: each begins to write them when the one
+    before it has ended. Counters are zero between launches."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.arrivals = torch.zeros(2, dtype=torch.int32, device=device)
+        self._sums = [torch.empty(0, dtype=torch.float32, device=device)]
+
+    def take(self, size: int) -> tuple[Tensor, Tensor]:
+        """Room for `size` fp32, and the counters. Smaller room stays allocated, as CUDA graphs keep its address."""
+        if self._sums[-1].numel() < size:
+            self._sums.append(torch.empty(size, dtype=torch.float32, device=self.arrivals.device))
+        return self._sums[-1], self.arrivals
 
 
 @triton.jit
 def _load_rows(
     x_ptr, low_ptr, scale_ptr, row, k, stride, inside, K: tl.constexpr, KIND: tl.constexpr, LAYOUT: tl.constexpr
 ):  # fmt: skip
-    """Values [T, K] of rows [T, 1] at columns [1, K], fp32, in one of the forms of row_forms.py."""
+    """Values [T, K] of rows [T, 1] at columns [1, K], in one of the forms of row_forms.py: fp32, or of an fp16 operand
+    fp16 without the rows' scales."""
     if KIND == QUANTIZED:
         at = row * K + k
         high = tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
@@ -82,31 +123,28 @@ def _load_rows(
         scale = tl.load(scale_ptr + row * (K // 32) + k // 32, mask=inside, other=0.0)
         x = (high * 256.0 + low) * scale
     elif KIND == FP16:
-        values = tl.load(x_ptr + operand_offset(row, k, stride, LAYOUT), mask=inside, other=0.0)
-        x = values.to(tl.float32) * tl.load(scale_ptr + row, mask=inside, other=0.0)
+        x = tl.load(x_ptr + operand_offset(row, k, stride, LAYOUT), mask=inside, other=0.0)
     else:
         x = tl.load(x_ptr + row * stride + k, mask=inside, other=0.0)
     return x
 
 
-@DirectLaunch
 @triton.jit
-def _to_rank_kernel(
-    x_ptr, low_ptr, x_scale_ptr, squares_ptr, a_ptr, scales_ptr, out_ptr, rows, stride, share, eps,
+def _rows_to_rank(
+    row, x_ptr, low_ptr, x_scale_ptr, squares_ptr, a_ptr, scales_ptr, sums_ptr, part, rows, stride, share, eps,
     K: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
-    LAYOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr, PDL: tl.constexpr,
+    LAYOUT: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """WIDTH: ranks of all matrices and adapters together. share: columns of x of a split. squares_ptr: sums of squares
+    """Stores partial sums of 16 ranks: number `part` of ranks and splits, ranks innermost. squares_ptr: sums of squares
     of PARTIALS pieces of each row, whose norm is still to be finished; None: it is finished."""
-    wait_then_launch(PDL)
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    first = tl.program_id(1) * _RANKS
+    first = part % (WIDTH // _RANKS) * _RANKS
+    split = part // (WIDTH // _RANKS)
     adapter = first // RANK % ADAPTERS
     scale = tl.load(scales_ptr + adapter * rows + row, mask=row < rows, other=0.0)
     if tl.max(tl.abs(scale), 0) > 0.0:
         rank = first + tl.arange(0, _RANKS)
-        begin = tl.program_id(2) * share
-        total = tl.zeros([ROWS, _RANKS], tl.float32)
+        begin = split * share
+        total = tl.zeros([row.shape[0], _RANKS], tl.float32)
         for at in range(begin, tl.minimum(begin + share, K), COLUMNS):
             k = at + tl.arange(0, COLUMNS)
             inside = (row < rows)[:, None] & (k < K)[None, :]
@@ -114,98 +152,178 @@ def _to_rank_kernel(
                 x_ptr, low_ptr, x_scale_ptr, row[:, None], k[None, :], stride, inside, K, KIND, LAYOUT
             )
             a = tl.load(a_ptr + rank[None, :] * K + k[:, None], mask=(k < K)[:, None], other=0.0)
-            total = tl.dot(x, a.to(tl.float32), total, input_precision="tf32x3")
+            if x.dtype == a.dtype:
+                total = tl.dot(x, a, total)
+            else:
+                total = tl.dot(x.to(tl.float32), a.to(tl.float32), total, input_precision="tf32x3")
+        if KIND == FP16:
+            total *= tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
         if squares_ptr is not None:
             piece = tl.arange(0, triton.next_power_of_2(PARTIALS))
             there = (row < rows)[:, None] & (piece < PARTIALS)[None, :]
             squares = tl.load(squares_ptr + row[:, None] * PARTIALS + piece[None, :], mask=there, other=0.0)
             total *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
-        place = (tl.program_id(2) * rows + row) * WIDTH
-        tl.store(out_ptr + place[:, None] + rank[None, :], total, mask=(row < rows)[:, None])
+        place = (split * rows + row) * WIDTH
+        tl.store(sums_ptr + place[:, None] + rank[None, :], total, mask=(row < rows)[:, None])
 
 
-@DirectLaunch
 @triton.jit
-def _from_rank_kernel(
-    y_ptr, shrunk_ptr, b_ptr, scales_ptr, tiles_ptr, rows, width,
-    ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, PDL: tl.constexpr,
+def _any_change(row, scales_ptr, rows, ADAPTERS: tl.constexpr):
+    """Whether any of these rows has an adapter."""
+    most = tl.zeros([row.shape[0]], tl.float32)
+    for adapter in range(ADAPTERS):
+        scale = tl.load(scales_ptr + adapter * rows + row, mask=row < rows, other=0.0)
+        most = tl.maximum(most, tl.abs(scale))
+    return tl.max(most, 0) > 0.0
+
+
+@triton.jit
+def _rows_from_rank(
+    row, n, present, part, b_ptr, scales_ptr, sums_ptr, rows,
+    ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """width: columns of y."""
-    wait_then_launch(PDL)
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    tile = tiles_ptr + tl.program_id(1) * 3
-    part = tl.load(tile)
-    n = tl.load(tile + 1) + tl.arange(0, OUTPUTS)
-    present = n < tl.load(tile + 2)
+    """What is added to columns n of these rows, where `present`, of matrix number `part`."""
     there = row < rows
-    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    used = 0
+    total = tl.zeros([row.shape[0], n.shape[0]], tl.float32)
     for adapter in range(ADAPTERS):
         scale = tl.load(scales_ptr + adapter * rows + row, mask=there, other=0.0)
         if tl.max(tl.abs(scale), 0) > 0.0:
-            used += 1
             for first in range(0, RANK, _RANKS):
                 rank = first + tl.arange(0, _RANKS)
                 at = row[:, None] * WIDTH + (part * ADAPTERS + adapter) * RANK + rank[None, :]
-                split = tl.arange(0, triton.next_power_of_2(SPLITS))[:, None, None]
-                summed = (split < SPLITS) & there[None, :, None]
-                parts = tl.load(shrunk_ptr + split * rows * WIDTH + at[None, :, :], mask=summed, other=0.0)
-                s = tl.sum(parts, 0) * scale[:, None]
+                s = tl.zeros([row.shape[0], _RANKS], tl.float32)
+                for split in tl.static_range(SPLITS):
+                    # Other programs wrote these: bypass this multiprocessor's L1.
+                    s += tl.load(
+                        sums_ptr + split * rows * WIDTH + at, mask=there[:, None], other=0.0, cache_modifier=".cg"
+                    )  # fmt: skip
                 place = n[None, :].to(tl.int64) * (ADAPTERS * RANK) + adapter * RANK + rank[:, None]
                 b = tl.load(b_ptr + place, mask=present[None, :], other=0.0)
-                total = tl.dot(s, b.to(tl.float32), total, input_precision="tf32x3")
-    if used > 0:
-        at = y_ptr + row[:, None] * width + n[None, :]
-        inside = there[:, None] & present[None, :]
-        tl.store(at, tl.load(at, mask=inside, other=0.0) + total, mask=inside)
+                total = tl.dot(s * scale[:, None], b.to(tl.float32), total, input_precision="tf32x3")
+    return total
 
 
-def to_rank(
+@DirectLaunch
+@triton.jit(do_not_specialize=["rows", "of_rank"])
+def _low_rank_kernel(
+    y_ptr, out_ptr, known_x_ptr, known_low_ptr, known_x_scale_ptr, known_squares_ptr, a_ptr, b_ptr, known_scales_ptr,
+    tiles_ptr, own_sums_ptr, own_arrivals_ptr, rows, of_rank, stride, share, width, eps,
+    K: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    KIND: tl.constexpr, LAYOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr,
+    PARTIALS: tl.constexpr, EPILOGUE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Programs of A: (block of rows, ranks, split), `of_rank` of them; then those of B: (block of rows, tile). width:
+    columns of y. WIDTH: ranks of all matrices and adapters together. EARLY: what `known_*` and `own_*` point at is left
+    alone by the launch in front."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
+    blocks = tl.cdiv(rows, ROWS)
+    program = tl.program_id(0)
+    row = (program % blocks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    if program < of_rank:
+        _rows_to_rank(
+            row, known_x_ptr, known_low_ptr, known_x_scale_ptr, known_squares_ptr, a_ptr, known_scales_ptr,
+            own_sums_ptr, program // blocks, rows, stride, share, eps, K, ADAPTERS, RANK, WIDTH, KIND, LAYOUT, COLUMNS,
+            PARTIALS,
+        )  # fmt: skip
+        tl.debug_barrier()  # all warps' stores come before the atomic that publishes them
+        tl.atomic_add(own_arrivals_ptr, 1, sem="release", scope="gpu")
+        if PDL and EARLY:
+            tl.extra.cuda.gdc_wait()
+    else:
+        row = ((program - of_rank) % blocks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        tile = tiles_ptr + (program - of_rank) // blocks * 3
+        n = tl.load(tile + 1) + tl.arange(0, OUTPUTS)
+        present = n < tl.load(tile + 2)
+        changed = _any_change(row, known_scales_ptr, rows, ADAPTERS)
+        arrived = tl.atomic_add(own_arrivals_ptr, 0, sem="acquire", scope="gpu")
+        while arrived < of_rank:
+            arrived = tl.atomic_add(own_arrivals_ptr, 0, sem="acquire", scope="gpu")
+        inside = (row < rows)[:, None] & present[None, :]
+        at = row[:, None] * width + n[None, :]
+        if EPILOGUE == RESIDUAL:
+            if changed:
+                total = _rows_from_rank(
+                    row, n, present, tl.load(tile), b_ptr, known_scales_ptr, own_sums_ptr, rows,
+                    ADAPTERS, RANK, WIDTH, SPLITS,
+                )  # fmt: skip
+                if PDL and EARLY:
+                    tl.extra.cuda.gdc_wait()
+                tl.store(y_ptr + at, tl.load(y_ptr + at, mask=inside, other=0.0) + total, mask=inside)
+            elif PDL and EARLY:
+                tl.extra.cuda.gdc_wait()
+        else:
+            gate = _rows_from_rank(
+                row, n, present, 0, b_ptr, known_scales_ptr, own_sums_ptr, rows, ADAPTERS, RANK, WIDTH, SPLITS
+            )
+            up = _rows_from_rank(
+                row, n + width // 2, present, 1, b_ptr, known_scales_ptr, own_sums_ptr, rows,
+                ADAPTERS, RANK, WIDTH, SPLITS,
+            )  # fmt: skip
+            if PDL and EARLY:
+                tl.extra.cuda.gdc_wait()
+            gate += tl.load(y_ptr + at, mask=inside, other=0.0)
+            up += tl.load(y_ptr + width // 2 + at, mask=inside, other=0.0)
+            to = out_ptr + row[:, None] * (width // 2) + n[None, :]
+            tl.store(to, gated(gate, up, EPILOGUE), mask=inside)
+        tl.debug_barrier()
+        others = tl.num_programs(0) - of_rank - 1
+        if tl.atomic_add(own_arrivals_ptr + 1, 1, sem="acq_rel", scope="gpu") == others:
+            tl.store(own_arrivals_ptr, 0)
+            tl.store(own_arrivals_ptr + 1, 0)
+
+
+def add_low_rank(
+    y: Tensor,
     x: Tensor | QuantizedActivations | Fp16Operand,
     changes: CudaChanges,
     scales: Tensor,
+    scratch: LowRankScratch,
+    *,
+    activation: Gating | None = None,
     fixed_splits: bool = False,
+    early: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """Partial sums of A x, fp32 [splits, T, P * M * R], of rows x [T, K]: fp32 with unit inner stride, or another form.
-    What belongs to an adapter that none of a program's rows has is not written.
+    """y fp32 [T, N], contiguous, plus the changes of rows x [T, K], in place; or of y [T, 2F] activation(gate) * up of
+    that, [T, F]. x: fp32 with unit inner stride, or another form.
 
-    scales: fp32 [M, T], contiguous. fixed_splits: a row's bits do not depend on T.
+    scales: fp32 [M, T], contiguous. fixed_splits: a row's bits do not depend on T. early: the launch in front let this
+    one start once x and the scales were there, and writes neither.
     """
     parts, adapters, rank, cols = changes.a.shape
-    rows, ranks = scales.shape[1], parts * adapters * rank
-    assert scales.shape[0] == adapters and scales.is_contiguous() and scales.dtype == torch.float32
+    (rows, width), ranks = y.shape, parts * adapters * rank
+    assert scales.shape == (adapters, rows) and scales.is_contiguous() and scales.dtype == torch.float32
+    assert y.is_contiguous() and y.dtype == torch.float32 and sum(changes.parts) == width
+    assert activation is None or (parts == 2 and changes.parts[0] == changes.parts[1])
     rms = x.rms if isinstance(x, QuantizedActivations) else None
     squares, eps = (None, 0.0) if rms is None else (rms.squares, rms.eps)
     assert squares is None or squares.is_contiguous()
     form = form_of(x, rows, cols)
-    block = _block(rows)
-    tiles = triton.cdiv(rows, block)
-    most = max(1, min(_MOST_SPLITS, cols // _LEAST_COLUMNS))
-    splits = min(most, _FIXED_SPLITS) if fixed_splits else max(1, min(most, 64 // tiles))
-    share = triton.cdiv(triton.cdiv(cols, splits), _COLUMNS) * _COLUMNS
-    splits = triton.cdiv(cols, share)
-    out = torch.empty(splits, rows, ranks, dtype=torch.float32, device=scales.device)
+    block = min(_MOST_ROWS, max(16, triton.next_power_of_2(rows)))
+    share, splits = _shares(rows, cols, fixed_splits)
+    blocks = triton.cdiv(rows, block)
+    of_rank = blocks * (ranks // RANKS_AT_ONCE) * splits
+    tiles = len(changes.tiles) if activation is None else len(changes.tiles) // 2
     values, low, scale, _ = form.planes
-    _to_rank_kernel[(tiles, ranks // RANKS_AT_ONCE, splits)](
-        values, low, scale, squares, changes.a, scales, out, rows, form.stride, share, eps,
-        K=cols, ADAPTERS=adapters, RANK=rank, WIDTH=ranks, KIND=form.kind, LAYOUT=form.layout,
-        ROWS=block, COLUMNS=_COLUMNS, PARTIALS=1 if squares is None else squares.shape[1],
-        PDL=pdl, num_warps=4, launch_pdl=pdl,
+    out = y if activation is None else torch.empty(rows, width // 2, dtype=torch.float32, device=y.device)
+    _low_rank_kernel[(of_rank + blocks * tiles,)](
+        y, out, values, low, scale, squares, changes.a, changes.b, scales, changes.tiles,
+        *scratch.take(splits * rows * ranks), rows, of_rank, form.stride, share, width, eps,
+        K=cols, ADAPTERS=adapters, RANK=rank, WIDTH=ranks, SPLITS=splits, KIND=form.kind, LAYOUT=form.layout,
+        ROWS=block, COLUMNS=_COLUMNS if form.kind == FP16.value else _COLUMNS // 2, OUTPUTS=_OUTPUTS,
+        PARTIALS=1 if squares is None else squares.shape[1],
+        EPILOGUE=RESIDUAL.value if activation is None else EPILOGUES[activation], EARLY=early, PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
-def from_rank(y: Tensor, shrunk: Tensor, changes: CudaChanges, scales: Tensor, pdl: bool = False) -> Tensor:
-    """y fp32 [T, N], contiguous, plus the scaled B of the partial sums of `to_rank`, in place."""
-    adapters, rank = changes.b.shape[1:]
-    rows, width = y.shape
-    assert y.is_contiguous() and y.dtype == torch.float32 and rows == scales.shape[1]
-    block = _block(rows)
-    _from_rank_kernel[(triton.cdiv(rows, block), len(changes.tiles))](
-        y, shrunk, changes.b, scales, changes.tiles, rows, width,
-        ADAPTERS=adapters, RANK=rank, WIDTH=shrunk.shape[2], SPLITS=len(shrunk), ROWS=block, OUTPUTS=_OUTPUTS,
-        PDL=pdl, num_warps=4, launch_pdl=pdl,
-    )  # fmt: skip
-    return y
+def _shares(rows: int, cols: int, fixed: bool) -> tuple[int, int]:
+    """Columns of a split, and the number of splits."""
+    splits = _FIXED_SPLITS if fixed else max(1, _MOST_READ // max(16, rows))
+    splits = max(1, min(splits, cols // _LEAST_COLUMNS))
+    share = triton.cdiv(triton.cdiv(cols, splits), _COLUMNS) * _COLUMNS
+    return share, triton.cdiv(cols, share)

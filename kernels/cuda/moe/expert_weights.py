@@ -64,6 +64,24 @@ class ExpertWeights:
         return bias + sum(part.nbytes for part in self.parts)
 
 
+def put_experts(held: ExpertWeights, places: Sequence[int], experts: ExpertWeights) -> None:
+    """Copies expert i of `experts` to place `places[i]` of `held`, whose scales and bounds cover it."""
+    for own, new in zip(held.parts, experts.parts, strict=True):
+        if isinstance(own, FloatPart):
+            assert isinstance(new, FloatPart)
+            pairs, rows = [(own.weight, new.weight)], held.part_rows
+        else:
+            assert isinstance(new, PackedPart)
+            planes = zip(own.planes, new.planes, strict=True)
+            pairs = [pair for n, pair in enumerate(planes) if n != 1 or not own.layout.book]
+            rows = held.expert_tiles
+        for number, place in enumerate(places):
+            for target, source in pairs:
+                target[place * rows : (place + 1) * rows] = source[number * rows : (number + 1) * rows]
+    if held.bias is not None and experts.bias is not None:
+        held.bias[list(places)] = experts.bias
+
+
 def pack_experts(
     experts: Sequence[QuantTensor], device: torch.device | str, bias: Tensor | None = None
 ) -> ExpertWeights:

@@ -17,11 +17,17 @@ from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode
 from quengine.kernels.cuda.gemm.matmul_wgmma import STAGED, subnormal_weight_scale
 from quengine.kernels.cuda.gemm.weight_ring import allocate_ring, copy_chunk, read_chunk
-from quengine.kernels.cuda.gemm.wgmma_loop import multiply
+from quengine.kernels.cuda.gemm.wgmma_loop import load_turn, multiply, of_chunk
 from quengine.kernels.cuda.gemm.wgmma_operand import weights_operand
-from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, wgmma_plan_grouped
+from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, takes_turns, wgmma_plan_grouped
 from quengine.kernels.cuda.gemm.wgmma_program import allocate_stages, begin_block, wgmma_matrix
-from quengine.kernels.cuda.gemm.wgmma_store import WgmmaOutput, load_row_scales, store_block, store_sums
+from quengine.kernels.cuda.gemm.wgmma_store import (
+    WgmmaOutput,
+    load_row_scales,
+    store_block,
+    store_sums,
+    tile_of,
+)
 from quengine.kernels.cuda.glu import SILU, product_bound
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
@@ -94,17 +100,46 @@ def _copy_rows(x_rows, stages, ready, stage, token0, turn, on, P: gl.constexpr):
 
 
 @gluon.jit
+def _begin_weights(planes, rings, tile, tiles, weight_block, lane, SLOTS: gl.constexpr, P: gl.constexpr):
+    """Starts copying the weights of the first SLOTS - 1 iterations; without a ring, loads those of the first."""
+    words = ()
+    if SLOTS == 0:
+        words = load_turn(planes, tile, 0, P.chunks, lane, P)
+    for i in gl.static_range(SLOTS - 1):
+        _copy_turn(rings, i, planes, tiles, weight_block, i, P)
+        async_copy.commit_group()
+    return words
+
+
+@gluon.jit
+def _next_weights(
+    planes, rings, words, slot, slot_before, turn, tile, tiles, weight_block, lane,
+    SLOTS: gl.constexpr, TURNS: gl.constexpr, P: gl.constexpr,
+):  # fmt: skip
+    """The words of iteration `turn`, and those of the next: () with a ring, which then gets a later iteration's."""
+    CHUNKS: gl.constexpr = P.columns // P.layout.chunk
+    if SLOTS == 0:
+        return words, load_turn(planes, tile, (turn + 1) * CHUNKS, P.chunks, lane, P)
+    else:
+        here = ()
+        for i in gl.static_range(CHUNKS):
+            here = here + read_chunk(rings[i], slot, planes, lane, P)
+        if turn + (SLOTS - 1) < TURNS:
+            _copy_turn(rings, slot_before, planes, tiles, weight_block, turn + (SLOTS - 1), P)
+        async_copy.commit_group()
+        return here, ()
+
+
+@gluon.jit
 def _multiply_few(
-    planes, rings, x_rows, stages, ready, tiles, weight_block, token0, weight_scale,
+    planes, rings, words, x_rows, stages, ready, tile, tiles, weight_block, token0, weight_scale,
     SLOTS: gl.constexpr, P: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr,
 ):  # fmt: skip
     """Few rows of x, from row token0 on, times a block of weight rows, over all columns: fp32 [16*P.warps,
-    P.block]. Copies of the first SLOTS - 1 iterations' weights and of the first P.stages - 1 iterations' rows
-    are in flight.
+    P.block]. words: of `_begin_weights`. Copies of the first P.stages - 1 iterations' rows are in flight.
     """
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [P.warps], [0])
     CHUNK: gl.constexpr = P.layout.chunk
-    CHUNKS: gl.constexpr = P.columns // CHUNK
     HALVES: gl.constexpr = P.columns // 128
     TURNS: gl.constexpr = (P.cols + P.columns - 1) // P.columns
     STAGES: gl.constexpr = P.stages
@@ -114,19 +149,18 @@ def _multiply_few(
     slot, slot_before, stage, stage_before, phase = 0, SLOTS - 1, 0, STAGES - 1, 0
     acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
     for turn in range(TURNS):
-        async_copy.wait_group(SLOTS - 2)
+        if SLOTS > 0:
+            async_copy.wait_group(SLOTS - 2)
         tl.debug_barrier()  # all warps have used the previous iteration's slot and stage
-        words = ()
-        for i in gl.static_range(CHUNKS):
-            words = words + (read_chunk(rings[i], slot, planes, lane, P),)
-        if turn + (SLOTS - 1) < TURNS:
-            _copy_turn(rings, slot_before, planes, tiles, weight_block, turn + (SLOTS - 1), P)
-        async_copy.commit_group()
+        here, words = _next_weights(
+            planes, rings, words, slot, slot_before, turn, tile, tiles, weight_block, lane, SLOTS, TURNS, P
+        )  # fmt: skip
         later = turn + (STAGES - 1)
         _copy_rows(x_rows, stages, ready, stage_before, token0, later, later < TURNS, P)
         x = stages.index(stage)
         for half in gl.static_range(HALVES):
-            a = weights_operand(words[half * 128 // CHUNK], half % (CHUNK // 128), weight_scale, P, A)
+            chunk = of_chunk(here, half * 128 // CHUNK, P)
+            a = weights_operand(chunk, half % (CHUNK // 128), weight_scale, P, A)
             if half == 0:
                 mbarrier.wait(ready.index(stage), phase)
             columns = x if HALVES == 1 else x.slice(half * 128, 128, 1)
@@ -145,8 +179,8 @@ def _grouped_few_kernel(
     tiles, rows, weight_blocks, first_block, end_block, first, outputs, stride, places, weight_scale, bound,
     P: gl.constexpr, EARLY: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """`_grouped_wgmma_kernel` for blocks of few rows: weights pass through a ring buffer of SLOTS slots in
-    shared memory, a few iterations of P.columns columns ahead.
+    """`_grouped_wgmma_kernel` for blocks of few rows, P.columns columns at a time: weights pass through a ring
+    buffer of SLOTS slots in shared memory, a few iterations ahead, or, with none, through registers, one ahead.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -164,12 +198,15 @@ def _grouped_few_kernel(
         # The codebook stays where it is: with a copy of it the ring of IQ2_XS ends just above 48 KiB, of which Triton
         # counts its own part alone, and the launch fails.
         planes = expert_planes(low, high, scales, supers, expert, tiles, P)
+        thread = gl.arange(0, 32 * P.warps, layout=gl.BlockedLayout([1], [32], [P.warps], [0]))
+        tile = gl.minimum(
+            tile_of(weight_block, thread >> 5, P), tiles - 1
+        )  # tiles past the end are not stored
         rings = ()
-        for i in gl.static_range(CHUNKS):
-            rings = rings + (allocate_ring(planes, SLOTS, P),)
-        for i in gl.static_range(SLOTS - 1):
-            _copy_turn(rings, i, planes, tiles, weight_block, i, P)
-            async_copy.commit_group()
+        if SLOTS > 0:
+            for i in gl.static_range(CHUNKS):
+                rings = rings + (allocate_ring(planes, SLOTS, P),)
+        words = _begin_weights(planes, rings, tile, tiles, weight_block, thread & 31, SLOTS, P)
         if P.flags.pdl and EARLY:
             tl.extra.cuda.gdc_wait()
         for i in gl.static_range(AHEAD):
@@ -179,7 +216,8 @@ def _grouped_few_kernel(
         )  # fmt: skip
         scale = load_row_scales(output, token0, MMA, P)
         acc = _multiply_few(
-            planes, rings, x_rows, stages, ready, tiles, weight_block, token0, weight_scale, SLOTS, P, MMA, A
+            planes, rings, words, x_rows, stages, ready, tile, tiles, weight_block, token0, weight_scale, SLOTS, P,
+            MMA, A,
         )  # fmt: skip
         store_sums(acc, weight_block * (16 * P.warps), output, rows, weight_scale, MMA, P, token0, scale)
 
@@ -201,7 +239,11 @@ def launch_grouped_wgmma(
     # A tile of a gated unit is 8 columns of the result, whose padding is written too.
     tiles = results[0].shape[1] // 8 if output.activation else weights.expert_tiles
     weight_blocks = -(-tiles // geometry.warps)
-    kernel = _grouped_few_kernel if geometry.ring else _grouped_wgmma_kernel
+    kernel = (
+        _grouped_few_kernel
+        if takes_turns(geometry, part.layout, x.values.shape[1])
+        else _grouped_wgmma_kernel
+    )
     plan = wgmma_plan_grouped(
         geometry, part.layout, x.values.shape[1], blocks.grid(weight_blocks), flags, blocks.early
     )

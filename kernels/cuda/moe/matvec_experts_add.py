@@ -132,7 +132,8 @@ def _experts_add_kernel(
     tl.store(hidden_ptr + row * N + column, hidden, mask=inside)
     if norm_ptr is not None:
         out = QuantizedRow(out_high, out_low, out_scale, out_sums, squares_ptr, 0.0)
-        begin_norm(hidden, None, row, column, inside, norm_ptr, out, words_ptr, N, P.tiles)
+        block, blocks = tl.program_id(0), tl.num_programs(0)
+        begin_norm(hidden, None, row, column, inside, norm_ptr, out, words_ptr, N, block, blocks, P.tiles)
 
 
 @triton.jit
@@ -173,7 +174,7 @@ def matvec_experts_add(
     part, width, device = down.parts[0], down.expert_rows, residual.device
     if residual.shape != (rows, width) or not residual.is_contiguous():
         raise ValueError(f"residual must be contiguous {[rows, width]}, not {list(residual.shape)}")
-    hidden = torch.empty_like(residual)
+    hidden = residual.new_empty(residual.shape)
     if not isinstance(part, PackedPart):
         products = matvec_expert_rows(gated, routing, down, pdl)
         _weigh_rows_kernel[(triton.cdiv(width, 256), rows)](

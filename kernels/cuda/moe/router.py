@@ -1,7 +1,8 @@
 """The router of a mixture of experts: norm, router matmul, selection and weights, in fp32, for few rows in one launch.
 
 Programs share the experts of some rows: each computes the logits of a few experts, row after row. With few rows, the
-last program of a row to arrive selects its experts; with many, a second launch selects for all rows. A logit is summed
+last program of a row waits for the others' logits, as words (gemv/matvec_program.py), and selects its experts; with
+many, a second launch selects for all rows. A logit is summed
 over 512 lanes, lane j taking columns j, j + 512, ..., then over the lanes: the order follows from the width alone, so
 that a row's bits are the same for any number of rows.
 Defined in kernels/moe/router.py, kernels/rms_norm.py.
@@ -15,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
+from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch, taken_words
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
-from quengine.kernels.cuda.moe.router_choice import RouterConstants, choose
+from quengine.kernels.cuda.moe.router_choice import RouterConstants, choose, places
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.rms_norm import RMSNorm
@@ -128,7 +129,7 @@ def _logits(x_ptr, w_ptr, norm_ptr, line, live, weights, x, row, eps, P: tl.cons
 @DirectLaunch
 @triton.jit
 def _route_kernel(
-    x_ptr, norm_ptr, w_ptr, gate_ptr, bias_ptr, selection_ptr, forced_ptr, scale_ptr, logits_ptr, arrivals_ptr,
+    x_ptr, norm_ptr, w_ptr, gate_ptr, bias_ptr, selection_ptr, forced_ptr, scale_ptr, logits_ptr, words_ptr,
     experts_ptr, weights_ptr, shared_ptr, rows, eps, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Program (block of rows, block of experts)."""
@@ -161,17 +162,22 @@ def _route_kernel(
         if ROWS > 1:
             later = _row_steps(x_ptr, row + 1, rows, P)
         y = _logits(x_ptr, w_ptr, norm_ptr, line, live, weights, x, row, eps, P)
-        tl.store(logits_ptr + row * LOGITS + column, y, mask=number < end)
+        if P.chooses:
+            tl.store(words_ptr + row * LOGITS + column, y.to(tl.int32, bitcast=True), mask=number < end)
+        else:
+            tl.store(logits_ptr + row * LOGITS + column, y, mask=number < end)
         x = later
-    if P.chooses:
-        tl.debug_barrier()  # all warps' stores come before the atomic that publishes them
-        arrived = tl.atomic_add(arrivals_ptr + row0, 1, sem="acq_rel", scope="gpu")
-        if arrived == P.blocks - 1:
-            choose(
-                logits_ptr, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr,
-                row0, LOGITS, P.gate, C,
-            )  # fmt: skip
-            tl.store(arrivals_ptr + row0, 0)
+    if P.chooses and block == P.blocks - 1:
+        # It waits only for programs of lower numbers, which have started before it.
+        expert, real = places(C)
+        logits = taken_words(words_ptr + row0 * LOGITS + expert, real)
+        gate = logits
+        if P.gate:
+            gate = taken_words(words_ptr + row0 * LOGITS + P.count + tl.arange(0, 1), tl.arange(0, 1) == 0)
+        choose(
+            logits, gate, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr,
+            row0, P.gate, C,
+        )  # fmt: skip
 
 
 @DirectLaunch
@@ -182,9 +188,16 @@ def _choose_kernel(
 ):  # fmt: skip
     """One program per row."""
     launch_then_wait(P.pdl)
+    row = tl.program_id(0)
+    logits_ptr += row * P.logits
+    expert, real = places(C)
+    logits = tl.load(logits_ptr + expert, mask=real, other=0.0)
+    gate = logits
+    if P.gate:
+        gate = tl.load(logits_ptr + P.count + tl.arange(0, 1))
     choose(
-        logits_ptr, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr,
-        tl.program_id(0), P.logits, P.gate, C,
+        logits, gate, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr, row,
+        P.gate, C,
     )  # fmt: skip
 
 
@@ -213,7 +226,7 @@ def route(
     constants = RouterConstants.of(router.kind, count, joined)
     _route_kernel[(triton.cdiv(rows, program.rows), program.blocks)](
         x, norm.weight, router.weight, router.shared_gate, router.bias, router.selection_bias, experts,
-        router.expert_scale, room.values, room.arrivals, routing.experts, routing.weights, routing.shared, rows,
+        router.expert_scale, room.values, room.words, routing.experts, routing.weights, routing.shared, rows,
         norm.eps, P=program, C=constants,
         num_warps=_WARPS, launch_pdl=pdl,
     )  # fmt: skip
@@ -226,8 +239,8 @@ def route(
 
 
 def scratch_width(rows: int, router: Router) -> int:
-    """Values of the scratch for `rows` rows: logits, and a counter for every 32 of them."""
-    return rows * max(32, router.weight.shape[0] + 1)
+    """Values of the scratch for `rows` rows: their logits."""
+    return rows * (router.weight.shape[0] + 1)
 
 
 def _program(rows: int, router: Router, pdl: bool) -> RouterProgram:

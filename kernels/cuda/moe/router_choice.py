@@ -147,29 +147,34 @@ def _weights(scores, chosen, C: tl.constexpr):
 
 
 @triton.jit
-def choose(
-    logits_ptr, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr, row, stride,
-    GATE: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Stores the routing of row `row` of logits [T, stride]: its experts, unless `forced`, in ascending
-    order, their weights, times those at scale_ptr [experts], if any, and with GATE the weight of the shared expert, at
-    shared_ptr, or, if joined, after those of the others.
-    """
+def places(C: tl.constexpr):
+    """The experts at all places, groups outermost, each padded to a power of two, and whether there is one."""
     SIZE: tl.constexpr = C.padded_size
     PLACES: tl.constexpr = C.padded_groups * C.padded_size
-    USED: tl.constexpr = C.used
     place = tl.arange(0, PLACES)
     expert = place // SIZE * C.group_size + place % SIZE
-    real = (place % SIZE < C.group_size) & (expert < C.count)
-    # Other programs wrote these: bypass this multiprocessor's L1.
-    logits = tl.load(logits_ptr + row * stride + expert, mask=real, other=float("-inf"), cache_modifier=".cg")
+    return expert, (place % SIZE < C.group_size) & (expert < C.count)
+
+
+@triton.jit
+def choose(
+    logits, gate, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr, row,
+    GATE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Stores the routing of row `row`, of its logits at their `places`: its experts, unless `forced`, in ascending
+    order, their weights, times those at scale_ptr [experts], if any, and with GATE, by its logit `gate` [1], the weight
+    of the shared expert, at shared_ptr, or, if joined, after those of the others.
+    """
+    USED: tl.constexpr = C.used
+    expert, real = places(C)
+    logits = tl.where(real, logits, float("-inf"))
     if bias_ptr is not None:
         logits += tl.load(bias_ptr + expert, mask=real, other=0.0)
     scores = _scores(logits, real, C)
     if forced_ptr is None:
         chosen = _chosen(scores, expert, real, selection_ptr, C)
     else:
-        chosen = place < 0
+        chosen = expert < 0
         for slot in range(USED):
             chosen |= expert == tl.load(forced_ptr + row * USED + slot)
         chosen &= real
@@ -183,8 +188,7 @@ def choose(
     tl.store(weights_ptr + at, weights, mask=chosen)
     share = 1.0
     if GATE:
-        logit = tl.load(logits_ptr + row * stride + C.count, cache_modifier=".cg")
-        share = 1.0 / (1.0 + tl.exp(-logit))
+        share = 1.0 / (1.0 + tl.exp(-tl.sum(gate, axis=0)))
     if C.joined:
         tl.store(experts_ptr + (row * C.width + USED), C.count)
         tl.store(weights_ptr + (row * C.width + USED), share)

@@ -144,9 +144,9 @@ def grouped_wgmma_geometry(part: PackedPart, cols: int, block: int, exact: bool)
 def _grouped_few(layout: PackedLayout, cols: int, block: int, exact: bool) -> WgmmaGeometry:
     """Geometry for blocks of few rows: with a ring buffer for the weights if that pays.
 
-    A ring buffer is used if four programs with one, and two sets of rows, fit a multiprocessor; if five fit, a
-    register limit lets them (4-bit signed codes would spill with it). MXFP4 gains by neither: it is bound by
-    instructions.
+    A ring buffer is used for 8 rows if four programs with one, and two sets of rows, fit a multiprocessor; if five
+    fit, a register limit lets them (4-bit signed codes would spill with it). Of more rows it takes longer; MXFP4 gains
+    by neither: it is bound by instructions.
     """
     few = WgmmaGeometry(4, 1, 2, False, 128, 256, block=block)
     if layout.format == "MXFP4":
@@ -154,7 +154,7 @@ def _grouped_few(layout: PackedLayout, cols: int, block: int, exact: bool) -> Wg
     ring = 3
     slot = few.warps * layout.chunk_bytes * few.columns // layout.chunk
     programs = _SHARED_BYTES // (_RESERVED_BYTES + few.stages * 2 * few.columns * block + ring * slot)
-    if programs < 4 or cols <= few.columns:
+    if block > 8 or programs < 4 or cols <= few.columns:
         return few
     five = programs >= 5 and not exact and not (layout.bits == 4 and layout.offset)
     return replace(few, ring=ring, registers=96 if five else 128)

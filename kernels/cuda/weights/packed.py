@@ -5,8 +5,9 @@ padding: rows to 16, columns to 128). Plain floats are stored unchanged.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from quengine.kernels.cuda.weights.layout import (
     ScaleKind,
     packed_layout,
 )
+from quengine.kernels.cuda.weights.row_change import RowChange
 from quengine.kernels.quant_tensor import QuantTensor
 
 _WEIGHTS_AT_A_TIME = 1 << 25
@@ -91,11 +93,13 @@ class PackedWeight:
     """A matrix [rows, cols] applied to one input: parts side by side along the rows, in order.
 
     `paired`: rows r and r + 8 of a tile are row i of the first half and row i of the second half of the matrix (gate
-    and up), so that one thread holds both. Outputs are in the original order.
+    and up), so that one thread holds both. Outputs are in the original order. `change`: what adapters add to the
+    product of the one row that it is multiplied with.
     """
 
     parts: tuple[PackedPart | FloatPart, ...]
     paired: bool = False
+    change: RowChange | None = None
 
     @property
     def rows(self) -> int:
@@ -227,6 +231,64 @@ def _tile_rows(data: Sequence[Tensor], count: int) -> list[Tensor]:
     return [block[row : row + count] for block in data for row in range(0, len(block), count)]
 
 
+class PartBounds(NamedTuple):
+    """`weight_scale` and `norm` of a PackedPart."""
+
+    scale: float
+    norm: float
+
+
+@dataclass(frozen=True)
+class WeightBounds:
+    """Bounds on weights, fp32 on the device: on |w|, and on the 2-norm of a row."""
+
+    peak: Tensor
+    norm: Tensor
+
+    @classmethod
+    def none(cls, device: torch.device | str) -> "WeightBounds":
+        """Of no weights."""
+        zero = torch.zeros((), device=device)
+        return cls(zero, zero)
+
+    @classmethod
+    def of(cls, groups: Groups) -> "WeightBounds":
+        bounds = _bounds(groups)
+        return cls(bounds.amax(), bounds.square().sum(1).mul(groups.group).sqrt().amax())
+
+    def __or__(self, other: "WeightBounds") -> "WeightBounds":
+        return WeightBounds(torch.maximum(self.peak, other.peak), torch.maximum(self.norm, other.norm))
+
+    def read(self) -> PartBounds:
+        return PartBounds(_weight_scale(float(self.peak)), float(self.norm))
+
+
+def empty_part(
+    like: QuantTensor,
+    rows: int,
+    bounds: PartBounds,
+    allocate: Callable[[int], Tensor],
+    device: torch.device,
+) -> PackedPart | FloatPart:
+    """A part of `rows` rows in the format and width of `like`, whose memory `allocate` gives: uint8 of a number of
+    bytes, on the device. Zeros there are weights of 0."""
+    if not like.format.is_quantized:
+        kind = _FLOATS[like.format.name]
+        return FloatPart(allocate(rows * like.cols * kind.itemsize).view(kind).view(rows, like.cols))
+    layout = packed_layout(like.format, like.cols)
+    tiles, chunks = -(-rows // TILE_ROWS), -(-like.cols // layout.chunk)
+    low, high, scales, supers = (
+        allocate(tiles * chunks * size).view(tiles, chunks, size) for size in _plane_bytes(layout)
+    )
+    high = device_book(like.format.book, device) if layout.book else high
+    return PackedPart(layout, rows, like.cols, low, high, scales, supers, *bounds)
+
+
+def _plane_bytes(layout: PackedLayout) -> tuple[int, int, int, int]:
+    """Bytes of a unit, a tile's chunk, in each plane."""
+    return layout.low_bytes, layout.high_bytes, layout.scale_bytes, layout.super_bytes
+
+
 class _Planes:
     """The planes of one part, filled some rows at a time to limit temporary memory. on_host: see `pack_on_host`."""
 
@@ -238,15 +300,8 @@ class _Planes:
         self.chunks = -(-self.cols // self.layout.chunk)
         self.tiles = -(-rows // TILE_ROWS)
         self.filled = 0
-        self.peak = torch.zeros((), device=device)
-        self.norm = torch.zeros((), device=device)
-        sizes = (
-            self.layout.low_bytes,
-            self.layout.high_bytes,
-            self.layout.scale_bytes,
-            self.layout.super_bytes,
-        )
-        shapes = [(self.tiles, self.chunks, size) for size in sizes]
+        self.bounds = WeightBounds.none(device)
+        shapes = [(self.tiles, self.chunks, size) for size in _plane_bytes(self.layout)]
         if on_host:
             self.planes = [_host_memory(shape, torch.device(device)) for shape in shapes]
         else:
@@ -260,9 +315,7 @@ class _Planes:
             if values is not None:
                 plane[filled] = values.reshape(tiles, self.chunks, -1)
         self.filled += tiles
-        bounds = _bounds(groups)
-        self.peak = torch.maximum(self.peak, bounds.amax())
-        self.norm = torch.maximum(self.norm, bounds.square().sum(1).mul(groups.group).sqrt().amax())
+        self.bounds |= WeightBounds.of(groups)
 
     def finish(self) -> PackedPart:
         if self.filled != self.tiles:
@@ -278,8 +331,7 @@ class _Planes:
             high,
             scales,
             supers,
-            _weight_scale(float(self.peak)),
-            float(self.norm),
+            *self.bounds.read(),
         )
 
     def _planes_of(self, groups: Groups) -> tuple[Tensor | None, ...]:

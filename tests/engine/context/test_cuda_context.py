@@ -27,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_synthetic(tmp_path_factory.mktemp("context") / "tiny.gguf", "tiny")
 
 
-@pytest.fixture(scope="module", params=["f16", "q8_0"])
+@pytest.fixture(scope="module", params=["f16", "q8_0", "q4_0"])
 def llm(path: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     with LLM(path, "cuda", CTX, parallel=3, deterministic=True, cache_type=request.param) as loaded:
         yield loaded

@@ -86,6 +86,7 @@ def restore(llm: LLM, file: Path) -> int:
         ("path", {"deterministic": True}),
         ("windowed", {"chunk_size": 32}),
         ("windowed", {"chunk_size": 32, "cache_type": "q8_0"}),
+        ("windowed", {"chunk_size": 32, "cache_type": "q4_0"}),
     ],
 )
 def test_a_restored_prompt_is_not_computed_again_and_gives_the_same_text(

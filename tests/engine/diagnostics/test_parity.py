@@ -339,6 +339,13 @@ def test_sides_that_do_not_say_which_model_are_an_error(
         parse_sides(a, b, model)
 
 
+def test_a_side_may_have_its_experts_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    on("cpu", monkeypatch)
+    a, b = parse_sides("cpu", "m.gguf@cuda:moe", "m")
+    assert (a.device, a.cpu_moe) == ("cpu", False)
+    assert (b.model, b.device, b.cpu_moe) == ("m.gguf", "cuda", True)
+
+
 def test_the_reference_has_its_own_budget() -> None:
     assert budgets_for("reference", "cpu") == budgets_for("reference", "cuda") == REFERENCE_BUDGETS
     assert budgets_for("cpu", "cuda") == DEVICE_BUDGETS
@@ -478,6 +485,9 @@ def test_a_q8_0_cache_widens_the_budgets_of_whole_passes_only() -> None:
     plain, wide = budgets_for("reference", "cpu"), budgets_for("reference", "cpu", "q8_0")
     assert wide.keys() == plain.keys()
     assert all(wide[name].nmse_p99 == pytest.approx(100 * plain[name].nmse_p99) for name in plain)
+    coarse = budgets_for("reference", "cpu", "q4_0")
+    assert all(coarse[name].nmse_median == pytest.approx(2000 * plain[name].nmse_median) for name in plain)
+    assert all(coarse[name].nmse_max <= 0.5 for name in plain)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ from quengine.diagnostics.parity.parity_metrics import (
     Budget,
     Comparison,
     compare_greedy,
-    nmse_rows,
+    nmse_cached,
     paired_blocks,
     percentile,
     position_differences,
 )
+from quengine.kernels.kv.kv_codes import SCALE_STEP, quantize_rows, unpack_codes
 
 VOCAB = 97
 BUDGET = Budget(nmse_median=5e-8, nmse_p99=1e-6, nmse_max=1e-4)
@@ -220,7 +221,7 @@ def test_cached_rows_are_compared_by_position_and_a_broken_one_is_infinitely_wro
     b[1] *= 1.5
     b[2, 0, 0] = math.nan
     comparison = compared(logits(4), logits(4))
-    comparison.add_cached(a, b)
+    comparison.add_cached([a], [b])
     metrics = comparison.metrics()
     assert (metrics.cached_median, metrics.cached_p99) == (0, math.inf)
     found = metrics.excesses(BUDGET)
@@ -230,4 +231,19 @@ def test_cached_rows_are_compared_by_position_and_a_broken_one_is_infinitely_wro
 def test_codes_one_apart_are_both_right() -> None:
     a = torch.tensor([[10, -20, 30], [10, -20, 30]], dtype=torch.int8)
     b = torch.tensor([[11, -21, 30], [12, -20, 30]], dtype=torch.int8)
-    assert nmse_rows(a, b, a).tolist() == [0.0, pytest.approx(1 / 1400)]
+    scales = torch.ones(2, 1)
+    of_codes, of_scales = nmse_cached([a, scales], [b, 1.5 * scales])
+    assert of_codes.tolist() == [0.0, pytest.approx(1 / 1400)] and of_scales.tolist() == [0.25, 0.25]
+
+
+def test_values_of_4_bits_that_a_code_parts_are_both_right() -> None:
+    """With scales of either sign, or of the next size; not with codes two apart, or a scale three steps off."""
+    x = torch.randn(3, 1, 64, generator=torch.Generator().manual_seed(1))
+    x[:, :, 5::32], x[:, :, 9::32] = 4.0, -4.0
+    codes, scales = quantize_rows(x, 4)
+    turned = (8 - unpack_codes(codes).int()).clamp(max=15)
+    near, far = turned.unflatten(-1, (-1, 2, 16)).unbind(-2)
+    other = (near | far << 4).flatten(-2).to(torch.uint8), -scales * (1 + SCALE_STEP)
+    assert not any(errors.any() for errors in nmse_cached([codes, scales], other))
+    of_values, of_scales = nmse_cached([codes, scales], [codes ^ 32, scales * (1 + 3 * SCALE_STEP)])
+    assert of_values.all() and of_scales.all()

@@ -49,7 +49,7 @@ def test_the_definition_and_the_cpu_pass() -> None:
 
 def test_there_is_a_check_of_every_cache_type_and_of_norms() -> None:
     assert {name.split()[0] for name in OPERATIONS} == {"RMSNorm", "LayerNorm", "attention"}
-    assert {name.split()[1] for name in ATTENTIONS} == {"f16", "q8_0"}
+    assert {name.split()[1] for name in ATTENTIONS} == {"f16", "q8_0", "q4_0"}
 
 
 def test_a_position_off_by_one_fails_in_attention_and_its_cache() -> None:

@@ -158,7 +158,7 @@ def test_a_missing_folder_is_named_before_the_computation(dense: LLM, tmp_path: 
 
 def test_an_expert_without_tokens_counts_once(models: dict[str, Path]) -> None:
     with LLM(str(models["experts"]), device="cpu", ctx_size=32) as llm:
-        collector = Collector(llm)
+        collector = Collector(llm.loaded.decoder, llm.loaded.checkpoint.tensors, llm.ctx_size)
         with collector.collecting():
             sequence = llm.embedding_sequence(llm.encode("a"), "last")
             llm.add(sequence)
@@ -166,7 +166,26 @@ def test_an_expert_without_tokens_counts_once(models: dict[str, Path]) -> None:
                 llm.step()
             llm.end_step()
         unused = [int((each == 0).sum()) for name, each in collector.counts.items() if "_up_exps" in name]
-    assert sum(unused) > 0 and _untouched(collector) == sum(unused)
+    assert sum(unused) > 0 and _untouched(collector.sums()) == sum(unused)
+
+
+def test_devices_with_whole_layers_have_the_sums_of_one(models: dict[str, Path], tmp_path: Path) -> None:
+    """Also where text is read between the chunks; parts of layers are refused."""
+    files = tmp_path / "one.gguf", tmp_path / "two.gguf"
+    model = str(models["experts"])
+    imatrix(model, TEXT, files[0], 32, chunks=3, device="cpu")
+    shared = {"device": "cpu", "tensor_parallel": 2, "threads": 2, "ctx_size": 32}
+    with LLM(model, split="layer", **shared) as llm:
+
+        def read_more(_: object) -> None:
+            llm.embed("a text of another request")
+
+        found = imatrix(llm, TEXT, files[1], 32, chunks=3, save_every=2, progress=read_more)
+    assert files[0].read_bytes() == files[1].read_bytes() and found.tensors > 0
+    sizes = ModelSizes(feed_forward=128, heads=2, kv_heads=2, head_dim=32)
+    wide = str(write_tiny(tmp_path / "wide.gguf", kind="F32", sizes=sizes))
+    with LLM(wide, **shared) as llm, pytest.raises(EngineError, match="give them whole layers with --split"):
+        imatrix(llm, TEXT, files[1], 32)
 
 
 def test_nothing_is_left_of_a_run_that_fails(
@@ -237,8 +256,16 @@ def test_matrices_have_values(architecture: str, folder: Path) -> None:
 
 
 def test_chunks_must_be_there(dense: LLM, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="chunks must be at least 1"):
-        imatrix(dense, TEXT, tmp_path / "out.gguf", 32, chunks=0)
+    for given, problem in (
+        ({"chunks": 0}, "chunks 0: must be 1 or more"),
+        ({"from_chunk": -1}, "from_chunk -1: must be 0 or more"),
+        ({"from_chunk": 10**6}, "from chunk 1000000: the text has .* chunks of 32 tokens"),
+    ):
+        with pytest.raises(EngineError, match=problem):
+            imatrix(dense, TEXT, tmp_path / "out.gguf", 32, **given)
+    for text, problem in ((TEXT, "a text, and no model to read it"), ("", "neither a text nor files to add")):
+        with pytest.raises(EngineError, match=problem):
+            imatrix(None, text, tmp_path / "out.gguf")
 
 
 @pytest.mark.gpu

@@ -3,7 +3,8 @@
 A "graph" is the step itself, run again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from torch import Tensor
 from quengine.block_pool import CachePool
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.cuda.lora.backend import AdaptedCuda
+from quengine.kernels.lora.change import LowRank
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
+from quengine.loading.open_adapters import adapters_of
 from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import Stage
@@ -27,6 +31,7 @@ from quengine.models.tensor_split import Rank
 from quengine.parallel import cached_rows
 from quengine.parallel.cached_rows import read_cached, write_cached
 from quengine.parallel.steps import run
+from quengine.request.adapter_scales import Scales
 from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.request.text_stream import TextStream
@@ -39,6 +44,7 @@ from quengine.step_plan import GivenRows, SequenceRows, StepPlan, forward_batch
 from tests.engine.parallel.rank_threads import Meeting, ThreadCommunicator, ThreadGroup
 from tests.engine.steps import decode, with_slots
 from tests.gguf_builder import ModelSizes
+from tests.models.adapters import random_adapters
 from tests.tiny_models import write_tiny
 
 ON_GPU = torch.cuda.is_available()
@@ -92,14 +98,17 @@ def runner_of(
     communicator: Communicator = ONE_RANK,
     by_expert: bool = False,
     stage: Stage | None = None,
+    lora: Seq[Mapping[str, LowRank]] = (),
 ) -> ModelRunner:
-    """`stage`: the ranks have whole layers."""
+    """`stage`: the ranks have whole layers. lora: the changes of adapters."""
     checkpoint = open_checkpoint(path)
     if stage is not None:
         checkpoint = SplitCheckpoint(checkpoint, stage)
     elif communicator.size > 1:
         checkpoint = SplitCheckpoint(checkpoint, Rank(communicator.rank, communicator.size, by_expert))
-    backend = CudaBackend(DEVICE)
+    if isinstance(checkpoint, SplitCheckpoint):
+        lora = [checkpoint.changes(each) for each in lora]
+    backend = AdaptedCuda(adapters_of(checkpoint, lora), DEVICE) if lora else CudaBackend(DEVICE)
     backend.communicator = communicator
     decoder = Decoder(checkpoint.config, checkpoint.tensors, backend, CTX, CTX)
     cache = KVCache.allocate(checkpoint.config, CTX, DEVICE, pools=[CachePool(5)])
@@ -114,13 +123,14 @@ def runner_of(
     return ModelRunner(decoder, cache, graphs, DeviceDecoder(graphs))
 
 
-def tokens_of(runner: ModelRunner, params: SamplingParams) -> list[int]:
+def tokens_of(runner: ModelRunner, params: SamplingParams, scales: Scales | None = None) -> list[int]:
     """A prompt of three tokens and those that follow it, the first with the prompt and others in captured steps."""
     sampler = Sampler(params, runner.decoder.config.vocab_size)
-    sequence = Sequence([5, 6, 7], params, sampler, TextStream(lambda _: b""), frozenset(), CTX)
+    stream = TextStream(lambda _: b"")
+    sequence = Sequence([5, 6, 7], params, sampler, stream, frozenset(), CTX, adapters=scales)
     sequence.block_tables = tuple(TABLES)
     with_slots([sequence])
-    prompt = runner.launch(StepPlan.prefill([sequence], [SequenceRows([5, 6, 7], 0, TABLES)]))
+    prompt = runner.launch(StepPlan.prefill([sequence], [SequenceRows([5, 6, 7], 0, TABLES, None, scales)]))
     for number in range(3):
         (result,) = decode(runner, [sequence]) if number else prompt.results()
         assert isinstance(result, Sample)
@@ -193,6 +203,31 @@ def test_two_ranks_choose_the_tokens_of_one(
     a, b = leader.graphs, follower.graphs
     assert isinstance(a, CudaGraphs) and isinstance(b, CudaGraphs)
     assert a.inputs.all.equal(b.inputs.all) and a.captured == b.captured
+
+
+@pytest.mark.parametrize("by_layers", [False, True])
+def test_two_ranks_have_their_parts_of_adapters(tmp_path: Path, by_layers: bool) -> None:
+    """Scales that a slot has go to the other rank, and those of the sequence before it do too."""
+    path = write_model(tmp_path, "qwen2", blocks=2)
+    stems = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output")
+    made = random_adapters(open_checkpoint(path).tensors, stems, (4, 3)).changes
+    lora = [{name: each[n] for name, each in made.items() if each[n] is not None} for n in range(2)]
+    params = SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)
+    one = runner_of(path, lora=lora)
+    wanted = [tokens_of(one, params, scales) for scales in ((1.0, 0.0), (-0.5, 1.0), None)]
+    meeting = Meeting(2)
+    stages = [Stage(rank, (0, 1, 2)) if by_layers else None for rank in range(2)]
+    leader, follower = (
+        runner_of(path, ThreadCommunicator(rank, meeting), stage=stages[rank], lora=lora) for rank in range(2)
+    )
+    group: Any = ThreadGroup(meeting, partial(run, follower))
+    leader.lead(group)
+    try:
+        for scales, tokens in zip(((1.0, 0.0), (-0.5, 1.0), None), wanted, strict=True):
+            assert tokens_of(leader, params, scales) == tokens
+    finally:
+        group.end()
+    assert wanted[0] != wanted[2]
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen2moe", "cohere2"])

@@ -11,12 +11,14 @@ from quengine.parallel.wire import (
     Configure,
     CopyBlocks,
     LaunchDecode,
+    ObserveInputs,
     PlannedStep,
     Prompts,
     RankPlan,
     ReadCache,
     ToRank,
     WriteCache,
+    WriteSums,
 )
 from quengine.runners.graph_keys import GraphKey, SamplingKind
 from quengine.step_plan import SequenceRows
@@ -38,6 +40,8 @@ ROWS = [
         PlannedStep("prefill", ROWS, "tokens", slots=[0, 3, 1], kind=SamplingKind(1, False, True)),
         ReadCache(3, 70000),
         WriteCache(0, 4),
+        ObserveInputs("run", on=True),
+        WriteSums("/tmp/sums"),
         ChooseExperts({3: [[0, 2], [1, 5]], 0: []}),
         LaunchDecode(
             GraphKey("decode", 4, 4, SamplingKind(64, bias=True, penalties=False)), {7: 1, 100000: 0}

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +84,66 @@ def test_host_memory_that_is_too_small_is_refused_with_numbers() -> None:
         CannotRunError, match=r"first 7 layers need 2\.00 GiB, free 1\.00 GiB; lower --n-cpu-moe"
     ):
         ExpertPlacement(7, {3: 1 << 30, 6: 1 << 30, 7: 1 << 30}).check_host_memory(1 << 30)
+
+
+PLACED = ExpertPlacement(2, {0: 3200, 1: 6400, 2: 6400}, 0, 32)
+"""Two layers of three, with 32 experts of 300 bytes together."""
+
+
+@pytest.mark.parametrize(
+    ("options", "room", "held", "streams"),
+    [
+        ({}, 0, 0, False),
+        ({}, 309 * 5, 4, False),
+        ({}, 309 * 4, 0, False),
+        ({}, 25999, 32, False),
+        ({}, 26000, 32, True),
+        ({"gpu_experts": 5}, 0, 5, False),
+        ({"gpu_experts": 5}, 13000 + 309 * 6, 5, True),
+        ({"gpu_experts": 99}, 309 * 33, 32, False),
+        ({"gpu_experts": 0}, 13000, 0, True),
+        ({"deterministic": True}, 1 << 20, 0, False),
+    ],
+    ids=lambda value: str(value),
+)
+def test_experts_on_the_device_follow_options_and_room(
+    options: dict[str, Any], room: int, held: int, streams: bool
+) -> None:
+    placed = PLACED.holding(EngineConfig(cpu_moe=True, **options), 4, room)
+    assert (placed.held, placed.streams) == (held, streams)
+    assert placed.shared_bytes == (309 * (held + 1) if held else 0) + (13000 if streams else 0)
+
+
+def test_experts_of_models_without_a_place_in_host_memory_are_left_alone() -> None:
+    assert ExpertPlacement(0, PLACED.sizes, 0, 32).holding(EngineConfig(), 4, 1 << 20).held == 0
+
+
+def test_the_note_says_how_many_the_device_holds() -> None:
+    note = dataclasses.replace(PLACED, held=5).note()
+    assert note == (
+        "experts of 2 of 3 layers, 0.0 MiB, stay in host memory; the CPU computes them, but for the 5 of each layer "
+        "used most, which the GPU holds"
+    )
+    assert (
+        dataclasses.replace(PLACED, held=32)
+        .note()
+        .endswith("steps are faster without --cpu-moe and --n-cpu-moe")
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({}, "gpu_experts 3: no experts are in host memory, so the GPU has all; request it with --cpu-moe"),
+        (
+            {"cpu_moe": True, "deterministic": True},
+            "gpu_experts 3: with --deterministic a row's bits may not",
+        ),
+        ({"cpu_moe": True, "tensor_parallel": 2}, "gpu_experts 3: 2 devices share the model"),
+    ],
+)
+def test_experts_on_the_device_are_refused_where_they_have_no_meaning(
+    options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(EngineError, match=problem):
+        EngineConfig(gpu_experts=3, **options)

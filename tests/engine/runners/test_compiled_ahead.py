@@ -1,6 +1,10 @@
 """What a first request would wait for, kernel by kernel, is compiled ahead: prompts of every length, alone and in steps
 of several, and their captured steps."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.fork_server import without_interpreter
@@ -197,3 +201,31 @@ def test_no_draft_waits_for_the_compiler() -> None:
         "join_kernel",
     ):
         assert kernel in names
+
+
+FIRST = """
+import sys
+from quengine.block_pool import CachePool
+from quengine.kernels.cuda.launch.gpu import Gpu
+from quengine.kernels.cuda.launch.record_kernels import record_kernels
+from quengine.models.synthetic.presets import PRESETS
+from quengine.models.synthetic.synthetic import tensor_type
+from quengine.models.tensor_table import required_tensors
+from quengine.runners.compile_kernels import KernelPlan, compile_stages
+
+spec = PRESETS["mistral-7b-2l"]
+config = spec.config()
+tensors = {name: (tensor_type(spec, name, shape), shape) for name, shape in required_tensors(config).items()}
+plan = KernelPlan(config, tensors, 4096, [CachePool(128)], 2048, "f16", 1, 2048)
+first = compile_stages(plan)[:2]
+assert len(record_kernels(first, Gpu("", (9, 0)))) > 12
+late = [name for name in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes") if name in sys.modules]
+assert not late, late
+"""
+
+
+def test_the_kernels_of_a_first_request_are_known_before_torchs_compiler_is_imported() -> None:
+    """Which takes as long as torch itself, while nothing is compiled yet: in a process that has imported neither."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

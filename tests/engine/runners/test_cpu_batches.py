@@ -161,7 +161,8 @@ def heard(sequence: Sequence) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("model", "cache_type"), [("mixed", "f16"), ("mixed", "q8_0"), ("window", "q8_0"), ("qwen3", "f16")]
+    ("model", "cache_type"),
+    [("mixed", "f16"), ("mixed", "q8_0"), ("window", "q8_0"), ("qwen3", "f16"), ("mixed", "q4_0")],
 )
 def test_logits_in_batches_are_those_of_each_sequence_alone(
     tmp_path: Path, model: str, cache_type: CacheType

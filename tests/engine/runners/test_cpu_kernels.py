@@ -5,15 +5,26 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 
 from quengine import LLM, SamplingParams
+from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.cpu.runtime import kernel_table
 from quengine.kernels.cpu.runtime.code_store import CodeStore, code_store
 from quengine.kernels.cpu.runtime.kernel_table import KernelName
+from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.kv.cache_types import CACHE_TYPES
+from quengine.kernels.offload.split_experts import SplitExperts
+from quengine.models.architectures import layers_of
+from quengine.models.blocks.experts import Experts
 from quengine.models.checkpoint import open_checkpoint
+from quengine.models.experts import MixtureOfExperts
+from quengine.models.layers import LayerTensors
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.runners import cpu_kernels
 from tests.quick_python import run
@@ -38,13 +49,45 @@ def test_requests_of_every_kind_ask_for_no_other_kernel(
     known = cpu_kernels.kernels_of(checkpoint)
     checkpoint.close()
     asked.clear()  # the threads that compute have kernels of their own
-    for cache_type in ("f16", "q8_0"):
+    for cache_type in CACHE_TYPES:
         options = {"ctx_size": 256, "cache_type": cache_type, "parallel": 3, "draft_ngram": 2}
         with LLM(path, "cpu", **options) as llm:
             ids = llm.encode("the cat sat on the mat and the cat sat")
             llm.generate([ids, ids[:5], ids[:1]], GREEDY)
             llm.generate([ids, ids[:5], ids[:1]], SAMPLED)
     assert len(asked) > 20 and asked <= set(known)
+
+
+@pytest.mark.cuda_kernel
+@pytest.mark.parametrize("preset", ["mixtral-tiny", "gpt-oss-tiny"])
+def test_experts_in_host_memory_ask_for_no_other_kernel(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[KernelName] = set()
+    kernel = kernel_table.kernel
+
+    def noted(*name: str | bool) -> int:
+        asked.add(name)
+        return kernel(*name)
+
+    monkeypatch.setattr(kernel_table, "kernel", noted)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    checkpoint = open_checkpoint(write_synthetic(tmp_path / "m.gguf", preset))
+    known, config = cpu_kernels.kernels_of_experts(checkpoint), checkpoint.config
+    asked.clear()
+    assert config.experts is not None
+    sizes = config.embedding_length, config.experts.router.used, config.experts.count
+    experts = SplitExperts(CudaBackend(device), CpuBackend(2), 1, 64, *sizes)
+    (block, *_), tensors = layers_of(config), LayerTensors(checkpoint.tensors, 0, experts.device, 1e-6)
+    assert isinstance(block.feed_forward, Experts)
+    layer = MixtureOfExperts(block.feed_forward, tensors, experts.of_layer(0))
+    for phase, rows in product(("decode", "prefill"), (1, 3)):
+        ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        batch = ForwardBatch(phase, ids, ids.int(), ids[None, :, None].int())
+        y = layer(batch, torch.randn(rows, config.embedding_length, device=device), None)
+        assert isinstance(y, torch.Tensor) and y.isfinite().all()
+    checkpoint.close()
+    assert len(asked) > 8 and asked <= set(known)
 
 
 @pytest.mark.timeout(1500)  # a guard: beside a load of 10 processes of the lowest priority take long

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from quengine.serve.engine_metrics import CheckpointMetrics, ImageMetrics, ReplicaMetrics
+from quengine.serve.engine_metrics import CheckpointMetrics, ExpertMetrics, ImageMetrics, ReplicaMetrics
 from tests.engine.serve.serving import serving
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
@@ -27,6 +27,7 @@ def exposed() -> set[str]:
     for families in (
         ReplicaMetrics(lambda: [ones]),
         CheckpointMetrics(lambda: ones),
+        ExpertMetrics(lambda: ones),
         ImageMetrics(lambda: ones),
     ):  # type: ignore[arg-type,list-item]
         registry.register(families)  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ def rows_logits(llm: LLM, rows: list[tuple[int, int]], table: list[int]) -> Tens
     return logits[: len(rows)].cpu()
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0", "q4_0"])
 def test_rows_of_a_sequence_have_the_bits_that_they_have_one_by_one(
     path: Path, cache_type: CacheType
 ) -> None:

@@ -72,7 +72,7 @@ def batch_attention(
     """Attention of each sequence's newest token, q [B, H, hd], in the first cache group."""
     check_caches(q, layer)
     visible = BatchInputs(batch).visible(0, layer.k.shape[0], Seen(window))
-    out = torch.empty(*q.shape[:2], layer.v.shape[2])
+    out = torch.empty(*q.shape[:2], layer.value_dim)
     parts = torch.empty(part_bytes(visible, *out.shape[1:]), dtype=torch.uint8)
     run(attention_launches(q, layer, visible, scale, out, parts, sinks, cap))
     return out

@@ -39,6 +39,7 @@ from quengine.kernels.cpu.moe.operations import (
     prompt_experts_glu,
 )
 from quengine.kernels.cpu.ops import sampling as cpu_sampling
+from quengine.kernels.cpu.quantize.quantizers import COMPILED
 from quengine.kernels.cpu.runtime import compiled, kernel_table, target
 from quengine.kernels.cpu.step_recorder import recorded
 from quengine.kernels.forward_batch import Phase, decode_batch
@@ -51,6 +52,7 @@ from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.moe.router import route as definition_of_route
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.kernels.q_dot import q_dot
+from quengine.kernels.quantize.quantize import quantize
 from tests.kernels.cpu import tile_emulator
 from tests.kernels.cpu.cpu_runs import (
     STEP,
@@ -63,7 +65,7 @@ from tests.kernels.cpu.cpu_runs import (
     linear,
     route,
 )
-from tests.kernels.cpu.test_cpu_attention import definition
+from tests.kernels.cpu.test_cpu_attention import definition, restored
 from tests.kernels.gated_delta_steps import STEPS, Shape, expected, rows_of, spec_of, states
 from tests.kernels.weights import nmse, random_weight
 
@@ -86,7 +88,7 @@ def attention(
     q, mask = torch.randn(50, 4, 64, generator=generator), torch.ones(50, 50, dtype=torch.bool).tril()
     layer = allocate_layer(50, 2, 64, "cpu", cache_type)
     write_rows(layer, 0, *(torch.randn(50, 2, 64, generator=generator) for _ in range(2)))
-    return q, layer, definition(q, *read_rows(layer, slice(0, 50)), mask, 0.125)
+    return q, layer, restored(definition(q, *read_rows(layer, slice(0, 50)), mask, 0.125), layer)
 
 
 def errors() -> Iterator[tuple[str, float]]:
@@ -188,8 +190,16 @@ def check_sampling() -> None:
         assert cpu_sampling.sample(logits, **given) == sampling.sample(logits, **given)
 
 
+def check_quantizers() -> None:
+    rows = torch.randn(9, 512, generator=torch.Generator().manual_seed(5)) * 0.02
+    for name in ("IQ2_XXS", "IQ3_S", "Q5_K", "IQ4_XS"):
+        found = quantize(FORMATS[name], rows, rows[0].square(), COMPILED)
+        assert torch.equal(found, quantize(FORMATS[name], rows, rows[0].square())), name
+
+
 def check() -> None:
     check_sampling()
+    check_quantizers()
     hold(errors(), errors_of_gated_delta(), errors_of_experts())
 
 

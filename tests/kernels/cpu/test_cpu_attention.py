@@ -1,4 +1,4 @@
-"""CPU attention of one token over fp16 and q8_0 caches, against fp64."""
+"""CPU attention of one token over caches of every type, against fp64."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from quengine.kernels.backend import KVLayer
 from quengine.kernels.cpu import set_threads
 from quengine.kernels.cpu.runtime.threads import max_threads
 from quengine.kernels.forward_batch import decode_batch
-from quengine.kernels.kv.cache_types import CacheType
+from quengine.kernels.hadamard import hadamard
+from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
 from tests.kernels.cpu.cpu_runs import attend_token, batch_attention
 from tests.kernels.weights import nmse
@@ -41,6 +42,11 @@ def definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> T
     scores = torch.einsum("thd,nhd->htn", q.double(), k) * scale
     weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1)
     return torch.einsum("htn,nhd->thd", weights, v)
+
+
+def restored(out: Tensor, layer: KVLayer) -> Tensor:
+    """The weighted sums of stored values [..., hd], transformed back if these are transformed."""
+    return hadamard(out) if layer.format.hadamard else out
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width", "length", "first"), SHAPES)
@@ -101,13 +107,13 @@ def sinks_near(sink: float, heads: int) -> Tensor:
 
 @SINKS
 @pytest.mark.parametrize(("length", "first"), [(1, 0), (77, 76), (700, 0), (519, 100)])
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
 def test_sinks_are_in_the_denominator(cache_type: CacheType, length: int, first: int, sink: float) -> None:
     layer = allocate_layer(length + 3, 2, 64, "cpu", cache_type)
     write_rows(layer, 0, *(rows.float() for rows in random_cache(length + 3, 2, 64)))
     q, sinks = torch.randn(6, 64, generator=torch.Generator().manual_seed(1)) * 2, sinks_near(sink, 6)
     k, v = (rows.double() for rows in read_rows(layer, slice(first, length)))
-    expected = attention(q.double().unsqueeze(0), k, v, None, 0.125, sinks.double())[0]
+    expected = restored(attention(q.double().unsqueeze(0), k, v, None, 0.125, sinks.double())[0], layer)
     one = [attend_token(q, layer, length, 0.125, first, sinks) for n in (1, MANY) if not set_threads(n)]
     if sink == 1e4:
         assert not one[0].any() and expected.abs().max() < 1e-30
@@ -143,14 +149,15 @@ def test_decode_refuses_what_it_would_read_wrongly() -> None:
     ("heads", "kv_heads", "width", "length", "first"),
     [(9, 3, 64, 1, 0), (4, 1, 128, 700, 0), (6, 2, 96, 519, 100), (2, 2, 32, 258, 1)],
 )
-def test_a_q8_0_cache_gives_what_its_values_give(
-    heads: int, kv_heads: int, width: int, length: int, first: int
+@pytest.mark.parametrize("cache_type", ["q8_0", "q4_0"])
+def test_a_cache_of_codes_gives_what_its_values_give(
+    cache_type: CacheType, heads: int, kv_heads: int, width: int, length: int, first: int
 ) -> None:
-    layer = allocate_layer(length + 3, kv_heads, width, "cpu", "q8_0")
+    layer = allocate_layer(length + 3, kv_heads, width, "cpu", cache_type)
     write_rows(layer, 0, *(rows.float() for rows in random_cache(length + 3, kv_heads, width)))
     k, v = read_rows(layer, slice(first, length))
     q = torch.randn(heads, width, generator=torch.Generator().manual_seed(1)) * 2
     everything = torch.ones(1, length - first, dtype=torch.bool)
-    expected = definition(q.unsqueeze(0), k, v, everything, width**-0.5)[0]
+    expected = restored(definition(q.unsqueeze(0), k, v, everything, width**-0.5)[0], layer)
     one = [attend_token(q, layer, length, width**-0.5, first) for n in (1, MANY) if not set_threads(n)]
     assert nmse(one[0], expected) <= 1e-11 and torch.equal(one[0], one[1])

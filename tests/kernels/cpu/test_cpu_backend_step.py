@@ -178,7 +178,7 @@ def batch_of(tokens: list[int], positions: list[int], tables: Tensor) -> Forward
     )
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0", "q4_0"])
 @pytest.mark.parametrize("kind", ["Q8_0", "F16"])
 @pytest.mark.parametrize("name", list(MODELS))
 @torch.no_grad()
@@ -192,7 +192,8 @@ def test_a_step_has_the_bits_of_the_eager_path(name: str, kind: str, cache_type:
         model = Model(CpuBackend(threads), layers, kind, cache_type)
         model.fill(tables)
         eager = model.forward(batch_of(tokens, POSITIONS, tables))
-        assert nmse(eager, defined) < 1e-5
+        # a code of 4 bits that falls the other way moves a value by an eighth of its group's largest
+        assert nmse(eager, defined) < (1e-3 if cache_type == "q4_0" else 1e-5)
         written = [[tensor.clone() for tensor in cache.tensors] for cache in model.caches]
         buffers: dict[tuple[str, int], Tensor] = {}
         for rows in ([0, 1, 2, 3, 4], [1], [3, 1]):

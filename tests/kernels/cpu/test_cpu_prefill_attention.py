@@ -1,4 +1,4 @@
-"""CPU attention of a prompt's tokens over fp16 and q8_0 caches, against fp64."""
+"""CPU attention of a prompt's tokens over caches of every type, against fp64."""
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ from quengine.kernels.backend import KVLayer
 from quengine.kernels.cpu import prefill_attention, set_threads
 from quengine.kernels.cpu.gemm.amx import has_amx
 from quengine.kernels.cpu.runtime.threads import max_threads
-from quengine.kernels.kv.cache_types import CacheType
+from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
 from tests.kernels.cpu.cpu_runs import attend_chunk
-from tests.kernels.cpu.test_cpu_attention import SINKS, definition, sinks_near
+from tests.kernels.cpu.test_cpu_attention import SINKS, definition, restored, sinks_near
 from tests.kernels.weights import nmse
 
 MANY = max_threads()
@@ -35,10 +35,10 @@ def expected(q: Tensor, layer: KVLayer, start: int, window: int | None) -> Tenso
     end = start + q.shape[0]
     distance = torch.arange(start, end).unsqueeze(1) - torch.arange(end)
     mask = (distance >= 0) & (distance < (window or end))
-    return definition(q, *read_rows(layer, slice(0, end)), mask, q.shape[2] ** -0.5)
+    return restored(definition(q, *read_rows(layer, slice(0, end)), mask, q.shape[2] ** -0.5), layer)
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "start", "tokens", "window"),
     [
@@ -77,7 +77,7 @@ def test_soft_capped_scores(width: int) -> None:
 
 @SINKS
 @pytest.mark.parametrize("window", [None, 1, 100])
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("cache_type", CACHE_TYPES)
 def test_sinks_are_in_the_denominator_of_every_row(
     cache_type: CacheType, window: int | None, sink: float
 ) -> None:
@@ -86,7 +86,7 @@ def test_sinks_are_in_the_denominator_of_every_row(
     k, v = (rows.double() for rows in read_rows(layer, slice(0, 530)))
     distance = torch.arange(260, 530).unsqueeze(1) - torch.arange(530)
     mask = (distance >= 0) & (distance < (window or 530))
-    expected = attention(q.double(), k, v, mask, 0.125, sinks.double())
+    expected = restored(attention(q.double(), k, v, mask, 0.125, sinks.double()), layer)
     if sink == 1e4:
         assert not out.any() and expected.abs().max() < 1e-30
     else:

@@ -16,6 +16,7 @@ from quengine.kernels.cpu.runtime.stage import KernelStage
 from quengine.kernels.cpu.runtime.threads import Program
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation, glu
+from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeLayout, RopeSpec, rope_table
@@ -110,12 +111,15 @@ def test_rotation_and_cache_write_have_the_bits_of_the_definition(
 
 @pytest.mark.parametrize("layout", ["pairs", "halves"])
 @pytest.mark.parametrize(("rows", "start"), [(1, 31), (5, 9)])
-def test_q8_0_rows_have_the_bits_of_the_definition(layout: RopeLayout, rows: int, start: int) -> None:
-    spec = spec_of(layout, 64, 64)
-    qkv, batch = randn(rows, 8 * 64), chunk(start, rows)
-    qkv[0, -32:] = 0.0  # a group of zeros has no scale
-    qkv[-1, -64:-32] = torch.arange(32) - 15.5  # codes that lie half way between two integers
-    layers = [allocate_layer(32, 2, 64, "cpu", "q8_0") for _ in range(2)]
+@pytest.mark.parametrize(("cache_type", "size"), [("q8_0", 64), ("q4_0", 64), ("q4_0", 96), ("q4_0", 128)])
+def test_rows_of_codes_have_the_bits_of_the_definition(
+    layout: RopeLayout, rows: int, start: int, cache_type: CacheType, size: int
+) -> None:
+    spec = spec_of(layout, size, size)
+    qkv, batch = randn(rows, 8 * size), chunk(start, rows)
+    qkv[0, -size:] = 0.0  # groups of zeros have no scale
+    qkv[-1, -size : 32 - size] = torch.arange(32) - 15.5  # codes that lie half way between two integers
+    layers = [allocate_layer(32, 2, size, "cpu", cache_type) for _ in range(2)]
     for tensor in (*layers[0].tensors, *layers[1].tensors):
         tensor.fill_(7)
     expected = rope_store(qkv, spec, layers[0], batch)

@@ -204,7 +204,7 @@ for v in work:
         given["TYPE"] = getattr(getattr(program, "layout", None), "format", "")
     if "ROPE" in given:
         given["QUERY_SCALE"] = given["ROPE"].query_scale
-    flags = ("TB", "KIND", "EPILOGUE", "Q8", "ROW_SCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT",
+    flags = ("TB", "KIND", "EPILOGUE", "BITS", "ROW_SCALE", "QUERY_SCALE", "PDL", "LEAST", "OUT", "FORM", "EXACT",
         "BATCH_INVARIANT", "QUANTIZE", "WINDOW", "REGISTERS", "TYPE", "DECODE")
     values = [f"{name}={getattr(given[name], 'value', given[name])}" for name in flags if name in given]
     for arch in v.archs:
@@ -241,7 +241,8 @@ def test_what_models_launch_is_compiled() -> None:
     assert met("wgmma_two_parts_kernel", "TB", "EXACT") == set(product(blocks, truths))
     assert met("fused_kernel", "EXACT", arch=80) == {(x,) for x in truths} and not met("fused_kernel")
     both = {(first, second) for first in truths for second in truths}
-    assert met("rope_store_kernel", "Q8", "ROW_SCALE") == both
+    bits = ("4", "8", "16")
+    assert met("rope_store_kernel", "BITS", "ROW_SCALE") == set(product(bits, truths))
     assert met("rope_store_kernel", "QUERY_SCALE", "ROW_SCALE") == both
     assert met("attention_prefill_kernel", "BATCH_INVARIANT") == {(x,) for x in truths}
     assert met("wgmma_blocks_kernel", "TB", "EPILOGUE") >= set(product(("128",), forms))
@@ -251,10 +252,10 @@ def test_what_models_launch_is_compiled() -> None:
     }
     assert gelu == {"-1", "0", "1", "2", "3", "4"}, gelu
     outs = {("torch.float16",), ("torch.float32",)}
-    assert met("attention_prefill_kernel", "Q8", "OUT") == {(q8, *out) for q8 in truths for out in outs}
-    assert met("attention_tiles_kernel", "Q8", "PDL") == both
+    assert met("attention_prefill_kernel", "BITS", "OUT") == {(b, *out) for b in bits for out in outs}
+    assert met("attention_tiles_kernel", "BITS", "PDL") == set(product(bits, truths))
     assert ("416",) in met("attention_tiles_kernel", "LEAST")
-    assert met("attention_warps_kernel", "Q8", "PDL") == both
+    assert met("attention_warps_kernel", "BITS", "PDL") == set(product(bits, truths))
     assert met("attention_warps_kernel", "QUANTIZE", "FORM") >= {("True", "-1"), ("False", "2")}
     assert ("1",) in met("attention_warps_kernel", "WINDOW")
     assert met("qk_row_norm_kernel", "PDL") == {("True",)}
@@ -263,4 +264,4 @@ def test_what_models_launch_is_compiled() -> None:
     assert {kind for (kind,) in met("post_norm_add_kernel", "KIND")} == {"-1", "1", "2"}
     assert met("norm_wgmma_kernel", "PDL") == {("True",)}
     for arch in (80, 89, 90):
-        assert met("attention_tiles_kernel", "Q8", arch=arch) == {(x,) for x in truths}
+        assert met("attention_tiles_kernel", "BITS", arch=arch) == {(x,) for x in bits}

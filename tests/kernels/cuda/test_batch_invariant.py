@@ -20,7 +20,7 @@ from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16
 from quengine.kernels.cuda.weights.packed import pack
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.glu import Activation, glu
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kv_cache import KVCache
@@ -143,20 +143,21 @@ def test_a_norms_row_neither(width: int, device: torch.device, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "window", "q8_0", "sinks"),
-    [(64, None, False, False), (64, 30, True, False), (64, 30, False, True)]
-    + [(64, None, True, False), (128, None, False, False), (128, 50, False, True), (80, None, False, False)]
-    * ON_GPU,
+    ("head_dim", "window", "cache_type", "sinks"),
+    [(64, None, "f16", False), (64, 30, "q8_0", False), (64, 30, "f16", True), (64, 30, "q4_0", False)]
+    + [(64, None, "q8_0", False), (128, None, "f16", False), (128, 50, "f16", True), (80, None, "f16", False)]
+    * ON_GPU
+    + [(128, None, "q4_0", False)] * ON_GPU,
 )
 def test_a_prompts_attention_does_not_depend_on_its_chunks(
-    head_dim: int, window: int | None, q8_0: bool, sinks: bool, device: torch.device
+    head_dim: int, window: int | None, cache_type: CacheType, sinks: bool, device: torch.device
 ) -> None:
     tokens = 140 if ON_GPU else 70
     spec = make_spec(device, 256, 4, 2, head_dim, window, sinks=sinks_near(0.5, 4) if sinks else None)
     qkv = torch.randn(tokens, 8 * head_dim, generator=torch.Generator().manual_seed(1)).to(device)
 
     def run(chunks: list[int]) -> torch.Tensor:
-        cache = PagedCache.empty(device, 1, 256, 2, head_dim, q8_0)
+        cache = PagedCache.empty(device, 1, 256, 2, head_dim, cache_type)
         sizes = [*chunks, tokens - sum(chunks)]
         return run_chunks(spec, cache.layer, qkv, sizes, cache.tables, batch_invariant=True)
 

@@ -1,13 +1,17 @@
 """The kernels of LoRA adapters against their definition, for every form of the rows that they read."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, to_fp16_operand
 from quengine.kernels.cuda.gemv.activations import RmsPartials, quantize_activations
-from quengine.kernels.cuda.lora.low_rank import CudaChanges, from_rank, to_rank
+from quengine.kernels.cuda.lora.embedding import add_row_changes
+from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch, add_low_rank
+from quengine.kernels.glu import Gating, glu
+from quengine.kernels.lora import low_rank as definition
 from quengine.kernels.lora.change import LowRank
 from quengine.kernels.lora.low_rank import add_changes, stacked
 
@@ -33,6 +37,16 @@ def changes_of(
         for part, n in enumerate(parts)
     ]
     return CudaChanges.of(stacked(found, parts, cols), device)
+
+
+def added(
+    y: torch.Tensor, x: Any, changes: CudaChanges, scales: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """By a launch that leaves the counters as it found them."""
+    scratch = LowRankScratch(y.device)
+    found = add_low_rank(y.clone(), x, changes, scales, scratch, **options)
+    assert not scratch.arrivals.any()
+    return found
 
 
 @pytest.mark.parametrize("form", ["plain", "quantized", "norm pending", "row-major", "mma", "wgmma"])
@@ -69,7 +83,7 @@ def test_kernels_are_the_definition(
         x = to_fp16_operand(plain, Fp16Operand.empty(rows, cols, device, layout[form]))
         read = x.dequantize(cols)
     wanted = add_changes(y.double(), read.double(), changes, scales)
-    found = from_rank(y.clone(), to_rank(x, changes, scales, fixed), changes, scales)
+    found = added(y, x, changes, scales, fixed_splits=fixed)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-4)
 
 
@@ -81,19 +95,40 @@ def test_values_of_16_bits_are_kept_so(device: torch.device, dtype: torch.dtype)
     scales *= 1.0 if dtype == torch.float16 else 2.0**30
     on_device = [values.to(device) for values in (x, y, scales)]
     wanted = add_changes(*(values.double() for values in (on_device[1], on_device[0])), changes, on_device[2])
-    found = from_rank(
-        on_device[1].clone(), to_rank(on_device[0], changes, on_device[2]), changes, on_device[2]
-    )
+    found = added(on_device[1], on_device[0], changes, on_device[2])
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("rows", [2, 70])
+def test_gated_units_of_a_changed_product(device: torch.device, rows: int, activation: Gating) -> None:
+    changes = changes_of([72, 72], 320, [16, 3], device)
+    x, y = torch.randn(rows, 320, device=device), torch.randn(rows, 144, device=device)
+    scales = torch.randn(2, rows, device=device)
+    scales[:, -1] = 0.0
+    wanted = glu(add_changes(y.double(), x.double(), changes, scales), activation)
+    found = added(y, x, changes, scales, activation=activation)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-3)
+
+
+def test_rows_that_are_read_of_a_changed_matrix(device: torch.device) -> None:
+    changes = changes_of([50], 300, [16, 20], device)
+    ids, x = torch.tensor([3, 49, 0, 3], device=device), torch.randn(4, 300, device=device)
+    scales = torch.randn(2, 4, device=device)
+    scales[:, 1] = 0.0
+    wanted = definition.add_row_changes(x.double(), ids, changes, scales, 2.5)
+    found = add_row_changes(x.clone(), ids, changes, scales, 2.5)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-4)
+    assert torch.equal(found[1], x[1])
 
 
 def test_rows_without_adapters_keep_their_bits(device: torch.device) -> None:
     changes = changes_of([32], 64, [8], device)
     y, scales = torch.randn(3, 32, device=device), torch.zeros(1, 3, device=device)
     x = torch.randn(3, 64, device=device)
-    assert torch.equal(from_rank(y.clone(), to_rank(x, changes, scales), changes, scales), y)
+    assert torch.equal(added(y, x, changes, scales), y)
     scales[0, 1] = 1.0
-    found = from_rank(y.clone(), to_rank(x, changes, scales), changes, scales)
+    found = added(y, x, changes, scales)
     assert torch.equal(found[::2], y[::2]) and not torch.equal(found[1], y[1])
 
 
@@ -104,6 +139,6 @@ def test_a_row_has_the_bits_that_it_has_in_any_batch(device: torch.device) -> No
 
     def computed(count: int) -> torch.Tensor:
         own = scales[:, :count].contiguous()
-        return from_rank(y[:count].clone(), to_rank(x[:count], changes, own, True), changes, own)
+        return added(y[:count], x[:count], changes, own, fixed_splits=True)
 
     assert torch.equal(computed(5), computed(80)[:5])

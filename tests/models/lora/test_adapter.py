@@ -19,8 +19,9 @@ from quengine.cli import main
 from quengine.errors import EngineError
 from quengine.kernels.block_formats import dequantize
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
+from quengine.models.lora.adapter import parse_lora
 from quengine.models.lora.deltas import Deltas
-from quengine.models.lora.open_adapter import open_adapter, parse_lora
+from quengine.models.lora.open_adapter import open_adapter
 from quengine.models.lora.peft import CONFIG
 from tests.each_case import each_case
 from tests.gguf_builder import GGUFBuilder

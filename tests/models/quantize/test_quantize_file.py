@@ -354,7 +354,9 @@ def test_a_disk_that_is_too_full_is_found_before(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 0, 1 << 26))
-    with pytest.raises(CannotRunError, match=r"out.gguf: needs 0.00 GB of disk, 0.07 GB are free"):
+    with pytest.raises(
+        CannotRunError, match=r"out.gguf: needs 0.\d\d MB of disk and 67.11 MB to spare, 67.11 MB are"
+    ):
         quengine.quantize(model, tmp_path / "out.gguf", "Q4_K_M")
 
 
@@ -387,6 +389,10 @@ def test_other_mistakes_are_errors_of_one_line(model: Path, tmp_path: Path) -> N
             quengine.quantize(model, out, mix, **options)
     with pytest.raises(EngineError, match="that is the file to be quantized"):
         quengine.quantize(model, model, "Q8_0")
+    with pytest.raises(
+        EngineError, match=f"is a folder; make a file of it first: engine convert {tmp_path} -o"
+    ):
+        quengine.quantize(tmp_path, tmp_path / "out.gguf", "Q4_K_M")
     with pytest.raises(EngineError, match="no such folder as"):
         quengine.quantize(model, tmp_path / "no" / "out.gguf", "Q8_0")
     assert not out.exists() and quantize_file.QUANTIZATION_VERSION == 2

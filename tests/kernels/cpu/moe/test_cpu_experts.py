@@ -208,3 +208,24 @@ def test_matrices_that_differ_are_refused() -> None:
         ValueError, match=r"is Q4_0 \[32, 64\]; the first expert's matrix random Q8_0 is Q8_0 \[32, 64\]"
     ):
         backend.gate_up_experts([gate[0], *matrices("Q4_0", 1, 32, 64, 0)], gate)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_slots_of_experts_that_are_elsewhere_add_nothing(rows: int, phase: Phase) -> None:
+    """An expert of -1, or beyond the last, is another device's: the sum is that of the others."""
+    options: dict[str, Any] = {"kinds": ("Q4_K", "Q4_K", "Q6_K"), "sizes": (256, 256), "bias": True}
+    x, whole = randn(rows, 256, seed=11), routing_of(rows)
+    away = whole.experts.clone()
+    away[0, 1], away[-1, 0] = -1, EXPERTS
+    away[rows // 2] = -1
+    absent = (away < 0) | (away >= EXPERTS)
+    backend = CpuBackend(cpu.max_threads())
+    made, batch = Experts(backend, **options), batch_of(rows, phase)
+    gated = backend.experts_glu(batch, x, made.norm, Routing(away, whole.weights), made.gate_up)
+    y = backend.experts_add(batch, gated, Routing(away, whole.weights), made.down, None)
+    _, expected = reference(**options)(x, Routing(whole.experts, whole.weights.masked_fill(absent, 0)), phase)
+    wanted = expected - x.double()
+    assert torch.equal(y[rows // 2], torch.zeros(256)) and not wanted[rows // 2].any()
+    if rows > 1:
+        assert nmse(y, wanted) < (5e-8 if phase == "decode" else 2e-6)

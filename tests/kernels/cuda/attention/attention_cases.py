@@ -10,8 +10,9 @@ from quengine.kernels.backend import AttentionSpec, KVLayer
 from quengine.kernels.cuda.attention.attention_prefill import attention_prefill, prefill_tiles
 from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.forward_batch import prefill_batch
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
-from quengine.kernels.kv.kv_q8_0 import dequantize_rows
+from quengine.kernels.hadamard import hadamard
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
+from quengine.kernels.kv.kv_codes import dequantize_rows
 from quengine.kernels.kv.kv_rows import allocate_layer, slot_mapping, write_rows
 from quengine.kernels.rope import RopeSpec, apply_rope, rope_table
 
@@ -69,18 +70,16 @@ class PagedCache:
         context: int,
         kv_heads: int,
         head_dim: int,
-        q8_0: bool = False,
+        cache_type: CacheType = "f16",
         padding: int = 0,
     ) -> "PagedCache":
         """Blocks in order; `padding` blocks are behind those of the sequences. All is NaN: rows that are not written
         must not be read."""
         blocks = -(-context // BLOCK_SIZE)
         count = sequences * blocks
-        layer = allocate_layer(
-            (count + padding) * BLOCK_SIZE, kv_heads, head_dim, device, "q8_0" if q8_0 else "f16"
-        )
+        layer = allocate_layer((count + padding) * BLOCK_SIZE, kv_heads, head_dim, device, cache_type)
         for tensor in layer.tensors:
-            tensor.fill_(77 if tensor.dtype == torch.int8 else float("nan"))
+            tensor.fill_(float("nan") if tensor.dtype == torch.float16 else 77)
         tables = torch.arange(count, dtype=torch.int32, device=device).view(sequences, blocks)
         return cls(layer, tables)
 
@@ -90,20 +89,23 @@ class PagedCache:
         return [t.unflatten(0, (-1, BLOCK_SIZE))[blocks].flatten(1, 2) for t in self.layer.tensors]
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values fp64, each [sequences, context, kv_heads, head_dim]."""
+        """Keys and values fp64, each [sequences, context, kv_heads, head_dim], transformed back where they are stored
+        transformed."""
         k, v, *scales = self.planes()
         if scales:
             k, v = dequantize_rows(k, scales[0]), dequantize_rows(v, scales[1])
-        return k.double(), v.double()
+        k, v = k.double(), v.double()
+        return (hadamard(k), hadamard(v)) if self.layer.format.hadamard else (k, v)
 
     def shuffled(self, padding: int = 0) -> "PagedCache":
         """The same sequences, in blocks in no order with `padding` blocks among them, whose bytes are 77."""
         sequences, blocks = self.tables.shape
         count = sequences * blocks + padding
         order = torch.randperm(count, generator=torch.Generator().manual_seed(4)).to(self.tables.device)
-        kv_heads, head_dim = self.layer.k.shape[1:]
-        cache_type = "f16" if self.layer.k_scale is None else "q8_0"
-        layer = allocate_layer(count * BLOCK_SIZE, kv_heads, head_dim, self.tables.device, cache_type)
+        kv_heads, head_dim = self.layer.k.shape[1], self.layer.head_dim
+        layer = allocate_layer(
+            count * BLOCK_SIZE, kv_heads, head_dim, self.tables.device, self.layer.cache_type
+        )
         tables = order[: sequences * blocks].view(sequences, blocks)
         for tensor, plane in zip(layer.tensors, self.planes(), strict=True):
             tensor.fill_(77)
@@ -116,11 +118,16 @@ class PagedCache:
 
 
 def filled_cache(
-    device: torch.device, sequences: int, context: int, kv_heads: int, head_dim: int, q8_0: bool
+    device: torch.device,
+    sequences: int,
+    context: int,
+    kv_heads: int,
+    head_dim: int,
+    cache_type: CacheType = "f16",
 ) -> PagedCache:
     generator = torch.Generator().manual_seed(head_dim + kv_heads)
-    cache = PagedCache.empty(device, sequences, context, kv_heads, head_dim, q8_0)
-    shape = cache.layer.k.shape
+    cache = PagedCache.empty(device, sequences, context, kv_heads, head_dim, cache_type)
+    shape = (*cache.layer.k.shape[:2], head_dim)
     k, v = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
     write_rows(cache.layer, 0, k, v)
     return cache
@@ -142,6 +149,7 @@ def rotate_and_write(
     )
     q, k = (apply_rope(heads, spec.cos[at], spec.sin[at], spec.rope_layout) for heads in (q, k))
     write_rows(layer, slot_mapping(at, tables.long()[sequences.long()]), k, v)
+    q = hadamard(q) if layer.format.hadamard else q
     return q.half().contiguous()
 
 

@@ -11,6 +11,7 @@ from quengine.kernels.cuda.attention import attention_prefill as prefill
 from quengine.kernels.cuda.attention.attention_prefill import PrefillShape
 from quengine.kernels.cuda.attention.rope_store import heads_per_block, rope_store, rope_warps
 from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
+from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import RopeSpec, apply_rope, rope_table
@@ -146,19 +147,21 @@ def expected_rows(spec: AttentionSpec, cache: PagedCache, qkv: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize(
-    "heads,kv_heads,head_dim,chunks,window,q8_0,rope_dim",
+    "heads,kv_heads,head_dim,chunks,window,cache_type,rope_dim",
     [
-        (4, 2, 64, [1], None, False, None),
-        (2, 1, 64, [70, 131], None, False, None),
-        (2, 2, 80, [65, 3], None, False, None),
-        (2, 1, 96, [33], 20, False, None),
-        (2, 2, 128, [70, 40], 67, False, None),
-        (2, 1, 128, [40], None, False, 96),
-        (1, 1, 256, [40, 30], None, False, None),
-        (2, 1, 256, [35, 30], 33, True, None),
-        (2, 1, 512, [35, 2], None, False, None),
-        (2, 1, 64, [66, 20], None, True, None),
-        (2, 1, 64, [64, 129], 1, False, None),
+        (4, 2, 64, [1], None, "f16", None),
+        (2, 1, 64, [70, 131], None, "f16", None),
+        (2, 2, 80, [65, 3], None, "f16", None),
+        (2, 1, 96, [33], 20, "f16", None),
+        (2, 2, 128, [70, 40], 67, "f16", None),
+        (2, 1, 128, [40], None, "f16", 96),
+        (1, 1, 256, [40, 30], None, "f16", None),
+        (2, 1, 256, [35, 30], 33, "q8_0", None),
+        (2, 1, 512, [35, 2], None, "f16", None),
+        (2, 1, 64, [66, 20], None, "q8_0", None),
+        (2, 1, 64, [66, 20], None, "q4_0", None),
+        (2, 1, 96, [35, 30], 33, "q4_0", None),
+        (2, 1, 64, [64, 129], 1, "f16", None),
     ],
 )
 def test_chunked_prefill(
@@ -167,13 +170,13 @@ def test_chunked_prefill(
     head_dim: int,
     chunks: list[int],
     window: int | None,
-    q8_0: bool,
+    cache_type: CacheType,
     rope_dim: int | None,
     device: torch.device,
 ) -> None:
     layout = "pairs" if rope_dim is None else "halves"
     spec = make_spec(device, CONTEXT, heads, kv_heads, head_dim, window, layout, rope_dim)
-    cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, head_dim, q8_0)
+    cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, head_dim, cache_type)
     generator = torch.Generator().manual_seed(head_dim)
     qkv = torch.randn(sum(chunks), (heads + 2 * kv_heads) * head_dim, generator=generator).to(device)
     rotate = rope_store if sum(chunks) < 128 else rotate_and_write
@@ -185,13 +188,14 @@ def test_chunked_prefill(
 
 
 @pytest.mark.parametrize(
-    "heads,head_dim,chunks,window,q8_0,batch_invariant,sinks",
+    "heads,head_dim,chunks,window,cache_type,batch_invariant,sinks",
     [
-        (4, 64, [70, 60], None, False, False, [-1e30, 0.7, 1e4]),
-        (4, 64, [70, 60], 1, False, False, [-1.0, 1e4]),
-        (2, 128, [66, 70], 67, False, False, [0.7, 1e4]),
-        (4, 64, [66, 5], 30, True, False, [-1e30, -1.0]),
-        (4, 64, [66, 5], 30, False, True, [-1e30, -1.0, 0.7]),
+        (4, 64, [70, 60], None, "f16", False, [-1e30, 0.7, 1e4]),
+        (4, 64, [70, 60], 1, "f16", False, [-1.0, 1e4]),
+        (2, 128, [66, 70], 67, "f16", False, [0.7, 1e4]),
+        (4, 64, [66, 5], 30, "q8_0", False, [-1e30, -1.0]),
+        (4, 128, [66, 5], None, "q4_0", False, [-1.0]),
+        (4, 64, [66, 5], 30, "f16", True, [-1e30, -1.0, 0.7]),
     ],
 )
 def test_sinks_are_in_the_denominator_of_every_row(
@@ -199,7 +203,7 @@ def test_sinks_are_in_the_denominator_of_every_row(
     head_dim: int,
     chunks: list[int],
     window: int | None,
-    q8_0: bool,
+    cache_type: CacheType,
     batch_invariant: bool,
     sinks: list[float],
     device: torch.device,
@@ -207,7 +211,7 @@ def test_sinks_are_in_the_denominator_of_every_row(
     plain = make_spec(device, CONTEXT, heads, 2, head_dim, window)
     generator = torch.Generator().manual_seed(head_dim)
     qkv = torch.randn(sum(chunks), (heads + 4) * head_dim, generator=generator).to(device)
-    cache = PagedCache.empty(device, 1, CONTEXT, 2, head_dim, q8_0)
+    cache = PagedCache.empty(device, 1, CONTEXT, 2, head_dim, cache_type)
 
     def run(spec: AttentionSpec) -> torch.Tensor:
         return run_chunks(spec, cache.layer, qkv, chunks, cache.tables, batch_invariant, rotate_and_write)
@@ -222,12 +226,13 @@ def test_sinks_are_in_the_denominator_of_every_row(
 
 
 @pytest.mark.parametrize(
-    "heads,kv_heads,head_dim,window,q8_0,layout,rope_dim",
+    "heads,kv_heads,head_dim,window,cache_type,layout,rope_dim",
     [
-        (4, 1, 256, 40, False, "halves", None),  # gemma3, a local layer
-        (2, 1, 256, None, True, "halves", None),
-        (2, 2, 96, 33, True, "halves", None),  # phi3
-        (3, 1, 128, None, False, "halves", 96),  # phi4-mini: a part of the head is rotated
+        (4, 1, 256, 40, "f16", "halves", None),  # gemma3, a local layer
+        (2, 1, 256, None, "q8_0", "halves", None),
+        (2, 2, 96, 33, "q8_0", "halves", None),  # phi3
+        (2, 1, 128, None, "q4_0", "halves", None),
+        (3, 1, 128, None, "f16", "halves", 96),  # phi4-mini: a part of the head is rotated
     ],
 )
 def test_heads_with_norms_of_other_architectures(
@@ -235,7 +240,7 @@ def test_heads_with_norms_of_other_architectures(
     kv_heads: int,
     head_dim: int,
     window: int | None,
-    q8_0: bool,
+    cache_type: CacheType,
     layout: str,
     rope_dim: int | None,
     device: torch.device,
@@ -243,7 +248,7 @@ def test_heads_with_norms_of_other_architectures(
     generator = torch.Generator().manual_seed(head_dim)
     norms = tuple((torch.rand(head_dim, generator=generator) + 0.5).to(device) for _ in range(2))
     spec = make_spec(device, CONTEXT, heads, kv_heads, head_dim, window, layout, rope_dim, norms)
-    cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, head_dim, q8_0).shuffled(2)
+    cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, head_dim, cache_type).shuffled(2)
     qkv = torch.randn(46, (heads + 2 * kv_heads) * head_dim, generator=generator).to(device)
     out = run_chunks(spec, cache.layer, qkv, [40, 6], cache.tables)
     expected = expected_rows(spec, cache, qkv)

@@ -16,8 +16,9 @@ from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.forward_batch import prefill_batch
+from quengine.kernels.kv.cache_types import CacheType
 from tests.kernels.cuda.attention.attention_cases import PagedCache, filled_cache, make_spec
-from tests.kernels.cuda.attention.test_cuda_attention_decode import expected_row
+from tests.kernels.cuda.attention.test_cuda_attention_decode import ROUNDED, expected_row
 from tests.kernels.cuda.attention.test_cuda_attention_prefill import expected_rows
 
 CONTEXT = 256
@@ -41,21 +42,26 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "rope_dim", "q8_0", "coarse"),
-    [(8, 1, 256, 64, False, False), (4, 2, 64, None, False, True), (3, 1, 96, None, True, False)],
+    ("heads", "kv_heads", "head_dim", "rope_dim", "cache_type", "coarse"),
+    [
+        (8, 1, 256, 64, "f16", False),
+        (4, 2, 64, None, "f16", True),
+        (3, 1, 96, None, "q8_0", False),
+        (4, 2, 64, None, "q4_0", False),
+    ],
 )
 def test_decode(
     heads: int,
     kv_heads: int,
     head_dim: int,
     rope_dim: int | None,
-    q8_0: bool,
+    cache_type: CacheType,
     coarse: bool,
     device: torch.device,
 ) -> None:
     """Of one split and of several, which the last of them combines; plain and quantized."""
     spec, positions = gated_spec(device, heads, kv_heads, head_dim, rope_dim), [5, 170]
-    cache = filled_cache(device, len(positions), CONTEXT, kv_heads, head_dim, q8_0)
+    cache = filled_cache(device, len(positions), CONTEXT, kv_heads, head_dim, cache_type)
     k, v = cache.read()
     qkv = rows_of(len(positions), spec)
     plain, gates = split_gates(qkv.double(), heads, head_dim)
@@ -66,13 +72,13 @@ def test_decode(
     quantized = QuantizedActivations.empty(len(positions), heads * head_dim, device)
     attention_decode(qkv, spec, cache.layer, at, cache.tables, workspace, quantized, coarse)
     for row, position in enumerate(positions):
-        attended, k_new, v_new = expected_row(plain[row], spec, k[row], v[row], position, q8_0)
+        attended, k_new, v_new = expected_row(plain[row], spec, k[row], v[row], position, cache_type)
         expected = gate_output(attended, gates[row])
-        assert relative(out[row], expected) < (3e-5 if q8_0 else 4e-6)
+        assert relative(out[row], expected) < (4e-6 if cache_type == "f16" else 3e-5)
         assert relative(quantized.dequantize()[row], expected) < 1e-4
         stored_k, stored_v = cache.read()
-        torch.testing.assert_close(stored_k[row, position], k_new, rtol=0, atol=0.03 if q8_0 else 2e-3)
-        torch.testing.assert_close(stored_v[row, position], v_new, rtol=0, atol=0.03 if q8_0 else 2e-3)
+        torch.testing.assert_close(stored_k[row, position], k_new, rtol=0, atol=ROUNDED[cache_type])
+        torch.testing.assert_close(stored_v[row, position], v_new, rtol=0, atol=ROUNDED[cache_type])
 
 
 @pytest.mark.parametrize(

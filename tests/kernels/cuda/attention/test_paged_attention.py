@@ -13,7 +13,7 @@ from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CacheType
 from tests.kernels.cuda.attention.attention_cases import (
     PagedCache,
     filled_cache,
@@ -33,8 +33,8 @@ def _few_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_arguments, "_TARGET_PROGRAMS", 8)
 
 
-def sequences_of(spec: AttentionSpec, sequences: int, q8_0: bool) -> PagedCache:
-    return filled_cache(spec.cos.device, sequences, CONTEXT, spec.kv_heads, spec.head_dim, q8_0)
+def sequences_of(spec: AttentionSpec, sequences: int, cache_type: CacheType = "f16") -> PagedCache:
+    return filled_cache(spec.cos.device, sequences, CONTEXT, spec.kv_heads, spec.head_dim, cache_type)
 
 
 def decode(
@@ -65,15 +65,17 @@ def random_qkv(device: torch.device, spec: AttentionSpec, rows: int) -> torch.Te
 
 
 @pytest.mark.parametrize(
-    "heads,kv_heads,head_dim,window,q8_0,coarse",
+    "heads,kv_heads,head_dim,window,cache_type,coarse",
     [
-        (4, 2, 64, None, False, False),
-        (4, 2, 64, 170, False, True),
-        (3, 1, 80, None, False, False),
-        (2, 1, 64, None, True, True),
-        (2, 2, 64, 70, False, False),
-        (2, 2, 64, 33, True, False),
-        (2, 1, 256, 200, False, True),
+        (4, 2, 64, None, "f16", False),
+        (4, 2, 64, 170, "f16", True),
+        (3, 1, 80, None, "f16", False),
+        (2, 1, 64, None, "q8_0", True),
+        (2, 2, 64, 70, "f16", False),
+        (2, 2, 64, 33, "q8_0", False),
+        (4, 2, 128, None, "q4_0", True),
+        (2, 2, 64, 33, "q4_0", False),
+        (2, 1, 256, 200, "f16", True),
     ],
 )
 def test_decode_is_the_same_wherever_blocks_lie(
@@ -81,7 +83,7 @@ def test_decode_is_the_same_wherever_blocks_lie(
     kv_heads: int,
     head_dim: int,
     window: int | None,
-    q8_0: bool,
+    cache_type: CacheType,
     coarse: bool,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -90,7 +92,7 @@ def test_decode_is_the_same_wherever_blocks_lie(
     monkeypatch.setattr(attention_warps, "COARSE", attention_warps.SplitShape(2, 128))
     spec = make_spec(device, CONTEXT, heads, kv_heads, head_dim, window)
     positions = [CONTEXT - 1, 0, 103]
-    cache = sequences_of(spec, len(positions), q8_0)
+    cache = sequences_of(spec, len(positions), cache_type)
     pool = cache.shuffled(2)
     qkv = random_qkv(device, spec, len(positions))
     paged = decode(spec, pool, qkv, positions, coarse)
@@ -110,10 +112,10 @@ def test_rows_may_be_rotated_by_others_than_their_positions(
     for table in (cos, sin):
         table[positions] = table[angles].clone()
     moved = replace(spec, cos=cos, sin=sin)
-    qkv, caches = random_qkv(device, spec, 3), [sequences_of(spec, 3, False) for _ in range(2)]
+    qkv, caches = random_qkv(device, spec, 3), [sequences_of(spec, 3) for _ in range(2)]
     found = decode(spec, caches[0], qkv, positions, angles=angles)
     assert torch.equal(found, decode(moved, caches[1], qkv, positions))
-    assert not torch.equal(found, decode(spec, sequences_of(spec, 3, False), qkv, positions))
+    assert not torch.equal(found, decode(spec, sequences_of(spec, 3), qkv, positions))
     at, turned, rows = (
         torch.tensor(values, dtype=torch.int32, device=device) for values in (positions, angles, range(3))
     )
@@ -129,7 +131,7 @@ def test_rows_may_be_rotated_by_others_than_their_positions(
 def test_a_row_is_the_same_alone_and_in_any_batch(device: torch.device) -> None:
     spec = make_spec(device, CONTEXT, 4, 2, 64)
     positions = [200, 31, 287, 64, 5]
-    cache = sequences_of(spec, len(positions), False)
+    cache = sequences_of(spec, len(positions))
     qkv = random_qkv(device, spec, len(positions))
     alone = []
     for row, position in enumerate(positions):
@@ -151,7 +153,7 @@ def test_coarse_splits_are_the_same_sums(device: torch.device, monkeypatch: pyte
     monkeypatch.setattr(attention_warps, "COARSE", attention_warps.SplitShape(2, 64))
     spec = make_spec(device, CONTEXT, 4, 2, 64)
     positions = [40, 100, 287]
-    pool = sequences_of(spec, 3, False).shuffled(1)
+    pool = sequences_of(spec, 3).shuffled(1)
     qkv = random_qkv(device, spec, 3)
     fine = decode(spec, pool, qkv, positions)
     coarse = decode(spec, pool, qkv, positions, coarse=True)
@@ -170,7 +172,7 @@ def test_a_batch_may_leave_an_fp16_operand(
     monkeypatch.setattr(attention_warps, "COARSE", attention_warps.SplitShape(2, 64))
     spec = make_spec(device, CONTEXT, 2, 1, 64)
     positions = torch.tensor([40, 100], dtype=torch.int32, device=device)
-    pool = sequences_of(spec, 2, False).shuffled(1)
+    pool = sequences_of(spec, 2).shuffled(1)
     qkv = random_qkv(device, spec, 2)
     plain = decode(spec, pool, qkv, positions.tolist(), coarse=True)
     rows = Fp16Operand.empty(2, 128, device, form)
@@ -183,7 +185,7 @@ def test_a_batch_may_leave_an_fp16_operand(
 
 def test_padding_rows_touch_the_padding_block_only(device: torch.device) -> None:
     spec = make_spec(device, CONTEXT, 2, 1, 64)
-    cache = sequences_of(spec, 2, False)
+    cache = sequences_of(spec, 2)
     pool = cache.shuffled(1)
     (unused,) = set(range(2 * BLOCKS + 1)) - set(pool.tables.flatten().tolist())
     padding = torch.full((3, BLOCKS), unused, dtype=torch.int32, device=device)
@@ -197,7 +199,7 @@ def test_padding_rows_touch_the_padding_block_only(device: torch.device) -> None
 
 def test_a_position_past_the_table_is_not_written(device: torch.device) -> None:
     spec = make_spec(device, CONTEXT, 2, 1, 64)
-    pool = sequences_of(spec, 1, False).shuffled(3)
+    pool = sequences_of(spec, 1).shuffled(3)
     before = pool.layer.k.clone(), pool.layer.v.clone()
     qkv = random_qkv(device, spec, 1)
     short = pool.tables[:, :2].contiguous()
@@ -211,7 +213,7 @@ def test_a_position_past_the_table_is_not_written(device: torch.device) -> None:
 def test_quantized_output_is_the_same_too(head_dim: int, device: torch.device) -> None:
     """A head of 80 takes a launch of its own for the quantization."""
     spec = make_spec(device, CONTEXT, 2, 2, head_dim)
-    cache = sequences_of(spec, 2, False)
+    cache = sequences_of(spec, 2)
     qkv = random_qkv(device, spec, 2)
     positions = torch.tensor([70, 3], dtype=torch.int32, device=device)
     workspace = DecodeWorkspace.allocate(2, 2, 2, head_dim, device)
@@ -225,11 +227,12 @@ def test_quantized_output_is_the_same_too(head_dim: int, device: torch.device) -
 
 
 @pytest.mark.parametrize(
-    "heads,kv_heads,head_dim,chunks,window,q8_0",
+    "heads,kv_heads,head_dim,chunks,window,cache_type",
     [
-        (2, 1, 64, [66, 5], None, False),
-        (2, 1, 96, [33, 12], 20, False),
-        (2, 1, 64, [66, 20], 67, True),
+        (2, 1, 64, [66, 5], None, "f16"),
+        (2, 1, 96, [33, 12], 20, "f16"),
+        (2, 1, 64, [66, 20], 67, "q8_0"),
+        (2, 1, 64, [66, 20], 67, "q4_0"),
         *[(1, 1, 256, [40, 30], None, False)] * torch.cuda.is_available(),
     ],
 )
@@ -239,11 +242,11 @@ def test_prefill_is_the_same_wherever_blocks_lie(
     head_dim: int,
     chunks: list[int],
     window: int | None,
-    q8_0: bool,
+    cache_type: CacheType,
     device: torch.device,
 ) -> None:
     spec = make_spec(device, CONTEXT, heads, kv_heads, head_dim, window)
-    cache = sequences_of(spec, 1, q8_0)
+    cache = sequences_of(spec, 1, cache_type)
     pool = cache.shuffled(2)
     table = pool.tables[:, : -(-sum(chunks) // BLOCK_SIZE)]  # no longer than the sequence
     qkv = random_qkv(device, spec, sum(chunks))
@@ -261,7 +264,7 @@ def test_prefill_is_the_same_wherever_blocks_lie(
 def released(cache: PagedCache, keep_from: int) -> torch.Tensor:
     """Block tables whose entries before position `keep_from`'s name a padding block that holds NaN."""
     for tensor in cache.layer.tensors:
-        if tensor.dtype != torch.int8:
+        if tensor.dtype == torch.float16:
             tensor[-BLOCK_SIZE:] = float("nan")
     tables = cache.tables.clone()
     tables[:, : keep_from // BLOCK_SIZE] = cache.layer.k.shape[0] // BLOCK_SIZE - 1
@@ -271,31 +274,32 @@ def released(cache: PagedCache, keep_from: int) -> torch.Tensor:
 def with_padding_block(cache: PagedCache) -> PagedCache:
     """The same in order, with a padding block at the end."""
     sequences, blocks = cache.tables.shape
-    _, kv_heads, head_dim = cache.layer.k.shape
+    layer, context = cache.layer, blocks * BLOCK_SIZE
     made = PagedCache.empty(
-        cache.tables.device, sequences, blocks * BLOCK_SIZE, kv_heads, head_dim, cache.layer.k_scale is not None, 1
-    )  # fmt: skip
+        cache.tables.device, sequences, context, layer.k.shape[1], layer.head_dim, layer.cache_type, 1
+    )
     for tensor, held in zip(made.layer.tensors, cache.layer.tensors, strict=True):
         tensor[: held.shape[0]] = held
     return made
 
 
 @pytest.mark.parametrize(
-    "head_dim,window,q8_0,coarse,position",
+    "head_dim,window,cache_type,coarse,position",
     [
-        (64, 33, False, False, 200),
-        (64, 100, True, True, 287),
-        (256, 40, False, False, 129),
-        (96, 32, True, False, 160),
-        (128, 65, False, True, 224),
+        (64, 33, "f16", False, 200),
+        (64, 100, "q8_0", True, 287),
+        (256, 40, "f16", False, 129),
+        (96, 32, "q8_0", False, 160),
+        (64, 100, "q4_0", True, 287),
+        (128, 65, "f16", True, 224),
     ],
 )
 def test_decode_reads_no_block_behind_the_window(
-    head_dim: int, window: int, q8_0: bool, coarse: bool, position: int, device: torch.device
+    head_dim: int, window: int, cache_type: CacheType, coarse: bool, position: int, device: torch.device
 ) -> None:
     spec = make_spec(device, CONTEXT, 2, 1, head_dim, window)
     qkv = random_qkv(device, spec, 1)
-    cache = with_padding_block(sequences_of(spec, 1, q8_0))
+    cache = with_padding_block(sequences_of(spec, 1, cache_type))
     expected = decode(spec, cache, qkv, [position], coarse)
     tables = released(cache, position + 1 - window)
     assert not torch.equal(tables, cache.tables)
@@ -303,19 +307,20 @@ def test_decode_reads_no_block_behind_the_window(
 
 
 @pytest.mark.parametrize(
-    "head_dim,window,q8_0,start,rows,batch_invariant",
+    "head_dim,window,cache_type,start,rows,batch_invariant",
     [
-        (64, 33, False, 200, 40, False),
-        (64, 100, True, 160, 70, False),
-        (96, 40, False, 129, 3, True),
-        (256, 70, True, 150, 20, False),
-        (64, 1, True, 100, 66, True),
+        (64, 33, "f16", 200, 40, False),
+        (64, 100, "q8_0", 160, 70, False),
+        (96, 40, "f16", 129, 3, True),
+        (256, 70, "q8_0", 150, 20, False),
+        (96, 70, "q4_0", 150, 20, False),
+        (64, 1, "q8_0", 100, 66, True),
     ],
 )
 def test_prefill_reads_no_block_behind_the_window(
     head_dim: int,
     window: int,
-    q8_0: bool,
+    cache_type: CacheType,
     start: int,
     rows: int,
     batch_invariant: bool,
@@ -324,7 +329,7 @@ def test_prefill_reads_no_block_behind_the_window(
     """Key tiles begin at multiples of their size, before the first key that a row sees."""
     spec = make_spec(device, CONTEXT, 2, 1, head_dim, window)
     qkv = random_qkv(device, spec, rows)
-    cache = with_padding_block(sequences_of(spec, 1, q8_0))
+    cache = with_padding_block(sequences_of(spec, 1, cache_type))
     _, expected = run_prefill(
         spec, cache.layer, qkv, [start], [rows], cache.tables, batch_invariant, rotate_and_write
     )

@@ -6,6 +6,7 @@ import torch
 from quengine.kernels.cuda.attention.attention_prefill import prefill_tiles
 from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.forward_batch import prefill_batch
+from quengine.kernels.kv.cache_types import CacheType
 from tests.kernels.cuda.attention.attention_cases import (
     filled_cache,
     make_spec,
@@ -16,23 +17,28 @@ from tests.kernels.cuda.attention.test_paged_attention import CONTEXT, random_qk
 
 
 @pytest.mark.parametrize(
-    "heads,kv_heads,head_dim,window,q8_0,batch_invariant",
-    [(2, 1, 64, None, False, False), (1, 1, 96, 20, False, True), (2, 2, 64, 40, True, False)],
+    "heads,kv_heads,head_dim,window,cache_type,batch_invariant",
+    [
+        (2, 1, 64, None, "f16", False),
+        (1, 1, 96, 20, "f16", True),
+        (2, 2, 64, 40, "q8_0", False),
+        (2, 1, 64, None, "q4_0", True),
+    ],
 )
 def test_chunks_of_several_prompts_are_each_its_own(
     heads: int,
     kv_heads: int,
     head_dim: int,
     window: int | None,
-    q8_0: bool,
+    cache_type: CacheType,
     batch_invariant: bool,
     device: torch.device,
 ) -> None:
     """The queries of a tile are those of one chunk, so its bits are those that it has alone."""
-    rotate = rotate_and_write if q8_0 or batch_invariant else rope_store
+    rotate = rotate_and_write if cache_type != "f16" or batch_invariant else rope_store
     spec = make_spec(device, CONTEXT, heads, kv_heads, head_dim, window)
     starts, lengths = (0, 61, 32), (67, 1, 40)
-    cache = filled_cache(device, len(starts), CONTEXT, kv_heads, head_dim, q8_0)
+    cache = filled_cache(device, len(starts), CONTEXT, kv_heads, head_dim, cache_type)
     pool = cache.shuffled(1)
     qkv = random_qkv(device, spec, sum(lengths))
     q, together = run_prefill(spec, pool.layer, qkv, starts, lengths, pool.tables, batch_invariant, rotate)

@@ -38,7 +38,7 @@ def batch_of(kind: str, device: torch.device) -> ForwardBatch:
 
 
 @pytest.mark.parametrize("kind", ["prompt", "last row", "row", "rows", "drafts"])
-@pytest.mark.parametrize(("cache_type", "window"), [("f16", None), ("q8_0", 20)])
+@pytest.mark.parametrize(("cache_type", "window"), [("f16", None), ("q8_0", 20), ("q4_0", None)])
 def test_the_same_queries_give_the_same_bits(
     kind: str, cache_type: str, window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +50,9 @@ def test_the_same_queries_give_the_same_bits(
     layer = allocate_layer(5 * 32, KV_HEADS, SIZE, device, cache_type)  # type: ignore[arg-type]
     for tensor in layer.tensors:
         tensor.copy_(
-            torch.randint(-50, 50, tensor.shape) if tensor.dtype == torch.int8 else torch.rand(tensor.shape)
+            torch.rand(tensor.shape)
+            if tensor.dtype == torch.float16
+            else torch.randint(0, 100, tensor.shape) - 50 * (cache_type == "q8_0")
         )
     batch = batch_of(kind, device)
     qkv = torch.randn(len(batch), (HEADS + 2 * KV_HEADS) * SIZE, device=device)

@@ -18,14 +18,14 @@ os.environ["TRITON_CACHE_DIR"] = sys.argv[1]
 import torch, triton
 from functools import partial
 from pathlib import Path
-from quengine.kernels.cuda.launch import compile_ahead, triton_cache
+from quengine.kernels.cuda.launch import compile_ahead, compiler_process, triton_cache
 from quengine.kernels.cuda.launch.compile_ahead import CompilePool, finish_compiling
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.record_kernels import record_kernels
 from quengine.kernels.cuda.sampling import batch_rows
 from tests.kernels.cuda.launch.small_kernels import Forked, broken, stages
 
-start, compile_ahead.ChildProcess = compile_ahead.ChildProcess, Forked
+start, compiler_process.ChildProcess = compiler_process.ChildProcess, Forked
 
 GPU = Gpu("GPU X", (9, 0))
 SIZES = (1, 2, 4)
@@ -52,12 +52,15 @@ def test_a_process_compiles_nothing_that_others_have_compiled(tmp_path: Path) ->
         + """
 lines = []
 done = ROOT / "marker"
-compile_ahead.ChildProcess = start  # once as it is
+compiler_process.ChildProcess = start  # once as it is, and started before it is known what is to be compiled, and where
+del os.environ["TRITON_CACHE_DIR"]
+compiler_process.start_ahead("")
+os.environ["TRITON_CACHE_DIR"] = sys.argv[1]
 first = pool(progress=lines.append, marker=done)
 built = first.finish()
 assert sorted(kernel.name for kernel in built) == ["place_kernel"] * 3 and not any(kernel.error for kernel in built)
-assert done.is_file() and first.complete
-compile_ahead.ChildProcess = Forked
+assert done.is_file() and first.complete and not compiler_process._waiting
+compiler_process.ChildProcess = Forked
 assert compilations() == 0 and compilations((8,)) == 1
 assert pool().finish() == [], "nothing is missing"
 assert len(pool(every=True).finish()) == 3

@@ -1,0 +1,1 @@
+"""What the searches of kernels/quantize take longest for, on CUDA."""

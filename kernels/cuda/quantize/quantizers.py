@@ -1,0 +1,10 @@
+"""The quantizers that `quantize` takes on CUDA."""
+
+from functools import partial
+
+from quengine.kernels.cuda.quantize.nearest_entries import nearest_entries
+from quengine.kernels.quantize.books import fit_books
+from quengine.kernels.quantize.quantize import Quantizers
+
+LAUNCHED = Quantizers(books=partial(fit_books, entries=nearest_entries))
+"""The bits of the definitions."""

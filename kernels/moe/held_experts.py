@@ -1,0 +1,89 @@
+"""Which experts of a layer a device holds while the others are in host memory: those that are used most.
+
+A device has room for `count` experts of each such layer. Uses are counted on the device; now and then the host reads
+them, and experts that are used much more than held ones take their places. Counts fade, so that they follow a change
+of subject.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FADING = 3
+"""At each look uses lose one part in 2**FADING."""
+
+_RATIO, _MARGIN = 2, 8
+"""An expert replaces a held one that is used less than this: by a factor, and by a number of uses, beyond the noise of
+counts. Of a router that prefers no expert, nearly none is replaced."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldExperts:
+    """The held experts of a layer, as the device sees them.
+
+    places: int32 [E], the place of each expert on the device, `count` for one that is not there. uses: int32 [E], how
+    often each was used, fading. count: places.
+    """
+
+    places: Tensor
+    uses: Tensor
+    count: int
+
+
+class ExpertCounts(NamedTuple):
+    """Experts of layers in host memory that the device holds, and those that are in host memory alone; how often rows
+    used the one kind and the other, as of the last look; and how many experts have taken another's place."""
+
+    on_device: int = 0
+    in_host: int = 0
+    device_uses: int = 0
+    host_uses: int = 0
+    replaced: int = 0
+
+    @property
+    def hits(self) -> float:
+        """The share of uses whose experts the device held; 0 without uses."""
+        return self.device_uses / max(1, self.device_uses + self.host_uses)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """An expert that takes the place of another, whose expert is `before`."""
+
+    place: int
+    before: int
+    expert: int
+
+
+def replacements(uses: Sequence[int], held: Sequence[int]) -> list[Replacement]:
+    """The experts that replace held ones, `held[place]`: the most used for the least used, of `uses` [E]."""
+    absent = sorted(set(range(len(uses))) - set(held), key=lambda expert: (-uses[expert], expert))
+    least = sorted(range(len(held)), key=lambda place: (uses[held[place]], place))
+    pairs = zip(least, absent, strict=False)
+    return [
+        Replacement(place, held[place], expert)
+        for place, expert in pairs
+        if uses[expert] > _RATIO * uses[held[place]] + _MARGIN
+    ]
+
+
+def asking(uses: Tensor, held: Tensor) -> list[int]:
+    """The layers, by number, in which `replacements` finds some: uses int32 [layers, E], held bool [layers, E]."""
+    most = uses.masked_fill(held, -1).amax(1)
+    least = uses.masked_fill(~held, torch.iinfo(torch.int32).max // 4).amin(1)
+    return (most > _RATIO * least + _MARGIN).nonzero().flatten().tolist()
+
+
+def most_used(uses: Sequence[int], count: int) -> list[int]:
+    """The `count` experts that are used most; of equal ones the first."""
+    return sorted(range(len(uses)), key=lambda expert: (-uses[expert], expert))[:count]
+
+
+def places_of(held: Sequence[int], experts: int) -> Tensor:
+    """`HeldExperts.places` where `held[place]` are there: int32 [experts]."""
+    places = torch.full((experts,), len(held), dtype=torch.int32)
+    places[list(held)] = torch.arange(len(held), dtype=torch.int32)
+    return places

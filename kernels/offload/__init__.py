@@ -1,0 +1,1 @@
+"""Experts in host memory beside a CUDA device: the device holds those used most, the CPU computes the others."""

@@ -1,0 +1,63 @@
+"""The thread that computes on the host what the steps of a device wait for, in the order in which they are launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+from typing import TypeVar
+
+from quengine.kernels.cpu.runtime.threads import sleep_precisely
+
+T = TypeVar("T")
+
+
+class Follower:
+    """See the module docstring. There is one for a process, since the kernels of the CPU have one team of threads: a
+    list of one step that waits for its device would hold up a list of another that the device waits for.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Callable[[], object], Event]] = SimpleQueue()
+        self._lock, self._started = Lock(), False
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Begins `work` after what was given before it, and returns once it has begun: a thread that begins later
+        would have to wait for the interpreter while this one goes on."""
+        self._put(work).wait()
+
+    def call(self, work: Callable[[], T]) -> T:
+        """The result of `work`, done after what was given before it. Raises what it raises."""
+        results, errors, done = list[T](), list[BaseException](), Event()
+
+        def run() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                errors.append(error)
+            done.set()
+
+        self._put(run)
+        done.wait()
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    def _put(self, work: Callable[[], object]) -> Event:
+        with self._lock:
+            if not self._started:
+                Thread(target=self._follow, name="quengine-experts", daemon=True).start()
+                self._started = True
+        begun = Event()
+        self._work.put((work, begun))
+        return begun
+
+    def _follow(self) -> None:
+        sleep_precisely()
+        while True:
+            work, begun = self._work.get()
+            begun.set()
+            work()
+
+
+FOLLOWER = Follower()

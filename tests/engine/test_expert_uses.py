@@ -1,0 +1,63 @@
+"""Counts of uses that are kept between starts: of the model that they are of, and nothing that is wrong."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quengine.loading import expert_uses
+from quengine.loading.expert_uses import read_uses, uses_file, write_uses
+
+USES = [[3, 0, 5], [1, 1, 2]]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF")
+    return path
+
+
+def test_they_come_back(model: Path) -> None:
+    assert read_uses(model, 2, 3) is None
+    write_uses(model, USES)
+    assert read_uses(model, 2, 3) == USES
+
+
+def test_a_model_that_has_changed_has_none(model: Path) -> None:
+    write_uses(model, USES)
+    model.write_bytes(b"GGUF again")
+    assert read_uses(model, 2, 3) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[[1, 2, 3]]", "[[1, 2], [3, 4]]", "[[1, -2, 3], [4, 5, 6]]", "{", "[1, 2]"]
+)
+def test_what_is_wrong_is_passed_over(model: Path, text: str) -> None:
+    write_uses(model, USES)
+    file = uses_file(model)
+    assert file is not None
+    file.write_text(text)
+    assert read_uses(model, 2, 3) is None
+
+
+def test_those_of_the_models_used_last_are_kept(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_uses, "MOST_FILES", 2)
+    others = [tmp_path / f"{number}.gguf" for number in range(3)]
+    for age, path in enumerate(others):
+        path.write_bytes(bytes(age + 1))
+        write_uses(path, USES)
+        file = uses_file(path)
+        assert file is not None
+        os.utime(file, (1000 + age, 1000 + age))
+    write_uses(model, USES)
+    assert [read_uses(path, 2, 3) is not None for path in (*others, model)] == [False, False, True, True]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(model))
+    write_uses(model, USES)
+    assert read_uses(model, 2, 3) is None

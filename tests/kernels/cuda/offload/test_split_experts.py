@@ -1,0 +1,195 @@
+"""Experts in host memory, some of them on the device too: logits are the definition's, wherever experts are."""
+
+import pytest
+import torch
+
+from quengine.kernels.cpu.backend import CpuBackend
+from quengine.kernels.cuda import backend as cuda_backend
+from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.cuda.weights.packed import PackedPart
+from quengine.kernels.forward_batch import decode_batch
+from quengine.kernels.moe.held_experts import ExpertCounts, Replacement
+from quengine.kernels.offload import split_experts
+from quengine.kernels.offload.split_experts import SplitExperts
+from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.reference import ReferenceBackend
+from quengine.kv_cache import KVCache
+from quengine.models.decoder import Decoder
+from tests.forward import forward
+from tests.kernels.cuda.moe.test_moe_decoder import IDS, model
+from tests.kernels.cuda.weights import nmse
+
+ROWS = 8
+DECODED = ([5, 17], [0, 0], [[[1]], [[2]]])
+"""Tokens, positions and block tables of a step of decode."""
+
+
+@pytest.fixture(autouse=True)
+def without_dependent_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cpu":
+        monkeypatch.setattr(cuda_backend, "has_dependent_launch", lambda _device: False)
+
+
+class Split:
+    """A decoder on the device with experts in host memory, `held` of each layer on the device."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        device: torch.device,
+        held: int,
+        tensors: dict[str, QuantTensor] | None = None,
+        streams: bool = False,
+        uses: list[list[int]] | None = None,
+    ) -> None:
+        self.config, made = model(name, kind)
+        self.tensors = tensors or made
+        assert self.config.experts is not None
+        backend, width = CudaBackend(device), self.config.embedding_length
+        layers, used = self.config.block_count, self.config.experts.router.used
+        count = self.config.experts.count
+        self.experts = SplitExperts(backend, CpuBackend(2), layers, ROWS, width, used, count, held, streams)
+        if device.type == "cpu" or uses is not None:
+            self.experts.begin_loading([], uses)
+        self.decoder = Decoder(self.config, self.tensors, backend, 32, 32, self.experts)
+        self.experts.end_loading()
+
+    def logits(self, chunks: list[int]) -> torch.Tensor:
+        return logits(self.decoder, chunks)
+
+    def exact(self, chunks: list[int]) -> torch.Tensor:
+        return logits(Decoder(self.config, self.tensors, ReferenceBackend(keep=True), 32, 32), chunks)
+
+    def replace(self, changes: list[Replacement]) -> None:
+        """In all layers."""
+        for layer in self.experts.on_device.values():
+            layer.begin(changes)
+            layer.copy(changes)
+            layer.end(changes)
+
+
+def logits(decoder: Decoder, chunks: list[int]) -> torch.Tensor:
+    cache = KVCache.allocate(decoder.config, 32, decoder.backend.device)
+    parts, start = [], 0
+    for length in chunks:
+        parts.append(forward(decoder, IDS[start : start + length], cache.layers, start, all_logits=True))
+        start += length
+    return torch.cat(parts).cpu()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "chunks", "held"),
+    [
+        ("dense layer first", "Q8_0", [1, 1], 0),
+        ("dense layer first", "Q8_0", [3, 1], 2),
+        ("biases, clamped", "F16", [3, 1], 2),
+        ("biases, clamped", "Q8_0", [1, 1], 3),
+        ("weighed inputs", "Q8_0", [3, 1], 1),
+        ("a shared expert", "Q8_0", [3, 1], 4),
+    ],
+)
+def test_a_decoder_is_the_reference(
+    name: str, kind: str, chunks: list[int], held: int, device: torch.device
+) -> None:
+    split = Split(name, kind, device, held)
+    assert nmse(split.logits(chunks), split.exact(chunks)) < (1e-6 if chunks[0] == 1 else 5e-5)
+
+
+def test_replaced_experts_are_those_of_the_file(device: torch.device) -> None:
+    split = Split("dense layer first", "Q8_0", device, 2)
+    before = split.logits([1, 1])
+    split.replace([Replacement(0, 0, 3), Replacement(1, 1, 2)])
+    held = list(split.experts.on_device.values())
+    assert held and all(each.experts == [3, 2] for each in held)
+    assert [each.held.places.tolist() for each in held] == [[2, 2, 1, 0]] * len(held)
+    after = split.logits([1, 1])
+    assert nmse(after, split.exact([1, 1])) < 1e-6 and nmse(after, before) < 1e-6
+    assert not torch.equal(after, before)
+
+
+def test_the_cpus_list_follows_a_captured_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter a captured step is the step itself, which waits for the sums of the list's thread."""
+    split = Split("dense layer first", "Q8_0", device, 2)
+    cache = KVCache.allocate(split.config, 96, device).layers
+    batch = decode_batch(*DECODED, device)
+    expected = split.decoder.forward(batch, cache).cpu().clone()
+    exchange = split.experts.exchange
+
+    def step() -> torch.Tensor:
+        with split.experts.recording() as made:
+            logits = split.decoder.forward(batch, cache)
+        launches[:] = made
+        return logits
+
+    launches, results = [], list[torch.Tensor]()
+    with monkeypatch.context() as without_sums:
+        without_sums.setattr(split_experts, "add_sums", lambda total, *_: total)
+        step()
+    for counts in (exchange.counts, exchange.launches):
+        counts.zero_()
+    run = split.experts.followed(lambda: results.append(step().cpu().clone()), list(launches))
+    for _ in range(3):
+        run()
+    assert len(results) == 3 and all(torch.equal(each, expected) for each in results)
+
+
+def test_uses_raise_the_share_of_experts_on_the_device(device: torch.device) -> None:
+    """A router that prefers the last experts, where the device has the first at the start."""
+    split = Split("dense layer first", "Q8_0", device, 2)
+    experts, layers = split.experts, sorted(split.experts.on_device)
+    assert layers == [1]
+    (held,) = experts.on_device.values()
+    bias = torch.tensor([0.0, 0.0, 9.0, 9.0], device=device)
+    router = split.decoder.blk[1].ffn.router
+    object.__setattr__(router, "bias", bias)
+    seen = list[ExpertCounts]()
+    for _ in range(12):
+        split.logits([1, 1, 1, 1])
+        experts.between_steps(512)
+        seen.append(experts.counts)
+    first = next(counts for counts in seen if counts.host_uses)
+    assert first.hits == 0.0 and first[:2] == (2, 2) and sorted(held.experts) == [2, 3]
+    last = seen[-1]
+    assert last.device_uses > last.host_uses - first.host_uses
+    assert last.replaced == 2 and held.held.places.tolist()[:2] == [2, 2]
+    before = split.logits([1, 1])
+    assert nmse(before, split.logits([2])) < 1e-5
+    uses = experts.last_uses
+    assert uses is not None and uses[0] == [0] * 4
+    again = Split("dense layer first", "Q8_0", device, 2, uses=uses)
+    assert [sorted(layer.experts) for layer in again.experts.on_device.values()] == [[2, 3]]
+
+
+def test_a_layers_scale_covers_experts_that_are_not_there_yet(device: torch.device) -> None:
+    split = Split("dense layer first", "Q8_0", device, 2)
+    data = split.tensors["blk.1.ffn_up_exps.weight"].matrices()[3].data
+    blocks = data.view(len(data), -1, 34)
+    blocks[:, :, :2] = (blocks[:, :, :2].contiguous().view(torch.float16) * 64).view(torch.uint8)
+    again = Split("dense layer first", "Q8_0", device, 2, split.tensors)
+    (before,), (after,) = (list(each.experts.on_device.values()) for each in (split, again))
+    (part,), (scaled,) = before.gate_up.parts, after.gate_up.parts
+    assert isinstance(part, PackedPart) and isinstance(scaled, PackedPart)
+    assert scaled.weight_scale < part.weight_scale and scaled.norm > part.norm
+    again.replace([Replacement(0, 0, 3)])
+    assert nmse(again.logits([1, 1]), again.exact([1, 1])) < 1e-6
+
+
+@pytest.mark.parametrize(("name", "kind"), [("dense layer first", "Q8_0"), ("biases, clamped", "Q8_0")])
+def test_experts_of_long_prompts_pass_through_the_device(
+    name: str, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits of a model that is on the device as a whole; a short prompt's rows go to the CPU."""
+    monkeypatch.setattr(split_experts, "STREAMED_ROWS", 3)
+    split = Split(name, kind, device, 2, streams=True)
+    assert split.experts.prompts is not None
+    whole = Decoder(split.config, split.tensors, CudaBackend(device), 32, 32)
+    sent = split.experts.exchange.sent
+    for _ in range(2):
+        before = int(sent)
+        assert torch.equal(split.logits([4])[:3], logits(whole, [4])[:3])
+        assert int(sent) == before
+    assert nmse(split.logits([2, 2]), split.exact([2, 2])) < 5e-5 and int(sent) > before
+    uses = sum(int(layer.held.uses.sum()) for layer in split.experts.on_device.values())
+    assert uses > 0
+    split.experts.close()
