@@ -36,7 +36,12 @@ it on.
 """
 
 
-_CACHE_TYPES: dict[torch.dtype, CacheType] = {torch.float16: "f16", torch.int8: "q8_0", torch.uint8: "q4_0"}
+_CACHE_TYPES: dict[torch.dtype, CacheType] = {
+    torch.float16: "f16",
+    torch.float32: "f16",  # of a definition whose cache is not rounded
+    torch.int8: "q8_0",
+    torch.uint8: "q4_0",
+}
 
 
 @dataclass(frozen=True)

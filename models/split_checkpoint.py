@@ -38,6 +38,6 @@ class SplitCheckpoint(PartOfCheckpoint):
         if self._split is not None:
             return {name: self._split.change(name, change) for name, change in changes.items()}
         held = {name for name in changes if name in self.tensors or holder_of(name) in self.tensors}
-        if "token_embd.weight" in self.tensors:  # which may be the output matrix
+        if self.config.tied_output and "token_embd.weight" in self.tensors:
             held.add("output.weight")
         return {name: change for name, change in changes.items() if name in held}

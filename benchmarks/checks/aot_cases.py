@@ -20,7 +20,6 @@ from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, emp
 from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
-from quengine.kernels.cuda.lora.backend import AdaptedCuda
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch, add_low_rank
 from quengine.kernels.cuda.moe.exchange import add_sums, send_rows
 from quengine.kernels.cuda.quantize.nearest_entries import nearest_entries
@@ -28,17 +27,15 @@ from quengine.kernels.cuda.vision_rows import expanded_blocks
 from quengine.kernels.cuda.weights.packed import PackedPart, PartBounds, empty_part
 from quengine.kernels.cuda.weights.repack import repack, repack_table
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
-from quengine.kernels.lora.change import LowRank
-from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Adapters, Changes
+from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, AdapterShapes, Changes
 from quengine.kernels.moe.exchange import Exchange
 from quengine.kernels.moe.held_experts import HeldExperts
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.quantize.entries import EntryBook
-from quengine.kv_cache import KVCache, pools_of_one
+from quengine.kv_cache import pools_of_one
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.config import ModelConfig
-from quengine.models.decoder import Decoder
 from quengine.models.draft_layer import layer_config
 from quengine.models.eagle_checkpoint import open_eagle
 from quengine.models.encoder import Encoder
@@ -316,23 +313,15 @@ def quantizer_steps() -> Iterator[Step]:
             yield False, partial(nearest_entries, book, values, values, empty(4096), fmt.name == "IQ1_S")
 
 
-class AdaptedMeta(AdaptedCuda, MetaBackend):
-    """The CUDA backend with adapters, on weights without data."""
-
-
 def adapted_steps(spec: SyntheticModel) -> Iterator[Step]:
     """Steps of a model with two adapters of all its dense projections and its embedding."""
     plan = plan_of(spec)
-    tensors = meta_tensors(plan.tensors)
-    changes = {
-        name: [LowRank(torch.zeros(16, held.cols), torch.zeros(held.rows, 16), 1.0)] * 2
-        for name, held in tensors.items()
+    matrices = {
+        name: (RANKS_AT_ONCE, held.rows, held.cols, "float16")
+        for name, held in meta_tensors(plan.tensors).items()
         if name.startswith(("blk.", "token_embd.", "output.")) and len(held.shape) == 2
     }
-    backend = AdaptedMeta(Adapters(2, changes), META)
-    decoder = Decoder(plan.config, tensors, backend, plan.ctx_size, plan.chunk_size)
-    cache = KVCache.allocate(plan.config, plan.ctx_size, META, plan.cache_type, plan.pools)
-    graphs = CudaGraphs(decoder, cache, plan.slots, plan.prefill_tokens)
+    (graphs,) = replace(plan, adapters=AdapterShapes(2, matrices, {}, tied=False)).graphs()
     yield from _steps(graphs, Sizes(tuple(key._replace(adapted=True) for key in FEW.keys)))
 
 

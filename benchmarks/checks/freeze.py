@@ -7,7 +7,7 @@ Run from the repository root. A folder gets a JSON file for each part:
 
 - `runs`: token ids and log-probabilities (as hexadecimal floats, so to the last bit) of a fixed set of requests:
   SmolLM2 where its package is installed, and a synthetic model of each architecture; alone, in batches, with drafts,
-  blocks (preemption), with shared beginnings, q8_0, deterministic.
+  blocks (preemption), with shared beginnings, q8_0, q4_0, deterministic.
 - `ptx`: a digest of the PTX of every kernel variant compiled ahead of time, without symbol names and line numbers.
 - `cpu-code`: a digest of the machine code of every CPU kernel that this processor can run: LLVM aborts on
   instructions that it lacks.
@@ -84,6 +84,7 @@ def _model_runs(name: str, model: str, device: str) -> Record:
     settings: dict[str, tuple[dict[str, Any], list[Any]]] = {
         "alone": ({}, [greedy, scored, drawn]),
         "q8_0": ({"cache_type": "q8_0"}, [greedy, scored]),
+        "q4_0": ({"cache_type": "q4_0"}, [greedy, scored]),
         "deterministic": ({"deterministic": True}, [greedy, scored]),
         "kept prefix": ({"reuse_prefix": True}, [greedy, greedy]),
         "batch of 4": ({"parallel": 4}, [greedy, scored, drawn]),

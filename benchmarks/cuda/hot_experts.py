@@ -5,8 +5,9 @@
 
 Writes a synthetic model whose routers prefer every tenth expert: with a skew of 30 these have some 80% of the uses,
 with 1 a tenth. For each share it is loaded with --cpu-moe, generates until the experts on the GPU have settled, and
-then in rounds. Printed are milliseconds of a step and of a prompt, and the share of uses whose experts the GPU had.
---copies also measures experts that exchange rows with the GPU by copies of the host, launch by launch.
+then in rounds; at last with all experts on the GPU. Printed are milliseconds of a step and of a prompt, and the share
+of uses whose experts the GPU had. --copies also measures experts that exchange rows with the GPU by copies of the
+host, launch by launch.
 """
 
 import argparse
@@ -126,6 +127,9 @@ def main() -> None:
             with LLM(path, **common, gpu_experts=-(-spec.experts * share // 100)) as llm:
                 measure(llm, options, f"{share}%")
             release(llm)
+        with LLM(path, **common | {"cpu_moe": False}) as llm:
+            measure(llm, options, "all")
+        release(llm)
 
 
 def release(llm: LLM) -> None:

@@ -14,7 +14,7 @@ from quengine.block_pool import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
 from quengine.kernels.backend import Backend, LayerState
 from quengine.kernels.lora.adapted import Adapted
-from quengine.kernels.lora.low_rank import Adapters
+from quengine.kernels.lora.low_rank import Adapters, AdapterShapes
 from quengine.kernels.moe.host_experts import FollowedExperts, PlacedExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
@@ -306,6 +306,7 @@ class Machine:
             config.drafts_on_host,
             config.deterministic,
             self._layer_plan(checkpoint.config),
+            None if drafts or self.adapters.weights is None else AdapterShapes.of(self.adapters.weights),
         )
         compile_ahead(plan, gpu, self.progress)
 

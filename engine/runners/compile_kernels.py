@@ -17,7 +17,9 @@ from quengine.kernels.cuda.aot.aot_ranks import PushingRanks
 from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend
 from quengine.kernels.cuda.launch.compile_ahead import CompilePool, compiled_marker
 from quengine.kernels.cuda.launch.gpu import Gpu
+from quengine.kernels.cuda.lora.meta import AdaptedMeta
 from quengine.kernels.kv.cache_types import CacheType
+from quengine.kernels.lora.low_rank import AdapterShapes
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
 from quengine.models.assistant_decoder import AssistantDecoder
@@ -49,6 +51,10 @@ _DEFAULT = SamplingKind(64, bias=False, penalties=False)
 
 _FIRST = (decode_key(1, _DEFAULT), GraphKey("prefill", PREFILL_ROWS[0], 1))
 """The steps of a first short request; decode's kernels are the slowest to compile."""
+
+_FIRST_PROMPTS = (24, 100, 40, 6)
+"""Lengths of a first prompt, for each number of rows a block that matmuls of up to 128 rows have; a prompt of a size
+that has not been seen twice is not captured, and its launches would wait for one kernel after another."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,8 @@ class KernelPlan:
     """The properties of a model and its options that its kernels depend on.
 
     tensors: type and shape of each tensor of the model, by name. slots, prefill_tokens, shares_sequences: see
-    `CudaGraphs`. layer: of the model's own layer that drafts; None: it does not draft.
+    `CudaGraphs`. layer: of the model's own layer that drafts; None: it does not draft. adapters: LoRA adapters of its
+    weights.
     """
 
     config: ModelConfig
@@ -106,11 +113,16 @@ class KernelPlan:
     shares_sequences: bool = False
     batch_invariant: bool = False
     layer: LayerPlan | None = None
+    adapters: AdapterShapes | None = None
 
     def graphs(self) -> list[CudaGraphs]:
         """The captured steps of such a model, on the meta device, with kernels for the assumed GPU, and those of its
         own layer that drafts."""
-        backend = MetaBackend(META, self.batch_invariant)
+        backend: MetaBackend
+        if self.adapters is None:
+            backend = MetaBackend(META, self.batch_invariant)
+        else:
+            backend = AdaptedMeta(self.adapters.adapters(), META, self.batch_invariant)
         if self.config.ranks > 1:
             backend.communicator = PushingRanks(self.config.ranks, backend.pdl)
         drafts = self.layer is not None and self.layer.sizes is None
@@ -118,12 +130,14 @@ class KernelPlan:
         cache = KVCache.allocate(self.config, self.ctx_size, META, self.cache_type, self.pools, drafts)
         rest = self.prefill_tokens, self.shares_sequences
         decoder.kept = cache.hidden
+        if isinstance(backend, AdaptedMeta):
+            backend.end_loading()
         graphs = [CudaGraphs(decoder, cache, self.slots, *rest)]
         if self.layer is not None and not self.layer.config.target_width:
             layer = self.layer.decoder(decoder, cache, self.ctx_size)
             size = min(self.ctx_size, self.layer.config.context_length) if self.layer.sizes else self.ctx_size
             own = KVCache.allocate(self.layer.config, size, META, self.cache_type, self.pools[:1])
-            graphs.append(CudaGraphs(layer, own, self.layer.slots, *rest))
+            graphs.append(CudaGraphs(layer, own, self.layer.slots, *rest, adapted=False))
         return graphs
 
     def drafts(self, graphs: Sequence[CudaGraphs]) -> DraftGraphs | None:
@@ -145,7 +159,9 @@ class KernelPlan:
             if self.layer is None
             else tuple(vars(replace(self.layer, tensors=dict(self.layer.tensors))).values())
         )
-        return (self.config, dict(self.tensors), *sizes, self.shares_sequences, self.batch_invariant, *layer)
+        adapters = () if self.adapters is None else tuple(vars(self.adapters).values())
+        options = (self.shares_sequences, self.batch_invariant)
+        return (self.config, dict(self.tensors), *sizes, *options, *layer, *adapters)
 
 
 def stored_tensors(tensors: Mapping[str, QuantTensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -185,8 +201,8 @@ def compilers() -> int:
 
 
 def compile_stages(*plans: KernelPlan) -> list[Callable[[], None]]:
-    """The stages of compilation: each step of a first short request by itself, then those that draft, then all other
-    steps."""
+    """The stages of compilation: each step of a first short request by itself, then those that draft, then first
+    prompts of other lengths, then all other steps."""
     made, drafts = list[CudaGraphs](), list[DraftGraphs]()
 
     @torch.no_grad()
@@ -199,17 +215,26 @@ def compile_stages(*plans: KernelPlan) -> list[Callable[[], None]]:
                     drafts.append(drafting)
         for graphs in made:
             graphs.run_padding(key)
+            if graphs.adapters:
+                graphs.run_padding(key._replace(adapted=True))
 
     def drafting_steps() -> None:
         for steps in drafts:
             steps.run_ordinary()
 
     @torch.no_grad()
+    def prompts(tokens: int) -> None:
+        for graphs in made:
+            if tokens <= graphs.longest_chunk:
+                graphs.run_prompts([tokens])
+
+    @torch.no_grad()
     def rest() -> None:
         for graphs in made:
             run_all(graphs)
 
-    return [*(partial(first, key) for key in _FIRST), drafting_steps, rest]
+    of_prompts = [partial(prompts, tokens) for tokens in _FIRST_PROMPTS]
+    return [*(partial(first, key) for key in _FIRST), drafting_steps, *of_prompts, rest]
 
 
 def run_all(graphs: CudaGraphs) -> None:

@@ -24,6 +24,9 @@ from quengine.runners.cpu_kernels import finish_compiling
 from quengine.runners.graph_keys import EXACT_CPU_ROWS, GraphKey, decode_key
 from quengine.step_plan import SequenceRows, adapter_scales
 
+_MOST_STEPS = 256
+"""Lists that are kept: mixes of adapters may be many."""
+
 
 class CpuSteps:
     """`model_runner.StepGraphs` of a decoder on a CpuBackend. `rows`: the most rows of a decode step."""
@@ -34,7 +37,7 @@ class CpuSteps:
 
     def __init__(self, decoder: Decoder, cache: KVCache, rows: int = 1) -> None:
         self._decoder, self._cache, self._most_rows = decoder, cache, rows
-        self._steps: dict[GraphKey, CompiledStep] = {}
+        self._steps: dict[tuple[GraphKey, tuple[int, ...]], CompiledStep] = {}
         self._buffers: Buffers = {}
         self.capture(decode_key(min(2, rows)))  # loads or compiles the kernels that decode needs
 
@@ -64,28 +67,31 @@ class CpuSteps:
         count = len(tokens)
         padding = key.rows - count
         tables += [[[PADDING_BLOCK]] * len(self._cache.pools)] * padding
-        step = self._steps.get(key) or self.capture(key)
-        turned = None if angles is None else [*angles] + [0] * padding
         scales = adapter_scales(rows) if key.adapted else None
+        step = self.capture(key, tuple(n for n, of_rows in enumerate(scales or ()) if any(of_rows)))
+        turned = None if angles is None else [*angles] + [0] * padding
         return step.run(tokens + [0] * padding, positions + [0] * padding, tables, turned, scales)[:count]
 
     @torch.no_grad()
-    def capture(self, key: GraphKey) -> CompiledStep:
-        """The step list of a key, made if missing."""
-        if key not in self._steps:
+    def capture(self, key: GraphKey, used: tuple[int, ...] = ()) -> CompiledStep:
+        """The step list of a key, whose rows have the adapters `used`, made if missing."""
+        if (key, used) not in self._steps:
+            if len(self._steps) >= _MOST_STEPS:
+                self._steps.clear()
             decoder, layers = self._decoder, self._cache.layers
             blocks, groups = blocks_for(self._cache.ctx_size), len(self._cache.pools)
             backend = decoder.backend
             adapters = backend.adapter_count if key.adapted and isinstance(backend, Adapted) else 0
-            self._steps[key] = CompiledStep(
+            self._steps[key, used] = CompiledStep(
                 lambda batch: decoder.forward(batch, layers),
                 key.rows,
                 blocks,
                 self._buffers,
                 groups,
                 adapters,
+                used,
             )
-        return self._steps[key]
+        return self._steps[key, used]
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
         """Makes the step lists of one sequence, or, if `params` is None, of all numbers of rows, largest

@@ -1,5 +1,10 @@
-"""The CPU backend with adapters: their matrices in fp32, multiplied by the kernels of float weights."""
+"""The CPU backend with adapters: their matrices as plain floats, multiplied by the kernels of such weights.
 
+A step reads the first matrices of the adapters that its rows have, and the second ones of all, whose sums are then the
+same whichever those are: a row has the bits that it has alone.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +15,13 @@ from quengine.kernels import cpu
 from quengine.kernels.backend import Branch
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.backend import CpuBackend, added_rows
-from quengine.kernels.cpu.step_recorder import CpuWeight, recorded
+from quengine.kernels.cpu.step_recorder import CpuWeight, StepBatch, recorded
 from quengine.kernels.embedded_rows import EmbeddedRows, place_embeddings
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Gating, glu
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.lora.adapted import Adapted
-from quengine.kernels.lora.low_rank import Changes
+from quengine.kernels.lora.low_rank import Changes, exact_dtype
 from quengine.kernels.pointwise import Pointwise, pointwise
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
@@ -29,7 +34,7 @@ class AdaptedCpu(Adapted, CpuBackend):
     """Of the token embedding's changes, A the other way round."""
 
     def placed(self, changes: Changes) -> Changes:
-        return changes.to(torch.float32)
+        return changes.to(exact_dtype(changes))
 
     def changed_rows(
         self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor, factor: float
@@ -37,7 +42,7 @@ class AdaptedCpu(Adapted, CpuBackend):
         if self._back is None or self._back[0] is not changes:
             self._back = changes, _matrix(changes.a.flatten(0, 2).T.contiguous())
         with recorded(batch, len(batch)) as step:
-            return step.changed_rows(x, _matrix(changes.b), self._back[1], scales, factor)
+            return step.changed_rows(x, _matrix(changes.b.flatten(1)), self._back[1], scales, factor)
 
     def placed_rows(self, x: Tensor, given: EmbeddedRows | None) -> Tensor:
         return place_embeddings(x, given)
@@ -58,9 +63,8 @@ class AdaptedCpu(Adapted, CpuBackend):
         scales: Tensor,
     ) -> Tensor:
         shrunk = self._shrunk(batch, x, changes, scales)  # before the product, which may write over x
-        return self._add_changes(
-            batch, CpuBackend.norm_linear(self, batch, x, None, weight, bias), shrunk, changes
-        )
+        product = CpuBackend.norm_linear(self, batch, x, None, weight, bias)
+        return self._add_changes(batch, product, shrunk, changes)
 
     def changed_sum(
         self,
@@ -76,18 +80,24 @@ class AdaptedCpu(Adapted, CpuBackend):
         changed = self._add_changes(batch, residual, self._shrunk(batch, x, changes, scales), changes)
         return CpuBackend.linear_add(self, batch, x, weight, changed, next_norm, None, bias)
 
-    def _shrunk(self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor) -> Tensor:
-        """The scaled products of A with x."""
-        a, parts = _matrix(changes.a), len(changes.parts)
+    def _shrunk(self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor) -> Tensor | None:
+        """The scaled products of A with x, [T, P * M * R], zeros for adapters that no row has; None: none has any."""
+        if not (used := _used(batch, scales)):
+            return None
+        matrices = [[_matrix(of_part[number]) for number in used] for of_part in changes.a]
         if batch.phase == "decode":
             with recorded(batch, len(x)) as step:
-                return step.shrunk(x, a, scales, parts)
-        found = cpu.prompt_linear(x, [a])
-        found.view(len(x), parts, len(scales), changes.rank).mul_(scales.T[:, None, :, None])
-        return found
+                return step.shrunk(x, matrices, used, scales)
+        found = x.new_zeros(len(x), len(changes.parts), len(scales), changes.rank)
+        for part, of_part in enumerate(matrices):
+            for number, a in zip(used, of_part, strict=True):
+                found[:, part, number] = cpu.prompt_linear(x, [a]) * scales[number, :, None]
+        return found.view(len(x), -1)
 
-    def _add_changes(self, batch: ForwardBatch, y: Tensor, shrunk: Tensor, changes: Changes) -> Tensor:
-        parts = [_matrix(part) for part in torch.split(changes.b, list(changes.parts))]
+    def _add_changes(self, batch: ForwardBatch, y: Tensor, shrunk: Tensor | None, changes: Changes) -> Tensor:
+        if shrunk is None:
+            return y
+        parts = [_matrix(part.flatten(1)) for part in torch.split(changes.b, list(changes.parts))]
         if batch.phase == "decode":
             with recorded(batch, len(y)) as step:
                 return step.add_changes(y, shrunk, parts)
@@ -135,7 +145,15 @@ class AdaptedCpu(Adapted, CpuBackend):
             return step.capped(y, cap)
 
 
+def _used(batch: ForwardBatch, scales: Tensor) -> Sequence[int]:
+    """The adapters that rows of the step have."""
+    if isinstance(batch, StepBatch):
+        return batch.used_adapters
+    return [number for number, of_adapter in enumerate(scales) if bool(of_adapter.any())]
+
+
 def _matrix(values: Tensor) -> QuantTensor:
-    """A matrix of the last dimension of `values` [..., K], fp32 and contiguous, or for b [n, M, R] of its last two."""
-    rows = values.flatten(1) if values.ndim == 3 else values.flatten(0, -2)
-    return QuantTensor("adapter", FORMATS["F32"], tuple(rows.shape), rows.contiguous().view(torch.uint8))
+    """A contiguous matrix of plain floats."""
+    assert values.is_contiguous()
+    name = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[values.dtype]
+    return QuantTensor("adapter", FORMATS[name], tuple(values.shape), values.view(torch.uint8))

@@ -18,7 +18,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 
 class CompiledStep:
     """A decode step of `rows` tokens, of sequences with at most `blocks` blocks in each of `groups` cache groups.
-    adapters: how many LoRA adapters rows may have; 0: they have none.
+    adapters: the number of LoRA adapters; 0: rows have none. used: those that rows may have.
 
     forward(batch) calls the backend's operations, `logits` last, and returns its result; nothing is computed during
     the call. Steps that never run at once may share `buffers`.
@@ -32,13 +32,17 @@ class CompiledStep:
         buffers: Buffers,
         groups: int = 1,
         adapters: int = 0,
+        used: Sequence[int] = (),
     ) -> None:
         inputs = RunInputs(rows, blocks, groups)
         self._adapters = torch.zeros(adapters, rows) if adapters else None
         recorder = StepRecorder(rows, inputs, buffers)
         positions = torch.zeros(rows, dtype=torch.int64)
         batch = StepBatch(
-            "decode", inputs.ids, positions, inputs.tables, adapters=self._adapters, recorder=recorder
+            *("decode", inputs.ids, positions, inputs.tables),
+            adapters=self._adapters,
+            recorder=recorder,
+            used_adapters=used,
         )
         self._logits = forward(batch)
         self.rows, self._inputs = rows, inputs

@@ -445,21 +445,28 @@ class StepRecorder:
     def normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         return self._normed(x, norm)
 
-    def shrunk(self, x: Tensor, a: QuantTensor, scales: Tensor, parts: int) -> Tensor:
-        """Scaled products of x with the first matrices of adapters (kernels/lora/low_rank.py): a F32 [parts * M * R,
-        K], scales fp32 [M, T]."""
-        width, each = a.rows // parts, a.rows // parts // len(scales)
-        y = self._fp32("shrunk", a.rows)
-        self._stage([matvec_launch(x, a, y, 0, step=each)])
-        for column in range(0, a.rows, each):
-            self._then(scale_launch(y, scales[column % width // each], column, each, each))
+    def shrunk(
+        self, x: Tensor, matrices: Sequence[Sequence[QuantTensor]], used: Sequence[int], scales: Tensor
+    ) -> Tensor:
+        """Products of x with the first matrices [R, K] of the `used` ones of M adapters (kernels/lora/low_rank.py), for
+        each of P parts, times scales fp32 [M, T]: [T, P * M * R], zeros for the others."""
+        rank = matrices[0][0].rows
+        role = f"shrunk {len(matrices)} {rank} {used}"  # of one place for each product: all else stays zero
+        y = self._fp32(role, len(matrices) * len(scales) * rank).zero_()
+        step, stage = min(rank, _fair_rows(len(matrices) * len(used) * rank)), list[list[Launch]]()
+        for part, of_part in enumerate(matrices):
+            for number, a in zip(used, of_part, strict=True):
+                column = (part * len(scales) + number) * rank
+                product = matvec_launch(x, a, y, column, step=step)
+                stage.append([product, scale_launch(y, scales[number], column, rank, step)])
+        self._stage(*stage)
         return y
 
     def changed_rows(
         self, x: Tensor, rows: QuantTensor, back: QuantTensor, scales: Tensor, factor: float
     ) -> Tensor:
-        """x, rows that were read by token, plus the changes of these: F32 rows [vocabulary, M * R], scaled
-        by scales fp32 [M, T], times back [K, M * R]."""
+        """x, rows that were read by token, plus the changes of these: rows [vocabulary, M * R] by token, scaled by
+        scales fp32 [M, T], times back [K, M * R]."""
         width, each = rows.cols, rows.cols // len(scales)
         read = self._fp32("shrunk", width)
         self._stage([embed_launch(rows, self.inputs.tokens(rows.rows), read, factor)])
@@ -468,7 +475,7 @@ class StepRecorder:
         return self.add_changes(x, read, [back])
 
     def add_changes(self, y: Tensor, shrunk: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
-        """y plus the products of `shrunk` with the second matrices, F32 [rows, M * R] for each part of y's columns."""
+        """y plus the products of `shrunk` with the second matrices, [rows, M * R] for each part of y's columns."""
         added, column, width = self._fp32("changes", y.shape[1]), 0, shrunk.shape[1] // len(parts)
         stage = list[list[Launch]]()
         for number, b in enumerate(parts):
@@ -697,9 +704,11 @@ class StepRecorder:
 
 @dataclass(frozen=True, eq=False)
 class StepBatch(ForwardBatch):
-    """A batch whose operations are recorded, not run; their inputs have no values yet."""
+    """A batch whose operations are recorded, not run; their inputs have no values yet. used_adapters: those of
+    `adapters` whose scales may be other than 0."""
 
     recorder: StepRecorder = field(kw_only=True)
+    used_adapters: Sequence[int] = field(default=(), kw_only=True)
 
     def with_chunks(self, length: int) -> StepBatch:  # noqa: ARG002 (attention tells its chunk when the step runs)
         """The same: chunks follow from positions, which have no values yet."""

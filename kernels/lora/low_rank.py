@@ -54,6 +54,46 @@ class Changes:
         return Changes(self.parts, self.a.to(device, dtype), self.b.to(device, dtype))
 
 
+def exact_dtype(changes: Changes) -> torch.dtype:
+    """The smallest type that holds the values as they are: most files have 16 bits of each."""
+    if changes.a.is_meta:
+        return changes.a.dtype
+    for dtype in (torch.float16, torch.bfloat16):
+        if all(torch.equal(values.to(dtype).to(values.dtype), values) for values in (changes.a, changes.b)):
+            return dtype
+    return torch.float32
+
+
+@dataclass(frozen=True)
+class AdapterShapes:
+    """What kernels depend on of `Adapters`. matrices: by the name of each changed matrix, its rank, rows and columns,
+    and the smallest type that holds its changes."""
+
+    count: int
+    matrices: Mapping[str, tuple[int, int, int, str]]
+    joined: Mapping[str, Sequence[tuple[str, int]]]
+    tied: bool
+
+    @classmethod
+    def of(cls, adapters: Adapters) -> "AdapterShapes":
+        found = dict[str, tuple[int, int, int, str]]()
+        for name, changes in adapters.changes.items():
+            given = [each for each in changes if each is not None]
+            rank, (rows, cols) = padded_rank(given), (len(given[0].b), given[0].a.shape[-1])
+            whole = stacked([changes], [rows], cols)
+            found[name] = rank, rows, cols, str(exact_dtype(whole)).removeprefix("torch.")
+        return cls(adapters.count, found, adapters.joined, adapters.tied)
+
+    def adapters(self) -> Adapters:
+        """Adapters of these shapes without data."""
+        changes = dict[str, Sequence[LowRank | None]]()
+        for name, (rank, rows, cols, dtype) in self.matrices.items():
+            kind = {"dtype": getattr(torch, dtype), "device": "meta"}
+            change = LowRank(torch.empty(rank, cols, **kind), torch.empty(rows, rank, **kind), 1.0)
+            changes[name] = [change] * self.count
+        return Adapters(self.count, changes, self.joined, self.tied)
+
+
 def padded_rank(changes: Iterable[LowRank | None]) -> int:
     """The rank R of `Changes` of these."""
     most = max(len(change.a) for change in changes if change is not None)
@@ -61,11 +101,14 @@ def padded_rank(changes: Iterable[LowRank | None]) -> int:
 
 
 def stacked(changes: Sequence[Sequence[LowRank | None]], rows: Sequence[int], cols: int) -> Changes:
-    """The changes [P][M] of matrices [rows_p, cols], fp32. Raises ValueError where one does not fit its matrix."""
+    """The changes [P][M] of matrices [rows_p, cols], fp32; of those without data, on the meta device and of their type.
+    Raises ValueError where one does not fit its matrix."""
     rank = padded_rank(chain.from_iterable(changes))
-    count = len(changes[0])
-    a = torch.zeros(len(rows), count, rank, cols)
-    b = torch.zeros(sum(rows), count, rank)
+    count, given = len(changes[0]), [each for each in chain.from_iterable(changes) if each is not None]
+    device, types = given[0].a.device, {each.a.dtype for each in given}
+    dtype = types.pop() if given[0].a.is_meta and len(types) == 1 else torch.float32
+    a = torch.zeros(len(rows), count, rank, cols, dtype=dtype, device=device)
+    b = torch.zeros(sum(rows), count, rank, dtype=dtype, device=device)
     first = 0
     for part, (of_part, n) in enumerate(zip(changes, rows, strict=True)):
         for number, change in enumerate(of_part):

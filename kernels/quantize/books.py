@@ -99,8 +99,8 @@ class _Groups:
         return torch.where(turned.view(cost.shape), -self._magnitude, self._magnitude)
 
     def negative(self, fit: _Fit) -> Tensor:
-        """The signs of the weights that a fit gives, bool [group, M]."""
-        return (self.x < 0) ^ (fit.target < 0)
+        """The signs of the weights that a fit gives, bool [group, M]; that of a 0 may be turned too, to -0."""
+        return (self.x < 0) ^ torch.signbit(fit.target)
 
     def nearest(self, scale: Tensor, target: Tensor) -> _Fit:
         """The nearest entries under scales [M]."""

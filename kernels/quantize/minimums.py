@@ -131,19 +131,39 @@ def _solved(fit: RangeFit, sum_q: Tensor, sum_qq: Tensor, sum_qx: Tensor) -> tup
     return torch.where(alone, divided(sum_qx, sum_qq), scale), torch.where(alone, 0.0, low)
 
 
+NEIGHBOURS = ((1, 0), (-1, 0), (0, 1), (0, -1))
+"""By how many units of fp16 d and dmin of blocks of one group may be moved from the best of least squares."""
+LARGEST_BITS = 0x7BFF
+"""Of a finite fp16."""
+
+
 def _refined(fit: RangeFit, scale: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
     """d and dmin of blocks of one group, fp16 [1, blocks]."""
-    d, dmin = scale.half(), low.half()
-    error = fit.error(d.float(), dmin.float())
+    found = scale.half(), low.half()
+    error = fit.error(found[0].float(), found[1].float())
     for _ in range(ROUNDS):
-        q = fit.values(d.float(), dmin.float())
+        q = fit.values(found[0].float(), found[1].float())
         scale, low = _solved(fit, *fit.moments(q))
-        here, there = scale.half(), low.half()
-        moved = fit.error(here.float(), there.float())
-        better = moved < error
-        d, dmin = torch.where(better, here, d), torch.where(better, there, dmin)
-        error = torch.minimum(error, moved)
-    return d, dmin
+        found, error = _better(fit, found, error, (scale.half(), low.half()))
+    for steps in NEIGHBOURS:
+        moved = _moved(found[0], steps[0]), _moved(found[1], steps[1])
+        found, error = _better(fit, found, error, moved)
+    return found
+
+
+def _moved(half: Tensor, step: int) -> Tensor:
+    """fp16 >= 0 moved by so many units, not below 0."""
+    return (half.view(torch.int16) + step).clamp_(0, LARGEST_BITS).view(torch.float16)
+
+
+def _better(
+    fit: RangeFit, found: tuple[Tensor, Tensor], error: Tensor, other: tuple[Tensor, Tensor]
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """The other where its error is less."""
+    there = fit.error(other[0].float(), other[1].float())
+    better = there < error
+    d, dmin = (torch.where(better, new, old) for new, old in zip(other, found, strict=True))
+    return (d, dmin), torch.minimum(error, there)
 
 
 def _block_fits(

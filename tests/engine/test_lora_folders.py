@@ -1,11 +1,13 @@
 """PEFT folders beside a model's weights: the logits that `transformers` gets from the folder with them merged."""
 
+import json
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quengine
@@ -71,7 +73,8 @@ def logits(path: Path, adapters: OpenAdapters, scale: float) -> Tensor:
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_the_merged_model(tmp_path: Path, name: str) -> None:
     folder = written(tmp_path / "model", name)
-    adapter = write_adapter(tmp_path / "adapter", folder, picked)
+    embedding = "model.embed_tokens.weight" if name == "llama" else ""
+    adapter = write_adapter(tmp_path / "adapter", folder, picked, embedding=embedding)
     merged = write_merged(tmp_path / "merged", folder, adapter, 0.5 * ALPHA / RANK)
     file = tmp_path / "model.gguf"
     quengine.convert(folder, file, "f32", threads=1)
@@ -80,6 +83,43 @@ def test_logits_are_those_of_the_merged_model(tmp_path: Path, name: str) -> None
     for path in (folder, file):
         adapters = open_adapters(EngineConfig(lora=(str(adapter),)), open_checkpoint(path))
         assert nmse(logits(path, adapters, 0.5), wanted) < 1e-9
+
+
+def test_an_embedding_that_is_the_output_matrix_is_changed_as_its_module(tmp_path: Path) -> None:
+    """`transformers` has the same model as one whose output matrix is a copy, which the adapter leaves as it is."""
+    folder = written(tmp_path / "model", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    table = weights["model.embed_tokens.weight"]
+    save_file({**weights, "lm_head.weight": table.clone()}, folder / "model.safetensors", {"format": "pt"})
+    given = {"picks": lambda *_: False, "embedding": "model.embed_tokens.weight"}
+    adapter = write_adapter(tmp_path / "adapter", folder, **given)
+    merged = write_merged(tmp_path / "merged", folder, adapter, 0.5 * ALPHA / RANK)
+    wanted = transformers_logits(merged, VOCAB)
+    assert nmse(transformers_logits(folder, VOCAB), wanted) > 0.05
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.config.tied_output
+    adapters = open_adapters(EngineConfig(lora=(str(adapter),)), checkpoint)
+    assert nmse(logits(folder, adapters, 0.5), wanted) < 1e-9
+
+
+def test_a_change_of_the_output_alone_of_a_tied_model_is_not_merged(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", "llama")
+    adapter = write_adapter(tmp_path / "adapter", folder, lambda name, _: name == "lm_head.weight")
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    adapters = open_adapters(EngineConfig(lora=(str(adapter),)), open_checkpoint(folder))
+    assert list(adapters.files[0].changes) == ["output.weight"] and adapters.weights.tied
+    quengine.convert(folder, tmp_path / "m.gguf", "f32", threads=1)
+    with pytest.raises(EngineError, match=r"output.weight: the model's output matrix is its embedding"):
+        quengine.merge(tmp_path / "m.gguf", [adapter], tmp_path / "out.gguf")
+    assert not (tmp_path / "out.gguf").exists()
 
 
 def test_matrices_whose_rows_are_taken_in_another_order_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from quengine.kernels.cuda.gemm.matmul import paired_matmul
 from quengine.kernels.cuda.lora import backend as lora_backend
 from quengine.kernels.cuda.lora.backend import AdaptedCuda
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
-from quengine.kernels.lora.low_rank import Adapters
+from quengine.kernels.lora.low_rank import Adapters, AdapterShapes, stacked
 from quengine.kernels.lora.reference import AdaptedReference
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
@@ -200,3 +200,24 @@ def test_sequences_with_different_adapters_in_one_step(folder: Path, case: str, 
             assert error(ours[number], wanted) < MOST_ERROR[kind]
             apart = max(apart, error(without, wanted))
     assert apart > 0.2
+
+
+def test_shapes_for_the_compiler_are_those_of_the_adapters(folder: Path) -> None:
+    path = folder / "llama.gguf"
+    if not path.exists():
+        write_tiny(path, "llama")
+    adapters = random_adapters(GGUFCheckpoint(path).tensors, ("attn_q", "ffn_up"), (4, 20))
+    halved = {
+        name: [each and each._replace(a=each.a.half(), b=each.b.half(), scale=0.5) for each in changes]
+        for name, changes in adapters.changes.items()
+        if "attn_q" in name
+    }
+    shapes = AdapterShapes.of(dataclasses.replace(adapters, changes={**adapters.changes, **halved}))
+    made = shapes.adapters()
+    assert made.count == 2 and made.changes.keys() == adapters.changes.keys()
+    for name, changes in made.changes.items():
+        given = adapters.changes[name]
+        rows, cols = next((len(each.b), each.a.shape[1]) for each in given if each is not None)
+        without_data = stacked([changes], [rows], cols)
+        assert without_data.a.is_meta and without_data.a.shape == stacked([given], [rows], cols).a.shape
+        assert without_data.b.dtype == (torch.float16 if name in halved else torch.float32)

@@ -508,7 +508,7 @@ def _store_group(
             place = 8 * byte + i
             negative = held.load("x", place) < 0.0
             if plan.even:
-                negative = negative ^ (load(e, fit.at(plan.vectors + 3 + place)) < 0.0)
+                negative = negative ^ (load_ints(e, fit.at(plan.vectors + 3 + place)) < 0)
             bits = bits | Lanes(e, e.const(INTS, 1 << i)).where(negative, 0)
         blocks.store("signs", I8, bits, group, byte)
 

@@ -23,7 +23,7 @@ from quengine.kernels.cpu.quantize.lanes import FLOATS, LANES, Lanes, largest, l
 from quengine.kernels.cpu.quantize.memory import BlockMemory, Blocks, Places
 from quengine.kernels.cpu.quantize.range_search import RangeSearchArguments
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
-from quengine.kernels.quantize.minimums import ROUNDS, unit_tops, widenings
+from quengine.kernels.quantize.minimums import LARGEST_BITS, NEIGHBOURS, ROUNDS, unit_tops, widenings
 
 
 @cache
@@ -41,7 +41,7 @@ def _places(name: str) -> Places:
 def range_search_kernel(format_name: str) -> bytes:
     """Task i searches for blocks 16 * i to 16 * i + 15."""
     places, has_integers, rounds = _places(format_name), FORMATS[format_name].sub_scale_bits > 0, ROUNDS
-    floats, x, weights = places.floats, places["x"], places["weights"]
+    floats, x, weights, neighbours = places.floats, places["x"], places["weights"], len(NEIGHBOURS)
 
     @njit  # type: ignore[untyped-decorator]
     def measure(memory: int) -> None:
@@ -64,6 +64,11 @@ def range_search_kernel(format_name: str) -> bytes:
             _try_units(format_name, memory)
             measure(memory)
             _keep_units(format_name, memory)
+        if not has_integers:
+            for i in range(neighbours):
+                _try_neighbours(format_name, memory, i)
+                measure(memory)
+                _keep_units(format_name, memory)
         _store(format_name, args, memory, task)
 
     return compile_kernel(search, RangeSearchArguments)
@@ -278,6 +283,19 @@ def _try_units(e: Emitter, name: str, memory: ir.Value) -> None:
             scale, low = scale * held.load("sub", group), low * held.load("sub_min", group)
         scale.store(held.at("scale_tried", group))
         low.store(held.at("low_tried", group))
+
+
+@vector_code
+def _try_neighbours(e: Emitter, name: str, memory: ir.Value, number: ir.Value) -> None:
+    """The units of a block of one group, moved as `minimums.NEIGHBOURS` says under this number."""
+    held = _Held(e, name, memory)
+    table = table_address(e, "neighbours", I32, [step for steps in NEIGHBOURS for step in steps])
+    for i, (unit, kind) in enumerate((("d", "scale"), ("dmin", "low"))):
+        step = e.load(I32, e.b.add(table, e.b.mul(number, e.i64(8))), 4 * i)
+        bits = held.load_ints(unit) + Lanes(e, e.splat(step, LANES))
+        moved = bits.maximum(0).minimum(LARGEST_BITS)
+        moved.store(held.at(f"{unit}_tried"))
+        moved.from_half().store(held.at(f"{kind}_tried"))
 
 
 def _solved_group(held: _Held) -> tuple[Lanes, Lanes]:

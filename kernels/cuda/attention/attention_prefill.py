@@ -24,7 +24,7 @@ from quengine.kernels.cuda.attention.attention_prefill_wgmma import (
     TILE_ROWS,
     launch_wgmma,
 )
-from quengine.kernels.cuda.attention.hadamard import hadamard_heads
+from quengine.kernels.cuda.attention.hadamard import transform_heads
 from quengine.kernels.cuda.attention.kv_store import (
     cache_pointers,
     check_block_tables,
@@ -205,8 +205,6 @@ def _attention_prefill_kernel(
         HEAD_DIM, WINDOW, CAP, BITS, TILE, True, ASM,
     )  # fmt: skip
     out = acc / row_sum[:, None]
-    if BITS == 4:
-        out = hadamard_heads(out, HEAD_DIM)
     if gate_ptr is not None:
         gates = load_gates(gate_ptr + token[:, None] * gate_stride, head, d[None, :], inside, HEAD_DIM)
         if gate_scale_ptr is not None:
@@ -253,6 +251,8 @@ def attention_prefill(
             gate_rows(out, gates, spec, layout, pdl)
         return out
     assert not wgmma_layout
+    apart = layer.format.hadamard  # transformed in the kernel above, its sums would spill registers
+    gate_ptr = None if apart else gate_ptr
     parts = tiles.block_rows // shape.block_rows
     _attention_prefill_kernel[(heads, parts * tiles.tiles.shape[0])](
         q, cache_pointers(layer), block_tables, tiles.tiles, out, checked_sinks(spec), gate_ptr, gate_scale_ptr,
@@ -263,6 +263,10 @@ def attention_prefill(
         PDL=pdl,
         num_warps=shape.warps, launch_pdl=pdl,
     )  # fmt: skip
+    if apart:
+        transform_heads(out, spec.head_dim, pdl)
+        if gates is not None:
+            gate_rows(out, gates, spec, pdl=pdl)
     return out
 
 

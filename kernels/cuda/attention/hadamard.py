@@ -2,9 +2,13 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.pdl import wait_then_launch
 
 
 @triton.constexpr_function
@@ -36,6 +40,29 @@ def hadamard_heads(x, HEAD_DIM: tl.constexpr):
         near, far = tl.split(tl.reshape(y, [BLOCKS, SIZE // 2, 2]))
         y = tl.reshape(tl.permute(tl.join(near + far, near - far), [0, 2, 1]), [BLOCKS, SIZE])
     return tl.reshape(y, [R, PADDED]) * _norm(SIZE)
+
+
+@DirectLaunch
+@triton.jit(do_not_specialize=["count"])
+def _transform_heads_kernel(out_ptr, count, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Programs (BLOCK heads)."""
+    wait_then_launch(PDL)
+    PADDED: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    head = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, PADDED)
+    inside = (head < count)[:, None] & (d < HEAD_DIM)[None, :]
+    place = out_ptr + head[:, None] * HEAD_DIM + d[None, :]
+    y = hadamard_heads(tl.load(place, mask=inside, other=0.0).to(tl.float32), HEAD_DIM)
+    tl.store(place, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def transform_heads(out: Tensor, head_dim: int, pdl: bool = False) -> None:
+    """An attention's results [T, heads * head_dim], contiguous, of any float type, transformed in place."""
+    assert out.is_contiguous()
+    count, block = out.numel() // head_dim, max(1, 1024 // triton.next_power_of_2(head_dim))
+    _transform_heads_kernel[(triton.cdiv(count, block),)](
+        out, count, HEAD_DIM=head_dim, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
 
 
 @gluon.jit

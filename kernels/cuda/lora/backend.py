@@ -36,6 +36,8 @@ class AdaptedCuda(Adapted, CudaBackend):
     _low_rank_scratch: LowRankScratch | None = None
 
     def placed(self, changes: Changes) -> CudaChanges:
+        if self._low_rank_scratch is None:  # at load: a captured step would clear its counters at every run
+            self._low_rank_scratch = LowRankScratch(self.device)
         return CudaChanges.of(changes, self.device)
 
     def with_change(self, weight: PackedWeight, changes: Changes, scales: Tensor) -> PackedWeight | None:
@@ -112,7 +114,7 @@ class AdaptedCuda(Adapted, CudaBackend):
         scales: Tensor,
     ) -> Tensor:
         """The product plus a bias or residual and the changes, or the gated unit of that."""
-        assert isinstance(changes, CudaChanges)
+        assert isinstance(changes, CudaChanges) and self._low_rank_scratch is not None
         x, early = self._rounded(x), False
         if isinstance(x, QuantizedActivations):
             y = matvec(
@@ -123,7 +125,7 @@ class AdaptedCuda(Adapted, CudaBackend):
             early = self.pdl and lets_follow(x, weight)
             y = self._matmul_changed(batch, x, weight, addend, early)
         return add_low_rank(
-            y, x, changes, scales, self._scratch_of_changes(), activation=activation,
+            y, x, changes, scales, self._low_rank_scratch, activation=activation,
             fixed_splits=self.batch_invariant, early=early, pdl=self.pdl,
         )  # fmt: skip
 
@@ -135,11 +137,6 @@ class AdaptedCuda(Adapted, CudaBackend):
             assert addend is None, "gates have no biases"
             return paired_matmul(x, weight, room, self.pdl)
         return matmul(x, weight, room, addend, self.pdl, exact(batch), followed=early)
-
-    def _scratch_of_changes(self) -> LowRankScratch:
-        if self._low_rank_scratch is None:
-            self._low_rank_scratch = LowRankScratch(self.device)
-        return self._low_rank_scratch
 
     def glu_of(self, _batch: ForwardBatch, y: Tensor, activation: Gating) -> Tensor | QuantizedActivations:
         if self._takes_q_dot(len(y)):

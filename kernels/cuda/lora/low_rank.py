@@ -9,7 +9,8 @@ before their activation:
 
     y[t, n] += sum over m of scale[m, t] sum over r of b[n, m, r] (sum over splits of s[split, t, (p, m, r)])
 
-After a matmul that lets it start early the launch runs beside it, and waits for its end only before it reads y. A
+After a matmul that lets it start early the launch runs beside it, and waits for its end only before it reads y: x and
+the scales, which it reads ahead of its wait, it reads past the multiprocessor's L1. A
 program passes over adapters that none of its rows has, so that a step reads the matrices of the adapters that its rows
 have, whichever. The scales are read when the kernel runs: a captured step serves any mix. Products are exact where both
 factors have fp16, else three of tf32 (fp32 within some 2^-22); sums are fp32, in an order fixed by the shapes.
@@ -30,7 +31,7 @@ from quengine.kernels.cuda.row_forms import FP16, QUANTIZED, form_of
 from quengine.kernels.cuda.weights.layout import TILE_ROWS
 from quengine.kernels.cuda.weights.row_change import LAUNCH_KINDS, RowChange
 from quengine.kernels.glu import Gating
-from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes
+from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, Changes, exact_dtype
 
 _RANKS = tl.constexpr(RANKS_AT_ONCE)
 _COLUMNS = 64
@@ -59,7 +60,7 @@ class CudaChanges(Changes):
 
     @classmethod
     def of(cls, changes: Changes, device: torch.device) -> "CudaChanges":
-        placed = changes.to(_exact_dtype(changes), device)
+        placed = changes.to(exact_dtype(changes), device)
         tiles, first = list[tuple[int, int, int]](), 0
         for part, rows in enumerate(changes.parts):
             end = first + rows
@@ -85,16 +86,6 @@ class CudaChanges(Changes):
         return RowChange(self.a, self.b, self.matrices, scales, self.words, self.launches)
 
 
-def _exact_dtype(changes: Changes) -> torch.dtype:
-    """The smallest type that holds the values as they are: most files have 16 bits of each."""
-    if changes.a.is_meta:
-        return changes.a.dtype
-    for dtype in (torch.float16, torch.bfloat16):
-        if all(torch.equal(values.to(dtype).to(values.dtype), values) for values in (changes.a, changes.b)):
-            return dtype
-    return torch.float32
-
-
 class LowRankScratch:
     """Partial sums and arrival counters, reusable by every launch of one stream: each begins to write them when the one
     before it has ended. Counters are zero between launches."""
@@ -118,14 +109,16 @@ def _load_rows(
     fp16 without the rows' scales."""
     if KIND == QUANTIZED:
         at = row * K + k
-        high = tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
-        low = tl.load(low_ptr + at, mask=inside, other=0).to(tl.float32)
+        high = tl.load(x_ptr + at, mask=inside, other=0, cache_modifier=".cg").to(tl.float32)
+        low = tl.load(low_ptr + at, mask=inside, other=0, cache_modifier=".cg").to(tl.float32)
         scale = tl.load(scale_ptr + row * (K // 32) + k // 32, mask=inside, other=0.0)
         x = (high * 256.0 + low) * scale
     elif KIND == FP16:
-        x = tl.load(x_ptr + operand_offset(row, k, stride, LAYOUT), mask=inside, other=0.0)
+        x = tl.load(
+            x_ptr + operand_offset(row, k, stride, LAYOUT), mask=inside, other=0.0, cache_modifier=".cg"
+        )
     else:
-        x = tl.load(x_ptr + row * stride + k, mask=inside, other=0.0)
+        x = tl.load(x_ptr + row * stride + k, mask=inside, other=0.0, cache_modifier=".cg")
     return x
 
 
@@ -140,7 +133,7 @@ def _rows_to_rank(
     first = part % (WIDTH // _RANKS) * _RANKS
     split = part // (WIDTH // _RANKS)
     adapter = first // RANK % ADAPTERS
-    scale = tl.load(scales_ptr + adapter * rows + row, mask=row < rows, other=0.0)
+    scale = tl.load(scales_ptr + adapter * rows + row, mask=row < rows, other=0.0, cache_modifier=".cg")
     if tl.max(tl.abs(scale), 0) > 0.0:
         rank = first + tl.arange(0, _RANKS)
         begin = split * share
@@ -157,7 +150,7 @@ def _rows_to_rank(
             else:
                 total = tl.dot(x.to(tl.float32), a.to(tl.float32), total, input_precision="tf32x3")
         if KIND == FP16:
-            total *= tl.load(x_scale_ptr + row, mask=row < rows, other=0.0)[:, None]
+            total *= tl.load(x_scale_ptr + row, mask=row < rows, other=0.0, cache_modifier=".cg")[:, None]
         if squares_ptr is not None:
             piece = tl.arange(0, triton.next_power_of_2(PARTIALS))
             there = (row < rows)[:, None] & (piece < PARTIALS)[None, :]
@@ -172,7 +165,7 @@ def _any_change(row, scales_ptr, rows, ADAPTERS: tl.constexpr):
     """Whether any of these rows has an adapter."""
     most = tl.zeros([row.shape[0]], tl.float32)
     for adapter in range(ADAPTERS):
-        scale = tl.load(scales_ptr + adapter * rows + row, mask=row < rows, other=0.0)
+        scale = tl.load(scales_ptr + adapter * rows + row, mask=row < rows, other=0.0, cache_modifier=".cg")
         most = tl.maximum(most, tl.abs(scale))
     return tl.max(most, 0) > 0.0
 
@@ -186,7 +179,7 @@ def _rows_from_rank(
     there = row < rows
     total = tl.zeros([row.shape[0], n.shape[0]], tl.float32)
     for adapter in range(ADAPTERS):
-        scale = tl.load(scales_ptr + adapter * rows + row, mask=there, other=0.0)
+        scale = tl.load(scales_ptr + adapter * rows + row, mask=there, other=0.0, cache_modifier=".cg")
         if tl.max(tl.abs(scale), 0) > 0.0:
             for first in range(0, RANK, _RANKS):
                 rank = first + tl.arange(0, _RANKS)

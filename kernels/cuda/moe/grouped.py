@@ -1,6 +1,6 @@
 """The experts of more than one row: rows grouped by expert, two grouped matmuls, and the weighted sum.
 
-Four launches: the grouping with the copy of the rows (two for many rows; on Hopper the one for few rows also norms
+Four launches: the grouping with the copy of the rows (three for many rows; on Hopper the one for few rows also norms
 them), gate and up with their activation, down, and the sum with the residual and the next norm. If gate and up share
 no tiles (matrices of two formats, plain floats, biases before an activation without a clamp), products are stored and
 their gated unit is another launch. gemm/workspace.py has the table of kernels.
@@ -33,7 +33,7 @@ from quengine.kernels.cuda.moe.grouped_mma import launch_grouped_mma
 from quengine.kernels.cuda.moe.grouped_program import Blocks, GroupedOutput
 from quengine.kernels.cuda.moe.grouped_wgmma import launch_grouped_wgmma
 from quengine.kernels.cuda.moe.groups import PairBlocks, group_rows
-from quengine.kernels.cuda.rms_norm_grouped import group_normed_rows, slots_together
+from quengine.kernels.cuda.rms_norm_grouped import group_normed_rows
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.launch_table import grouped_block
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart
@@ -44,6 +44,9 @@ from quengine.kernels.rms_norm import RMSNorm
 
 _MOST_MMA_ROWS = 64
 """Rows per block on m16n8k16, whose sums a warp holds in registers."""
+
+_MOST_NORMED = 256
+"""Pairs of a row and an expert up to which norming each pair's row takes less than a launch."""
 
 _MOST_PRODUCTS = 1 << 24
 """Products of gate and up held at a time if no matmul applies their activation: 64 MiB."""
@@ -104,8 +107,8 @@ def grouped_glu(
 
 
 def norms_in_groups(rows: int, used: int, device: torch.device) -> bool:
-    """Whether the launch that groups `rows` rows with `used` experts each also norms them."""
-    return is_hopper(device) and rows * used > 0 and slots_together(rows, used) > 0
+    """Whether the launch that groups `rows` rows with `used` experts each also norms them, a row once per expert."""
+    return is_hopper(device) and 0 < rows * used <= _MOST_NORMED
 
 
 def grouped_add(

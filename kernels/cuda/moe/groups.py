@@ -4,7 +4,7 @@ The P = T * k pairs (row, slot) of a routing are counted by expert and numbered 
 each a unique position: first the blocks of expert 0, then those of expert 1, and so on; each expert's last block is
 padded. Blocks and positions follow from the routing alone, so they are the same in every run; the host has a bound on
 their number (kernels/moe/grouping.py), the device the exact one. Few pairs take one launch, in which every program
-counts them; many take two.
+counts them; many take three.
 """
 
 from dataclasses import dataclass
@@ -30,6 +30,8 @@ _MOST_COUNTED = 1024
 
 _COUNTED = tl.constexpr(1024)
 _NUMBERED = 4096
+"""Pairs that a program numbers at a time."""
+
 _WGMMA = tl.constexpr(int(OperandLayout.WGMMA))
 
 
@@ -78,28 +80,48 @@ def _blocks_before(blocks, expert):
 
 @DirectLaunch
 @triton.jit
-def _number_pairs_kernel(
-    experts_ptr, blocks_ptr, positions_ptr, pairs,
-    E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program per expert: its blocks, and the positions of its pairs."""
+def _count_pairs_kernel(experts_ptr, counts_ptr, pairs, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    """One program per expert: the number of its pairs."""
     launch_then_wait(PDL)
     mine = tl.program_id(0)
-    blocks = _blocks_of_experts(experts_ptr, pairs, E, BINS, BLOCK, CHUNK)
+    count = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, pairs, CHUNK):
+        pair = start + tl.arange(0, CHUNK)
+        count += (tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == mine).to(tl.int32)
+    tl.store(counts_ptr + mine, tl.sum(count, 0))
+
+
+@DirectLaunch
+@triton.jit
+def _number_pairs_kernel(
+    experts_ptr, counts_ptr, blocks_ptr, positions_ptr, rows,
+    E: tl.constexpr, BINS: tl.constexpr, USED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per expert: its blocks, and the positions of its pairs, found row by row, as rows are fewer."""
+    launch_then_wait(PDL)
+    mine = tl.program_id(0)
+    of_bin = tl.arange(0, BINS)
+    counts = tl.load(counts_ptr + of_bin, mask=of_bin < E, other=0, cache_modifier=".cg")
+    blocks = (counts + (BLOCK - 1)) // BLOCK
     first = _blocks_before(blocks, mine)
     if mine == 0:
         tl.store(blocks_ptr, tl.sum(blocks, 0))
+    slot = tl.arange(0, SLOTS)[None, :]
     before = 0
-    for start in range(0, pairs, CHUNK):
-        pair = start + tl.arange(0, CHUNK)
-        found = tl.load(experts_ptr + pair, mask=pair < pairs, other=E) == mine
-        count = found.to(tl.int32)
-        number = before + tl.cumsum(count, 0) - count
+    for start in range(0, rows, ROWS):
+        row = (start + tl.arange(0, ROWS))[:, None]
+        pair = row * USED + slot
+        inside = (row < rows) & (slot < USED)
+        found = tl.load(experts_ptr + pair, mask=inside, other=-1) == mine
+        one = found.to(tl.int32)
+        of_row = tl.sum(one, 1)
+        number = (before + tl.cumsum(of_row, 0) - of_row)[:, None] + (tl.cumsum(one, 1) - one)
         tl.store(positions_ptr + pair, first * BLOCK + number, mask=found)
         tl.store(
             blocks_ptr + 1 + first + number // BLOCK, mine + 0 * number, mask=found & (number % BLOCK == 0)
         )
-        before += tl.sum(count, 0)
+        before += tl.sum(of_row, 0)
 
 
 @triton.jit
@@ -179,12 +201,16 @@ def _group_rows_kernel(
 
 def number_pairs(experts: Tensor, groups: PairBlocks, pdl: bool = False) -> None:
     """Fills in `groups` for a routing's experts, int32 [T, k]."""
-    pairs = experts.numel()
-    chunk = min(_NUMBERED, max(_COUNTED.value, int(triton.next_power_of_2(pairs))))
+    rows, used = experts.shape
+    slots = int(triton.next_power_of_2(used))
+    counts = torch.empty(groups.experts, dtype=torch.int32, device=experts.device)
+    _count_pairs_kernel[(groups.experts,)](
+        experts, counts, experts.numel(), CHUNK=_COUNTED.value, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
     _number_pairs_kernel[(groups.experts,)](
-        experts, groups.blocks, groups.positions, pairs,
-        E=groups.experts, BINS=bins(groups.experts), BLOCK=groups.block, CHUNK=chunk, PDL=pdl,
-        num_warps=8, launch_pdl=pdl,
+        experts, counts, groups.blocks, groups.positions, rows,
+        E=groups.experts, BINS=bins(groups.experts), USED=used, SLOTS=slots, BLOCK=groups.block,
+        ROWS=min(1024, _NUMBERED // slots), PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
 
 

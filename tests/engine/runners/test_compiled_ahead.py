@@ -205,6 +205,7 @@ def test_no_draft_waits_for_the_compiler() -> None:
 
 FIRST = """
 import sys
+import torch
 from quengine.block_pool import CachePool
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.record_kernels import record_kernels
@@ -217,15 +218,23 @@ spec = PRESETS["mistral-7b-2l"]
 config = spec.config()
 tensors = {name: (tensor_type(spec, name, shape), shape) for name, shape in required_tensors(config).items()}
 plan = KernelPlan(config, tensors, 4096, [CachePool(128)], 2048, "f16", 1, 2048)
-first = compile_stages(plan)[:2]
-assert len(record_kernels(first, Gpu("", (9, 0)))) > 12
+gpu, stages, graphs = Gpu("", (9, 0)), compile_stages(plan), []
+assert len(record_kernels(stages[:2], gpu)) > 12
 late = [name for name in ("torch._dynamo", "torch.fx.experimental.symbolic_shapes") if name in sys.modules]
 assert not late, late
+stages = compile_stages(plan)
+before = record_kernels(stages[:-1], gpu)
+record_kernels([lambda: graphs.extend(plan.graphs())], gpu)
+for length in (2, 7, 11, 16, 17, 30, 45, 64, 77, 128):
+    with torch.no_grad():
+        of_prompt = record_kernels([lambda: graphs[0].run_prompts([length])], gpu)
+    assert set(of_prompt) <= set(before), (length, [of_prompt[key].name for key in of_prompt.keys() - before.keys()])
 """
 
 
-def test_the_kernels_of_a_first_request_are_known_before_torchs_compiler_is_imported() -> None:
-    """Which takes as long as torch itself, while nothing is compiled yet: in a process that has imported neither."""
+def test_the_kernels_of_a_first_request_are_known_first() -> None:
+    """Before torch's compiler is imported, which takes as long as torch, in a process that has imported neither; those
+    of a prompt of up to 128 tokens before those of all other steps."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

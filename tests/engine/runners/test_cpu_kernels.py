@@ -73,11 +73,12 @@ def test_experts_in_host_memory_ask_for_no_other_kernel(
     monkeypatch.setattr(kernel_table, "kernel", noted)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     checkpoint = open_checkpoint(write_synthetic(tmp_path / "m.gguf", preset))
+    host = CpuBackend(2)
     known, config = cpu_kernels.kernels_of_experts(checkpoint), checkpoint.config
-    asked.clear()
+    asked.clear()  # the threads that compute have kernels of their own
     assert config.experts is not None
     sizes = config.embedding_length, config.experts.router.used, config.experts.count
-    experts = SplitExperts(CudaBackend(device), CpuBackend(2), 1, 64, *sizes)
+    experts = SplitExperts(CudaBackend(device), host, 1, 64, *sizes)
     (block, *_), tensors = layers_of(config), LayerTensors(checkpoint.tensors, 0, experts.device, 1e-6)
     assert isinstance(block.feed_forward, Experts)
     layer = MixtureOfExperts(block.feed_forward, tensors, experts.of_layer(0))

@@ -151,7 +151,7 @@ def test_a_warm_up_makes_the_lists_of_all_numbers_of_sequences(tmp_path: Path) -
     assert isinstance(runner.graphs, CpuSteps)
     runner.warm_up()
     made = dict(runner.graphs._steps)
-    assert sorted(key.rows for key in made) == [1, 2, 3]
+    assert sorted(key.rows for key, _ in made) == [1, 2, 3]
     tables = [[0]]
     for count in (1, 2, 3):
         runner.forward("decode", [SequenceRows([5], 0, tables)] * count)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quengine.kernels.block_formats import FORMATS, dequantize
+from quengine.kernels.quantize.books import EVEN
 from quengine.kernels.quantize.entries import EntryBook
 from quengine.kernels.quantize.quantize import quantize
 from quengine.models.gguf import open_gguf
@@ -158,6 +159,17 @@ def test_nor_are_those_of_codebooks(name: str) -> None:
             assert not mine[:, :2].any() and (mine[0] <= theirs[0] * 1.001 + 1e-11).all()
 
 
+@pytest.mark.parametrize("name", sorted(EVEN))
+def test_zeros_turn_no_other_signs(name: str) -> None:
+    """Of eight weights with an odd number of negative ones a 0 is turned rather than another."""
+    rows = drawn("tails", 12)
+    rows[np.random.default_rng(4).random(rows.shape) < 0.1] = 0
+    values = dequantize(FORMATS[name], torch.from_numpy(ours(name, rows, drawn_importance()))).numpy()
+    eights, theirs = rows.reshape(-1, 8), values.reshape(-1, 8)
+    wrong = (eights * theirs < 0) & (eights == 0).any(1, keepdims=True)
+    assert not wrong.any()
+
+
 def test_ggmls_recorded_errors_are_what_it_gives() -> None:
     recorded = json.loads((Path(__file__).parent / "ggml_errors.json").read_text())
     for key, rows, importance in book_cases("IQ3_XXS"):  # whose tables it makes in less than a second
@@ -181,6 +193,18 @@ def test_the_entry_of_a_codebook_is_the_nearest_of_all(name: str) -> None:
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_nor_are_those_of_the_older_types_with_an_imatrix(name: str, kind: str) -> None:
     rows, importance = drawn(kind), drawn_importance()
+    weights = ggml_weights(name, rows, importance)
+    mine = squares(name, ours(name, rows, importance), rows)
+    theirs = squares(name, ggml_quantize(name, rows, importance), rows)
+    assert (mine * weights).sum() <= (theirs * weights).sum()
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_1"])
+def test_nor_are_those_of_weights_on_a_grid(name: str) -> None:
+    """Such as of a file in Q4_1 whose weights were written as F16: d and the minimum are near those of the grid."""
+    stored = torch.from_numpy(ours("Q4_1", drawn("uneven")))
+    rows = (10 * dequantize(FORMATS["Q4_1"], stored).half().float()).half().float().numpy()
+    importance = np.exp(1.5 * np.random.default_rng(7).standard_normal(COLUMNS)).astype(np.float32)
     weights = ggml_weights(name, rows, importance)
     mine = squares(name, ours(name, rows, importance), rows)
     theirs = squares(name, ggml_quantize(name, rows, importance), rows)

@@ -111,6 +111,7 @@ def test_presets_give_options_names_and_models(folder: Path) -> None:
         temp = 0
         parallel = 2
         sleep-idle-seconds = 9
+        lora = ["style.gguf:0.5", "/other.gguf"]
         [other]
         model = "one/same.gguf"
         load-on-startup = true
@@ -122,6 +123,7 @@ def test_presets_give_options_names_and_models(folder: Path) -> None:
     assert small.settings.model_names == ("small-Q4_K_M", "small", "s") and small.nbytes == 5
     assert (small.settings.defaults.temperature, small.settings.parallel, small.settings.sleep_s) == (0, 2, 9)
     assert (small.config.ctx_size, small.config.parallel, small.config.threads) == (512, 2, 1)
+    assert small.config.lora == (f"{folder}/style.gguf:0.5", "/other.gguf") and not other.config.lora
     assert not small.at_start and other.at_start and other.path == folder / "one/same.gguf"
     assert other.settings.defaults.temperature == 0.5 == specs["big"].settings.defaults.temperature
     assert other.settings.chat.variables == {"enable_thinking": False}

@@ -82,8 +82,13 @@ def test_decode(
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "rope_dim", "batch_invariant", "products"),
-    [(2, 1, 256, 64, False, True), (2, 1, 256, 64, True, False), (4, 2, 64, None, False, False)],
+    ("heads", "kv_heads", "head_dim", "rope_dim", "batch_invariant", "products", "cache_type"),
+    [
+        (2, 1, 256, 64, False, True, "f16"),
+        (2, 1, 256, 64, True, False, "f16"),
+        (4, 2, 64, None, False, False, "f16"),
+        (4, 2, 64, None, False, True, "q4_0"),
+    ],
 )
 def test_prompts(
     heads: int,
@@ -92,6 +97,7 @@ def test_prompts(
     rope_dim: int | None,
     batch_invariant: bool,
     products: bool,
+    cache_type: CacheType,
     device: torch.device,
 ) -> None:
     """In fp32, and written over the queries; of rows, and of products that are not scaled yet."""
@@ -101,7 +107,7 @@ def test_prompts(
     if products:
         scale = torch.tensor([2.0, 0.5, 8.0], device=device)[torch.arange(70, device=device) % 3]
         given = ScaledProduct(qkv / (4.0 * scale)[:, None], scale, 0.25)
-    cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, head_dim)
+    cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, head_dim, cache_type)
     batch = prefill_batch([[0] * 70], [0], [[table] for table in cache.tables.tolist()], device)
     tiles = prefill_tiles(batch, batch_invariant)
     q = rope_store(given, spec, cache.layer, batch.positions, cache.tables, tiles.sequences)

@@ -66,6 +66,16 @@ def test_many_pairs_are_sorted_alike(name: str, block: int, device: torch.device
     assert torch.equal(groups.positions.cpu().long(), positions)
 
 
+def test_a_row_may_have_an_expert_several_times(device: torch.device) -> None:
+    """As where one stands for all experts of other ranks."""
+    experts = chosen(300, 4, 9).clamp(max=5)
+    groups = empty_groups(experts.numel(), 6, 32, device)
+    number_pairs(experts.to(device), groups)
+    of_blocks, positions = expected(experts, 6, 32)
+    assert groups.blocks[: 1 + len(of_blocks)].tolist() == [len(of_blocks), *of_blocks]
+    assert torch.equal(groups.positions.cpu().long(), positions)
+
+
 @pytest.mark.parametrize(
     ("cols", "source", "layout"),
     [
