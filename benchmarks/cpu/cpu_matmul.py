@@ -1,8 +1,9 @@
 """Rates of the CPU's matmuls alone: prompts in fp32 and, where there are any, on AMX tiles; decode's row dots.
 
-    python benchmarks/cpu/cpu_matmul.py [-t 2] [-T 1 16 128 512] [-r 15]
+    python benchmarks/cpu/cpu_matmul.py [-t 2] [-T 1 16 128 512] [-b 1 8] [-r 15]
 
 GMAC/s, the best of some samples: a busy machine disturbs those least. Weights of a prompt are unpacked for every call.
+In decode matrices of 64 rows stay in the caches, those of 16384 do not. -T or -b without numbers leaves one out.
 Ends with one JSON line.
 """
 
@@ -25,7 +26,7 @@ from quengine.platform.machine import cpu_model, physical_cores
 
 PROMPT = [("Q4_K", 4096, 4096), ("Q6_K", 2048, 4096), ("Q4_1", 1536, 576), ("Q4_1", 576, 1536)]
 DECODE = [
-    ("Q4_K", 64, 4096),
+    *((name, 64, 4096) for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "Q4_0", "Q8_0")),
     ("Q4_K", 16384, 4096),
     ("Q6_K", 16384, 4096),
     ("Q4_1", 256, 576),
@@ -68,27 +69,30 @@ def prompt_rates(tokens: Sequence[int], samples: int) -> dict[str, float]:
     return rates
 
 
-def decode_rates(samples: int) -> dict[str, float]:
-    """GMAC/s by weight, of one row of activations."""
+def decode_rates(counts: Sequence[int], samples: int) -> dict[str, float]:
+    """GMAC/s by weight and number of rows of activations."""
     rates = {}
     for name, rows, cols in DECODE:
-        w, x, y = weight(name, rows, cols), torch.randn(1, cols), torch.empty(1, rows)
-        records = torch.empty(1, quantized_row_bytes(cols), dtype=torch.uint8)
-        times = max(1, int(_ENOUGH / (rows * cols)))
-        dots = [matvec_launch(records, w, y, 0)] * times
-        seconds = best_seconds([quantize_launch(x, records), *dots], samples)
-        rates[f"decode {name} {rows}x{cols}"] = times * rows * cols / seconds / 1e9
+        w = weight(name, rows, cols)
+        for count in counts:
+            x, y = torch.randn(count, cols), torch.empty(count, rows)
+            records = torch.empty(count, quantized_row_bytes(cols), dtype=torch.uint8)
+            times = max(1, int(_ENOUGH / (rows * cols * count)))
+            dots = [matvec_launch(records, w, y, 0)] * times
+            seconds = best_seconds([quantize_launch(x, records), *dots], samples)
+            rates[f"decode {name} {rows}x{cols} {count} rows"] = times * rows * cols * count / seconds / 1e9
     return rates
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-t", type=int, default=physical_cores(), help="threads")
-    parser.add_argument("-T", type=int, nargs="+", default=[1, 16, 128, 512], help="rows of a prompt")
+    parser.add_argument("-T", type=int, nargs="*", default=[1, 16, 128, 512], help="rows of a prompt")
+    parser.add_argument("-b", type=int, nargs="*", default=[1, 8], help="rows of a decode step")
     parser.add_argument("-r", type=int, default=15, help="samples")
     options = parser.parse_args()
     cpu.set_threads(options.t)
-    rates = {**prompt_rates(options.T, options.r), **decode_rates(options.r)}
+    rates = {**prompt_rates(options.T, options.r), **decode_rates(options.b, options.r)}
     for key, rate in rates.items():
         print(f"{key:44} {rate:8.1f} GMAC/s")
     facts = {"benchmark": "cpu_matmul", "cpu": cpu_model(), "threads": options.t, "tiles": has_amx()}

@@ -1,10 +1,18 @@
-"""Where a step's time goes on the CPU: the seconds of every kernel, of the waits between them, of all the rest.
+"""Where a step's time goes on the CPU: in kernels, in waits of the thread team, in all the rest.
 
     python -m benchmarks.cpu.cpu_phases [-m GGUF | --synthetic mistral-7b-2l] [-t 1 2] [-p 256] [-n 16] [-d 0] [-r 3]
 
-A run first as it is, then once more with every kernel as a list of its own, which gives each one's seconds: those of
-the whole run less their sum are waits, wake-ups and Python. Page faults are the process's own. Medians; one JSON line
-a thread count at the end. Threads are pinned to the first processors when the machine has more of them.
+Runs as they are give the time of whole tests and of their lists of kernels. One more run logs every call of a kernel
+(timed_team.py), which costs it some percent. A stage is what lies between two waits of the team; its line has, in ms:
+
+    span    from the end of the stage before to its own end
+    work    its calls' time, divided by the number of threads; less than `span` by what threads wait
+    alone   kernels that one thread runs after the last task, as norms and the rounding of activations
+    start   from the end of the stage before to the first call
+    tail    from the begin of the call that began last to the end of the tasks
+
+Page faults are the process's own. Medians; one JSON line a thread count at the end. Threads are pinned to the first
+processors when the machine has more of them.
 """
 
 import argparse
@@ -16,11 +24,17 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.cpu import timed_team
 from quengine import LLM
 from quengine.diagnostics.bench.bench_plan import BenchTest
-from quengine.diagnostics.bench.bench_time import time_batch
+from quengine.diagnostics.bench.bench_time import batch_positions, time_batch
 from quengine.kernels.cpu.runtime import kernel_table, threads
 from quengine.kernels.cpu.runtime.arguments import size_of
 from quengine.kernels.cpu.runtime.stage import ChainArguments, ChainEntry
@@ -42,96 +56,153 @@ def name_kernels() -> None:
     kernel_table.kernel = named  # type: ignore[assignment]
 
 
-class Times:
-    """Seconds and runs of kernels, of whole lists of them, and of the latter alone."""
+@dataclass
+class StageTime:
+    """Seconds of all runs of a stage; see the module docstring."""
+
+    runs: int = 0
+    tasks: int = 0
+    span: float = 0.0
+    work: float = 0.0
+    alone: float = 0.0
+    start: float = 0.0
+    tail: float = 0.0
+
+
+class Lists:
+    """Seconds and number of lists of kernels while they are watched; with `logged` also their calls."""
 
     def __init__(self) -> None:
-        self.kernels: defaultdict[str, float] = defaultdict(float)
-        self.counts: defaultdict[str, int] = defaultdict(int)
-        self.lists, self.list_count = 0.0, 0
+        self.seconds, self.count = 0.0, 0
+        self.logs: list[tuple[threads.Program, NDArray[np.int64]]] = []
         self._run = threads.Program.run
 
-    def whole(self, program: threads.Program) -> None:
+    def _timed(self, program: threads.Program) -> None:
+        timed_team.clear()
         began = time.perf_counter()
         self._run(program)
-        self.lists += time.perf_counter() - began
-        self.list_count += 1
+        self.seconds += time.perf_counter() - began
+        self.count += 1
 
-    def apart(self, program: threads.Program) -> None:
-        """Each kernel of the list as a list of its own; those that may overlap run one after another."""
-        for number, launch in enumerate(program._launches):
-            tasks = program._table[number * threads.LAUNCH_BYTES // 8 + 2]
-            one = threads.Program([launch._replace(after_previous=True)])
-            one.set_tasks(0, tasks)
-            name = described(launch)
-            began = time.perf_counter()
-            self._run(one)
-            self.kernels[name] += time.perf_counter() - began
-            self.counts[name] += 1
+    def _logged(self, program: threads.Program) -> None:
+        self._timed(program)
+        self.logs.append((program, timed_team.calls()))
 
-    def watch(self, apart: bool) -> None:
-        method = self.apart if apart else self.whole
+    def watch(self, logged: bool) -> None:
+        method = self._logged if logged else self._timed
         threads.Program.run = lambda program: method(program)  # type: ignore[method-assign]
 
     def stop(self) -> None:
         threads.Program.run = self._run  # type: ignore[method-assign]
 
 
+def chained(launch: threads.Launch) -> tuple[list[tuple[int, int]], int]:
+    """The kernels of a stage's launch, each with the address of its arguments, and how many are of a task."""
+    entries, size = launch.keep[1], size_of(ChainEntry) // 8
+    return [(entries[i], entries[i + 1]) for i in range(0, len(entries), size)], launch.arguments.parts
+
+
 def described(launch: threads.Launch) -> str:
-    """A kernel's name, with the size of its matrix if it has one."""
-    name = _NAMES.get(launch.kernel, "?")
-    arguments = launch.arguments
-    arguments = getattr(arguments, "matmul", arguments)
-    if isinstance(arguments, ChainArguments):  # a stage: the kernels of a task, then those after the last one
-        entries, size = launch.keep[1], size_of(ChainEntry) // 8
-        links = [_NAMES.get(entries[i], "?").partition("_kernel") for i in range(0, len(entries), size)]
-        return " + ".join(base + variant for base, _, variant in links)
-    rows, cols = getattr(arguments, "rows", None), getattr(arguments, "cols", None)
-    return f"{name} {rows}x{cols}" if "matmul" in name else name
+    """The names of a launch's kernels."""
+    if isinstance(launch.arguments, ChainArguments):
+        links, parts = chained(launch)
+        names = [_NAMES.get(kernel, "?").replace("_kernel", "") for kernel, _ in links]
+        after = f" | {' + '.join(names[parts:])}" if names[parts:] else ""
+        return " + ".join(names[:parts]) + after
+    return _NAMES.get(launch.kernel, "?").replace("_kernel", "")
 
 
-def profile(llm: LLM, test: BenchTest, rounds: int) -> dict[str, object]:
-    """Medians of whole runs, and the kernels' seconds of one more."""
+def stages(program: threads.Program) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Of each stage its name, the addresses of its launches' arguments, and those of kernels after the last task."""
+    table, entry = program._table.buffer_info()[0], threads.LAUNCH_BYTES // 8
+    groups: list[list[int]] = []
+    for number, launch in enumerate(program._launches):
+        if launch.after_previous or not groups:
+            groups.append([])
+        groups[-1].append(number)
+    for numbers in groups:
+        launches = [program._launches[number] for number in numbers]
+        finals = [
+            address
+            for launch in launches[:1]
+            if isinstance(launch.arguments, ChainArguments)
+            for links, parts in [chained(launch)]
+            for _, address in links[parts:]
+        ]
+        names = dict.fromkeys(described(launch) for launch in launches)
+        yield " , ".join(names), [table + program._table[entry * n + 1] for n in numbers], finals
+
+
+def stage_times(logs: list[tuple[threads.Program, NDArray[np.int64]]], count: int) -> dict[str, StageTime]:
+    """Of the stages by name, from logged calls of `count` threads."""
+    found: defaultdict[str, StageTime] = defaultdict(StageTime)
+    rate = timed_team.cycles_a_second()
+    for program, calls in logs:
+        ended = int(calls[:, 2].min())
+        for name, addresses, finals in stages(program):
+            own = calls[np.isin(calls[:, 0], addresses)]
+            # A kernel after the last task may stand in other stages too: those of this one begin within its calls.
+            within = (calls[:, 2] >= own[:, 2].min()) & (calls[:, 3] <= own[:, 3].max())
+            last = calls[np.isin(calls[:, 0], finals) & within]
+            alone = int((last[:, 3] - last[:, 2]).sum())
+            end, work = int(own[:, 3].max()), int((own[:, 3] - own[:, 2]).sum()) - alone
+            of = found[name]
+            of.runs, of.tasks = of.runs + 1, of.tasks + len(own)
+            of.span += (end - ended) / rate
+            of.work += work / count / rate
+            of.alone += alone / rate
+            of.start += (int(own[:, 2].min()) - ended) / rate
+            of.tail += (end - alone - int(own[:, 2].max())) / rate
+            ended = end
+    return dict(found)
+
+
+def profile(llm: LLM, test: BenchTest, rounds: int, count: int) -> dict[str, object]:
+    """Medians of whole runs, and the stages' seconds of one more."""
     wholes, insides, faults, lists = [], [], [], 0
     for turn in range(rounds + 1):
-        times = Times()
-        times.watch(apart=False)
+        times = Lists()
+        times.watch(logged=False)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         (seconds,) = time_batch(llm, test, 1, 1, False, lambda _: None)
         times.stop()
         if turn:
             wholes.append(seconds)
             # Of generation a first step, which is not timed, makes a list too.
-            insides.append(times.lists if test.prompt else times.lists / times.list_count * test.generate)
+            insides.append(times.seconds if test.prompt else times.seconds / times.count * test.generate)
             faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-            lists = times.list_count
-    times = Times()
-    times.watch(apart=True)
-    (apart,) = time_batch(llm, test, 1, 1, False, lambda _: None)
+            lists = times.count
+    times = Lists()
+    times.watch(logged=True)
+    time_batch(llm, test, 1, 1, False, lambda _: None).__next__()
     times.stop()
     return {
         "seconds": statistics.median(wholes),
         "in_lists": statistics.median(insides),
         "lists": lists,
         "faults": int(statistics.median(faults)),
-        "apart": apart,
-        "kernels": {
-            name: [times.counts[name], seconds]
-            for name, seconds in sorted(times.kernels.items(), key=lambda item: -item[1])
-        },
+        "logged_in_lists": times.seconds,
+        "stages": {name: asdict(of) for name, of in stage_times(times.logs, count).items()},
     }
 
 
 def report(name: str, tokens: int, found: dict[str, object], most: int) -> None:
-    seconds, inside, kernels = found["seconds"], found["in_lists"], found["kernels"]
-    assert isinstance(seconds, float) and isinstance(inside, float) and isinstance(kernels, dict)
-    alone = sum(spent for _, spent in kernels.values())
+    seconds, inside, by_stage = found["seconds"], found["in_lists"], found["stages"]
+    assert isinstance(seconds, float) and isinstance(inside, float) and isinstance(by_stage, dict)
+    span, work, alone = (sum(of[key] for of in by_stage.values()) for key in ("span", "work", "alone"))
     print(
         f"{name}: {1e3 * seconds:.1f} ms, {tokens / seconds:.1f} tok/s; in {found['lists']} lists {1e3 * inside:.1f}, "
-        f"outside {1e3 * (seconds - inside):.1f}; kernels one by one {1e3 * alone:.1f}; {found['faults']} page faults"
+        f"outside {1e3 * (seconds - inside):.1f}; {found['faults']} page faults; logged: {1e3 * span:.1f} ms, "
+        f"{sum(of['runs'] for of in by_stage.values())} stages, all threads work {work / span:.0%}, "
+        f"one alone {alone / span:.1%}"
     )
-    for kernel, (count, spent) in list(kernels.items())[:most]:
-        print(f"    {1e3 * spent:9.2f} ms  {count:5}  {kernel}")
+    print(f"    {'span':>8} {'work':>8} {'alone':>7} {'start':>7} {'tail':>7}  runs  tasks")
+    for stage, of in sorted(by_stage.items(), key=lambda item: -item[1]["span"])[:most]:
+        columns = " ".join(f"{1e3 * of[key]:{8 if key in ('span', 'work') else 7}.2f}" for key in _COLUMNS)
+        print(f"    {columns} {of['runs']:5} {of['tasks'] // of['runs']:6}  {stage}")
+
+
+_COLUMNS = ("span", "work", "alone", "start", "tail")
 
 
 def main() -> int:
@@ -143,10 +214,11 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=16, help="generated tokens (0: none)")
     parser.add_argument("-d", type=int, default=0, help="depth")
     parser.add_argument("-r", type=int, default=3, help="rounds")
-    parser.add_argument("-k", type=int, default=14, help="kernels that are listed")
+    parser.add_argument("-k", type=int, default=14, help="stages that are listed")
     parser.add_argument("--no-mmap", action="store_true", help="weights in a copy")
     args = parser.parse_args()
     name_kernels()
+    timed_team.log_calls()
     model = args.model
     if model is None:
         model = Path(tempfile.gettempdir()) / f"{args.synthetic}.gguf"
@@ -156,10 +228,10 @@ def main() -> int:
     tests = [BenchTest(args.p, 0, args.d)] * bool(args.p) + [BenchTest(0, args.n, args.d)] * bool(args.n)
     for count in args.t:
         os.sched_setaffinity(0, cpus[:count])
-        positions = args.d + max(args.p, args.n) + 2
+        positions = max(batch_positions(test, 1, "cpu") for test in tests)
         with LLM(model, "cpu", positions, count, mmap=not args.no_mmap, reuse_prefix=True) as llm:
             print(f"== {count} threads, {cpu_model()}, {model.name}", flush=True)
-            found = {test.name: profile(llm, test, args.r) for test in tests}
+            found = {test.name: profile(llm, test, args.r, count) for test in tests}
         for test in tests:
             report(test.name, test.prompt or test.generate, found[test.name], args.k)
         print(json.dumps({"benchmark": "cpu_phases", "threads": count, "tests": found}), file=sys.stderr)

@@ -105,6 +105,10 @@ def _sums_text(sums: "SumTimes") -> str:
     return f"{sums.ranks} GPUs, {sums.note}: {times}"
 
 
+def _nodes(found: "Diagnosis") -> str:
+    return f", NUMA nodes: {found.numa_nodes}" if found.numa_nodes > 1 else ""
+
+
 def machine_lines(found: "Diagnosis") -> list[str]:
     """The lines for people, without the self-test."""
     rows = [
@@ -116,7 +120,7 @@ def machine_lines(found: "Diagnosis") -> list[str]:
             f"{found.physical_cores} usable, {found.usable_cpus} logical; {found.threads} threads here",
         ),
         ("simd", " ".join(found.simd) or "unknown"),
-        ("memory", f"{_gib(found.available_memory)} available of {_gib(found.total_memory)}"),
+        ("memory", f"{_gib(found.available_memory)} available of {_gib(found.total_memory)}{_nodes(found)}"),
         ("bandwidth", f"{found.memory_bandwidth / 1e9:.1f} GB/s measured, reading, {found.threads} threads"),
     ]
     for device in found.cuda:

@@ -22,6 +22,7 @@ from quengine.platform.machine import (
     cpu_model,
     cuda_devices,
     memory_bandwidth,
+    memory_nodes,
     peak_memory,
     physical_cores,
     simd_features,
@@ -56,6 +57,7 @@ class Diagnosis:
     physical_cores: int
     usable_cpus: int
     threads: int
+    numa_nodes: int
     total_memory: int
     available_memory: int
     memory_bandwidth: float
@@ -78,6 +80,7 @@ def diagnose(threads: int) -> Diagnosis:
         physical_cores=physical_cores(),
         usable_cpus=len(usable_cpus()),
         threads=threads,
+        numa_nodes=len(memory_nodes()),
         total_memory=total_memory(),
         available_memory=available_memory(),
         memory_bandwidth=memory_bandwidth(threads),

@@ -38,6 +38,7 @@ from quengine.models.fused_rows import FusedRows
 from quengine.models.tensor_split import SplitTensors
 from quengine.platform import cuda_start
 from quengine.platform.host_experts import ROW_TABLE, ExpertPlacement, split_tensors
+from quengine.platform.numa import spread_memory
 from quengine.platform.weight_loader import CudaTransfer, WeightLoader
 from quengine.speculative.draft_assistant import AssistantDrafts
 from quengine.speculative.draft_eagle import EagleDrafts
@@ -81,6 +82,8 @@ class Machine:
         """The weights on the device, with a cache; `drafts`: of the model that drafts for the other."""
         config, device = self.config, self.device
         adapters = NONE_OPEN if drafts else self.adapters
+        if device.type == "cpu":
+            spread_memory()
         backend = make_backend(config, checkpoint, device, self.threads, self.free, adapters.weights)
         backend.communicator = communicator
         eagle = self.layer if isinstance(self.layer, EagleCheckpoint) else None

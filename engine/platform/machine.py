@@ -36,7 +36,7 @@ _SIMD = (
 """The instruction sets that matter to the CPU kernels, as Linux names them: x86-64, then Arm."""
 
 BANDWIDTH_BUFFER = 256 * 2**20
-"""Bytes read by one pass of the bandwidth measurement: several times any cache."""
+"""Bytes read by one pass of the bandwidth measurement, or four times the largest cache, if that is more."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,32 @@ def cpu_quota() -> float | None:
     return min(shares, default=None)
 
 
+def memory_nodes() -> tuple[int, ...]:
+    """The NUMA nodes of the processors that this process may use; empty where the system does not tell."""
+    usable, nodes = usable_cpus(), list[int]()
+    for folder in (SYS / "devices/system/node").glob("node[0-9]*"):
+        if usable & set(_cpu_list(_read(folder / "cpulist") or "")):
+            nodes.append(int(folder.name.removeprefix("node")))
+    return tuple(sorted(nodes))
+
+
+def _cpu_list(text: str) -> Iterator[int]:
+    """The processors in a list such as 0-3,8."""
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def largest_cache() -> int:
+    """Bytes of the largest cache of a processor; 0 where the system does not tell."""
+    sizes = [0]
+    for path in (SYS / "devices/system/cpu/cpu0/cache").glob("index*/size"):
+        number, unit = (text := _read(path) or "0")[:-1], text[-1:]
+        if number.isdigit() and unit in "KM":
+            sizes.append(int(number) << (10 if unit == "K" else 20))
+    return max(sizes)
+
+
 def total_memory() -> int:
     """Bytes of memory this process may use at most: the machine's, or the control group's limit."""
     import psutil  # type: ignore[import-untyped]
@@ -209,7 +235,8 @@ def memory_bandwidth(threads: int | None = None, seconds: float = 0.4) -> float:
     before = torch.get_num_threads()
     torch.set_num_threads(thread_count(threads))
     try:
-        room = max(2**24, min(BANDWIDTH_BUFFER, available_memory() // 8))
+        room = max(BANDWIDTH_BUFFER, 4 * largest_cache())
+        room = max(2**24, min(room, available_memory() // 8))
         columns = 2**12
         weight = torch.ones((room // 4 // columns, columns), dtype=torch.float32)
         vector = torch.ones(columns, dtype=torch.float32)

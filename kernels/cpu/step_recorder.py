@@ -72,8 +72,9 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.short_conv import ShortConvSpec
 
-# Tasks per thread and stage, if a matrix has enough rows, so that threads finish close together.
-_SHARES = 4
+# Tasks per thread and stage, if a matrix has enough rows, so that threads finish close together: at least the first,
+# and up to the second where a task keeps these bytes of weights.
+_SHARES, _MOST_SHARES, _SHARE_BYTES = 4, 16, 16 << 10
 
 
 Buffers: TypeAlias = dict[tuple[str, int], Tensor]
@@ -162,7 +163,7 @@ class StepRecorder:
         (part,), n = gate.parts, gate.rows
         between, out = self._fp32("input gate", n), self._fp32("gated", n)
         records = self._records("gated", n)
-        step = max(32, min(task_rows(part), _fair_rows(n)) // 32 * 32)
+        step = max(32, min(task_rows(part), _fair_rows(n, _row_bytes(part))) // 32 * 32)
         up = inputs[:, layer * n : (layer + 1) * n]
         self._stage(
             [
@@ -186,7 +187,8 @@ class StepRecorder:
         between, out = self._fp32("gate_up", 2 * gate.rows), self._fp32("gated", gate.rows)
         records = self._records("gated", gate.rows)
         # Whole groups of 32, as a task quantizes its own outputs; half the usual rows, as it computes gate and up.
-        step = max(32, min(task_rows(gate) // 2, _fair_rows(gate.rows)) // 32 * 32)
+        fair = _fair_rows(gate.rows, 2 * _row_bytes(gate))
+        step = max(32, min(task_rows(gate) // 2, fair) // 32 * 32)
         self._stage(
             [
                 matvec_launch(self._input(source, gate), gate, between, 0, step=step),
@@ -200,7 +202,7 @@ class StepRecorder:
         source, (part,) = self._normed(x, norm), up.parts
         out = self._fp32("gated", part.rows)
         records = self._records("gated", part.rows)
-        step = max(32, min(task_rows(part), _fair_rows(part.rows)) // 32 * 32)
+        step = max(32, min(task_rows(part), _fair_rows(part.rows, _row_bytes(part))) // 32 * 32)
         self._stage(
             [
                 matvec_launch(self._input(source, part), part, out, 0, step=step),
@@ -611,9 +613,8 @@ class StepRecorder:
     ) -> None:
         """y = row_scale * (products + bias) + residual, soft-capped by `cap` if that is not 0."""
         parts, column = [], 0
-        fair = _fair_rows(weight.rows)
         for w in weight.parts:
-            step = min(task_rows(w), fair)
+            step = min(task_rows(w), _fair_rows(weight.rows, _row_bytes(w)))
             part = [matvec_launch(self._input(x, w), w, y, column, step=step)]
             if bias is not None:
                 part.append(add_launch(y, bias, column, w.rows, step))
@@ -761,6 +762,14 @@ def _share_memory(x: Tensor, y: Tensor) -> bool:
     return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
-def _fair_rows(rows: int) -> int:
-    """Rows per task, an even number, for _SHARES tasks per thread."""
-    return -(-rows // (2 * _SHARES * get_threads())) * 2
+def _fair_rows(rows: int, row_bytes: int = 0) -> int:
+    """Rows per task, an even number, for _SHARES tasks per thread, or more if tasks keep _SHARE_BYTES."""
+    threads = get_threads()
+    most, least = (-(-rows // (2 * shares * threads)) * 2 for shares in (_SHARES, _MOST_SHARES))
+    if not row_bytes:
+        return most
+    return max(least, min(most, -(-_SHARE_BYTES // (2 * row_bytes)) * 2))
+
+
+def _row_bytes(w: QuantTensor) -> int:
+    return w.data.shape[1] * w.data.element_size()

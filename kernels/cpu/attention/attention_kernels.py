@@ -10,17 +10,19 @@ from quengine.kernels.cpu.attention.attention import (
     VisibleRow,
 )
 from quengine.kernels.cpu.ir.attention_ir import (
+    HEADS_AT_ONCE,
     add_weighted_codes,
     add_weighted_halves,
     block_run,
     combine_parts,
     combine_parts_and_sink,
     dot_codes,
+    dot_halves,
     softmax_weights,
 )
 from quengine.kernels.cpu.ir.cache_ir import hadamard_row
 from quengine.kernels.cpu.ir.gate_ir import cap_floats
-from quengine.kernels.cpu.ir.row_ir import dot_float_row, float_at, int64_at, store_f32
+from quengine.kernels.cpu.ir.row_ir import float_at, int64_at
 from quengine.kernels.cpu.ir.tile_ir import clear_floats, stack_floats
 from quengine.kernels.cpu.runtime.argument_types import arguments_at
 from quengine.kernels.cpu.runtime.arguments import size_of
@@ -30,8 +32,9 @@ from quengine.kernels.kv.cache_types import CACHE_FORMATS, CacheType
 
 def kv_split_kernel(cache_type: CacheType) -> bytes:
     """Task s * kv_heads + h: the query heads of key/value head h over KV split s, counted over all tokens."""
-    name, access, is_coded = "F16", "row", CACHE_FORMATS[cache_type].coded
-    visible_at, visible_bytes = arguments_at(VisibleRow), size_of(VisibleRow)
+    visible_at, visible_bytes, at_once = arguments_at(VisibleRow), size_of(VisibleRow), HEADS_AT_ONCE
+    is_coded = CACHE_FORMATS[cache_type].coded
+    score_floats, score_bytes = HEADS_AT_ONCE * KV_SPLIT, 4 * KV_SPLIT
 
     def attend_split(args: SplitArguments, task: int) -> None:
         width, group, kv_heads, values = args.width, args.group, args.kv_heads, args.values
@@ -44,39 +47,48 @@ def kv_split_kernel(cache_type: CacheType) -> bytes:
         v = args.v.rows + head * args.v.head_stride
         k_scale = args.k.scales + head * args.k.scale_head_stride
         v_scale = args.v.scales + head * args.v.scale_head_stride
-        scores = stack_floats(KV_SPLIT)
-        for i in range(head * group, (head + 1) * group):
-            q = args.q + token * args.q_stride + i * 4 * width
-            part = args.parts + (split * kv_heads * group + i) * args.part_bytes
+        scores = stack_floats(score_floats)
+        for first in range(head * group, (head + 1) * group, at_once):
+            heads = min(at_once, (head + 1) * group - first)
+            q = args.q + token * args.q_stride + first * 4 * width
+            part = args.parts + (split * kv_heads * group + first) * args.part_bytes
+            out = part + PART_HEAD_BYTES
             done = 0  # positions so far; each turn handles a run within one block
             while done < count:
                 row, run = block_run(table, start + done, count - done)
                 for position in range(run):
-                    key = k + (row + position) * args.k.row_stride
+                    key, score = k + (row + position) * args.k.row_stride, scores + 4 * (done + position)
                     if is_coded:
                         key_scale = k_scale + (row + position) * args.k.scale_row_stride
-                        dot = dot_codes(cache_type, key, key_scale, width, q)
+                        dot_codes(cache_type, heads, key, key_scale, width, q, args.scale, score, score_bytes)
                     else:
-                        dot = dot_float_row(name, access, key, width, q)
-                    store_f32(dot * args.scale, scores + 4 * (done + position))
+                        dot_halves(heads, key, width, q, args.scale, score, score_bytes)
                 done += run
-            if args.cap > 0:
-                cap_floats(scores, 0, count, args.cap)
-            softmax_weights(scores, count, part)
-            out = part + PART_HEAD_BYTES
-            clear_floats(out, values)
+            for i in range(heads):
+                if args.cap > 0:
+                    cap_floats(scores + i * score_bytes, 0, count, args.cap)
+                softmax_weights(scores + i * score_bytes, count, part + i * args.part_bytes)
+                clear_floats(out + i * args.part_bytes, values)
             done = 0
             while done < count:
                 row, run = block_run(table, start + done, count - done)
                 weights, rows = scores + 4 * done, v + row * args.v.row_stride
                 if is_coded:
-                    stride = args.v.scale_row_stride
-                    scales = v_scale + row * stride
-                    add_weighted_codes(
-                        cache_type, weights, run, rows, args.v.row_stride, scales, stride, values, out
+                    stride, scale_stride, out_stride = (
+                        args.v.row_stride,
+                        args.v.scale_row_stride,
+                        args.part_bytes,
                     )
+                    scales = v_scale + row * scale_stride
+                    add_weighted_codes(
+                        cache_type, heads, weights, score_bytes, run, rows, stride, scales, scale_stride,
+                        values, out, out_stride,
+                    )  # fmt: skip
                 else:
-                    add_weighted_halves(weights, run, rows, args.v.row_stride, values, out)
+                    add_weighted_halves(
+                        *(heads, weights, score_bytes, run, rows, args.v.row_stride),
+                        *(values, out, args.part_bytes),
+                    )
                 done += run
 
     return compile_kernel(attend_split, SplitArguments)

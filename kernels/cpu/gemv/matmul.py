@@ -140,7 +140,9 @@ def matvec_launch(
         y=y.data_ptr() + 4 * column,
         y_stride=4 * y.stride(0),
     )
-    return Launch(kernel, arguments, -(-w.rows // step), after_previous, (source, w, y))
+    task_bytes = step * w.data.shape[1]
+    tasks = -(-w.rows // step)
+    return Launch(kernel, arguments, tasks, after_previous, (source, w, y), w.data.data_ptr(), task_bytes)
 
 
 def embed_launch(w: QuantTensor, rows: Tensor, out: Tensor, scale: float) -> Launch:

@@ -9,7 +9,6 @@ from quengine.kernels.cpu.ir.row_dot_ir import (
     SUMS_BYTES,
     dot_rows,
     dot_rows_with_many,
-    rows_at_once,
 )
 from quengine.kernels.cpu.ir.row_ir import (
     dequantize_row,
@@ -28,14 +27,13 @@ _RECORDS = 16
 
 def matvec_kernel(format_name: str, many: bool) -> bytes:
     """A quantized weight times one row of quantized activations, or `many`. A task is a run of weight rows."""
-    at_once = rows_at_once(FORMATS[format_name])
     memory_floats = (INTS_BYTES + _RECORDS * SUMS_BYTES) // 4
 
     def matvec(args: MatvecArguments, task: int) -> None:
         w, row_bytes, rows, step = args.weights, args.row_bytes, args.rows, args.task_rows
         blocks, records, y = args.length, args.x, args.y
         end = min(rows, (task + 1) * step)
-        for row in range(task * step, end, at_once):
+        for row in range(task * step, end, 2):
             apart = row_bytes if row + 1 < end else 0
             dot_rows(format_name, w + row * row_bytes, apart, blocks, records, y + 4 * row)
 

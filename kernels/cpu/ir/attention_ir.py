@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llvmlite import ir
 from numba import types
 
 from quengine.kernels.cpu.ir.cache_ir import emit_codes
+from quengine.kernels.cpu.ir.row_ir import emit_float_dots
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I32, I64, Emitter, vec
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
@@ -14,6 +17,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE
 # unit in the last place. ln(2) is split in two parts, so that n*ln(2) is subtracted exactly.
 _EXP_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
+HEADS_AT_ONCE = 4  # query heads that share what is read of a cache
 _LEAST = -87.0  # exp of less is a denormal or zero and is flushed to zero
 
 
@@ -73,62 +77,148 @@ def _lane_address(e: Emitter, base: ir.Value, index: ir.Value) -> ir.Value:
     return e.b.add(base, e.b.mul(index, e.i64(4)))
 
 
+def _heads_at_once(e: Emitter) -> int:
+    """Query heads whose sums stay in registers, of 32 or 16."""
+    return HEADS_AT_ONCE if e.byte_dot_lanes == 16 else HEADS_AT_ONCE // 2
+
+
+def _by_heads(
+    e: Emitter,
+    heads: ir.Value,
+    arrays: list[tuple[ir.Value, ir.Value]],
+    body: Callable[..., None],
+) -> None:
+    """Emits body(addresses in the first array, in the second) of as many query heads at a time as registers hold.
+
+    heads: up to HEADS_AT_ONCE. arrays: of each its address, and the bytes between heads.
+    """
+    most = _heads_at_once(e)
+
+    def some(first: ir.Value) -> None:
+        left = e.b.sub(heads, first)
+        count = e.b.select(e.b.icmp_signed("<", left, e.i64(most)), left, e.i64(most))
+
+        def known(n: int) -> None:
+            body(
+                *(
+                    [e.b.add(base, e.b.mul(e.at(first, i), stride)) for i in range(n)]
+                    for base, stride in arrays
+                )
+            )
+
+        e.by_count(count, most, known)
+
+    e.each(e.i64(0), heads, most, some)
+
+
+@vector_code(scale=types.float32)
+def dot_halves(
+    e: Emitter,
+    heads: ir.Value,
+    key: ir.Value,
+    width: ir.Value,
+    q: ir.Value,
+    scale: ir.Value,
+    scores: ir.Value,
+    scores_stride: ir.Value,
+) -> None:
+    """scores[h] = scale times the dot product of an fp16 row with fp32 q[h], for up to HEADS_AT_ONCE heads.
+
+    key, q, scores: addresses; q: adjacent rows of `width`; scores_stride: bytes.
+    """
+
+    def some(rows: list[ir.Value], places: list[ir.Value]) -> None:
+        for place, dot in zip(places, emit_float_dots(e, "F16", "row", key, width, rows), strict=True):
+            e.store(e.b.fmul(dot, scale), place)
+
+    _by_heads(e, heads, [(q, e.b.mul(width, e.i64(4))), (scores, scores_stride)], some)
+
+
 @vector_code
 def add_weighted_halves(
     e: Emitter,
+    heads: ir.Value,
     weights: ir.Value,
+    weights_stride: ir.Value,
     count: ir.Value,
     values: ir.Value,
     stride: ir.Value,
     width: ir.Value,
     out: ir.Value,
+    out_stride: ir.Value,
 ) -> None:
-    """out[d] += sum over i < count of weights[i] * values[i, d], d < width, in order of i.
+    """out[h, d] += sum over i < count of weights[h, i] * values[i, d], in order of i, for d < width, h < heads.
 
-    weights, out: fp32 addresses; values: address of fp16 rows, `stride` bytes apart.
+    heads: up to HEADS_AT_ONCE; weights, out: fp32 addresses, and bytes between heads; values: address of fp16 rows,
+    `stride` bytes apart.
     """
 
-    def columns(d: ir.Value, width: int) -> None:
-        lanes, parts = (8, 4) if width == 32 else (1, 1)
-        base = e.b.add(values, e.b.mul(d, e.i64(2)))
+    def some(sources: list[ir.Value], targets: list[ir.Value]) -> None:
+        def columns(d: ir.Value, width: int) -> None:
+            lanes, parts = (8, 4) if width == 32 else (1, 1)
+            base = e.b.add(values, e.b.mul(d, e.i64(2)))
 
-        def row(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-            weight = e.splat(e.load(F32, _lane_address(e, weights, i)), lanes)
-            address = e.b.add(base, e.b.mul(i, stride))
-            return [
-                e.fma(weight, e.load_halves(lanes, address, 2 * lanes * k), state[k]) for k in range(parts)
+            def row(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+                address, result = e.b.add(base, e.b.mul(i, stride)), []
+                halves = [e.load_halves(lanes, address, 2 * lanes * k) for k in range(parts)]
+                for h, source in enumerate(sources):
+                    weight = e.splat(e.load(F32, _lane_address(e, source, i)), lanes)
+                    result += [e.fma(weight, half, state[parts * h + k]) for k, half in enumerate(halves)]
+                return result
+
+            places = [
+                (_lane_address(e, target, d), 4 * lanes * k) for target in targets for k in range(parts)
             ]
+            before = [e.load(vec(F32, lanes), *place) for place in places]
+            for place, total in zip(places, e.loop(e.i64(0), count, 1, before, row), strict=True):
+                e.store(total, *place)
 
-        target = _lane_address(e, out, d)
-        before = [e.load(vec(F32, lanes), target, 4 * lanes * k) for k in range(parts)]
-        for k, total in enumerate(e.loop(e.i64(0), count, 1, before, row)):
-            e.store(total, target, 4 * lanes * k)
+        e.spans(e.i64(0), width, columns, 32)
 
-    e.spans(e.i64(0), width, columns, 32)
+    _by_heads(e, heads, [(weights, weights_stride), (out, out_stride)], some)
 
 
-@vector_code(result=types.float32)
+@vector_code(scale=types.float32)
 def dot_codes(
-    e: Emitter, cache_type: str, codes: ir.Value, scales: ir.Value, width: ir.Value, x: ir.Value
-) -> ir.Value:
-    """fp32 dot product of a row of codes with fp32 at address x: an fp16 scale for every 32."""
+    e: Emitter,
+    cache_type: str,
+    heads: ir.Value,
+    codes: ir.Value,
+    scales: ir.Value,
+    width: ir.Value,
+    q: ir.Value,
+    scale: ir.Value,
+    scores: ir.Value,
+    scores_stride: ir.Value,
+) -> None:
+    """As `dot_halves`, of a row of codes, and an fp16 scale for every 32."""
 
-    def group(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-        parts, inputs = emit_codes(e, cache_type, codes, i), _lane_address(e, x, i)
-        dot = e.b.fmul(parts[0], e.load(vec(F32, 8), inputs))
-        for k in range(1, 4):
-            dot = e.fma(parts[k], e.load(vec(F32, 8), inputs, 32 * k), dot)
-        scale = e.load_halves(1, e.b.add(scales, e.b.udiv(i, e.i64(16))))
-        return [e.fma(e.splat_lane(scale, 0, 8), dot, state[0])]
+    def some(rows: list[ir.Value], places: list[ir.Value]) -> None:
+        def group(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+            values, result = emit_codes(e, cache_type, codes, i), []
+            factor = e.splat_lane(e.load_halves(1, e.b.add(scales, e.b.udiv(i, e.i64(16)))), 0, 8)
+            for row, total in zip(rows, state, strict=True):
+                inputs = _lane_address(e, row, i)
+                dot = e.b.fmul(values[0], e.load(vec(F32, 8), inputs))
+                for k in range(1, 4):
+                    dot = e.fma(values[k], e.load(vec(F32, 8), inputs, 32 * k), dot)
+                result.append(e.fma(factor, dot, total))
+            return result
 
-    return e.total(e.loop(e.i64(0), width, 32, [e.const(vec(F32, 8), 0.0)], group)[0])
+        zeros = [e.const(vec(F32, 8), 0.0)] * len(rows)
+        for place, total in zip(places, e.loop(e.i64(0), width, 32, zeros, group), strict=True):
+            e.store(e.b.fmul(e.total(total), scale), place)
+
+    _by_heads(e, heads, [(q, e.b.mul(width, e.i64(4))), (scores, scores_stride)], some)
 
 
 @vector_code
 def add_weighted_codes(
     e: Emitter,
     cache_type: str,
+    heads: ir.Value,
     weights: ir.Value,
+    weights_stride: ir.Value,
     count: ir.Value,
     codes: ir.Value,
     stride: ir.Value,
@@ -136,29 +226,31 @@ def add_weighted_codes(
     scale_stride: ir.Value,
     width: ir.Value,
     out: ir.Value,
+    out_stride: ir.Value,
 ) -> None:
-    """out[d] += sum over i < count of weights[i] * values[i, d], d < width, in order of i, over rows of codes.
+    """As `add_weighted_halves`, over rows of codes: they are `stride`, fp16 scales `scale_stride` bytes apart."""
 
-    weights, out: fp32 addresses; codes, scales: addresses of codes `stride` bytes and fp16 rows `scale_stride` bytes
-    apart.
-    """
+    def some(sources: list[ir.Value], targets: list[ir.Value]) -> None:
+        def group(d: ir.Value) -> None:
+            scale = e.b.add(scales, e.b.udiv(d, e.i64(16)))
 
-    def group(d: ir.Value) -> None:
-        scale = e.b.add(scales, e.b.udiv(d, e.i64(16)))
+            def row(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
+                factor = e.lane(e.load_halves(1, e.b.add(scale, e.b.mul(i, scale_stride))), 0)
+                values, result = emit_codes(e, cache_type, e.b.add(codes, e.b.mul(i, stride)), d), []
+                for h, source in enumerate(sources):
+                    weight = e.b.fmul(factor, e.load(F32, _lane_address(e, source, i)))
+                    wide = e.splat(weight, 8)
+                    result += [e.fma(wide, value, state[4 * h + k]) for k, value in enumerate(values)]
+                return result
 
-        def row(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-            factor = e.load_halves(1, e.b.add(scale, e.b.mul(i, scale_stride)))
-            weight = e.b.fmul(e.lane(factor, 0), e.load(F32, _lane_address(e, weights, i)))
-            parts = emit_codes(e, cache_type, e.b.add(codes, e.b.mul(i, stride)), d)
-            wide = e.splat(weight, 8)
-            return [e.fma(wide, part, total) for part, total in zip(parts, state, strict=True)]
+            places = [(_lane_address(e, target, d), 32 * k) for target in targets for k in range(4)]
+            before = [e.load(vec(F32, 8), *place) for place in places]
+            for place, total in zip(places, e.loop(e.i64(0), count, 1, before, row), strict=True):
+                e.store(total, *place)
 
-        target = _lane_address(e, out, d)
-        before = [e.load(vec(F32, 8), target, 32 * k) for k in range(4)]
-        for k, total in enumerate(e.loop(e.i64(0), count, 1, before, row)):
-            e.store(total, target, 32 * k)
+        e.each(e.i64(0), width, 32, group)
 
-    e.each(e.i64(0), width, 32, group)
+    _by_heads(e, heads, [(weights, weights_stride), (out, out_stride)], some)
 
 
 @vector_code

@@ -26,12 +26,15 @@ class Slices:
     scales       fp32 lanes, one per group in order: w = scale * int - min. Groups of 16 have two vectors, for slices
                  0..3 and 4..7, two lanes a slice; of fewer slices the last lanes are zeros
     mins         the minimums to subtract, in the same form, or None
+    multiples    of eight slices: what `unshifted` codes are times those of `codes`, which takes instructions to shift
     """
 
     codes: Callable[[int, int], ir.Value]
     scales: tuple[ir.Value, ...]
     mins: tuple[ir.Value, ...] | None = None
     offset: int = 0
+    unshifted: Callable[[int, int], ir.Value] | None = None
+    multiples: tuple[int, ...] = ()
 
     def ints(self, e: Emitter, i: int, n: int) -> ir.Value:
         """The integers of `codes(i, n)`: int8 lanes."""
@@ -208,7 +211,16 @@ def _emit_q4_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
     def codes(i: int, n: int) -> ir.Value:
         return _four_bits(e, block, codes_at + 32 * (i // 2), i, n)
 
-    return Slices(codes, (scales,), (mins,))
+    def unshifted(i: int, n: int) -> ir.Value:
+        return _masked(e, e.load(vec(I8, 32), block, codes_at + 32 * (i // 2)), 4, i % 2, n)
+
+    return Slices(codes, (scales,), (mins,), unshifted=unshifted, multiples=(1, 16) * 4)
+
+
+def _masked(e: Emitter, raw: ir.Value, bits: int, i: int, n: int) -> ir.Value:
+    """Of 32 bytes with a code of `bits` bits of each of some slices: those of n slices from i on, where they lie."""
+    masks = [(1 << bits) - 1 << bits * (i + k) for k in range(n) for _ in range(32)]
+    return e.b.and_(_twice(e, raw, n), e.const(vec(I8, 32 * n), masks))
 
 
 def _four_bits(e: Emitter, block: ir.Value, at: int, i: int, n: int) -> ir.Value:
@@ -259,7 +271,13 @@ def _emit_q2_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
     packed = e.load(vec(I8, 16), block, fmt.layout["scales"][0])
     scales = _scales_16(e, e.and_(packed, 15), False, _splat_half(e, fmt, block, "d"))
     mins = _scales_16(e, e.shift_left(packed, -4), False, _splat_half(e, fmt, block, "dmin"))
-    return Slices(lambda i, n: _two_bits(e, fmt, block, i, n), scales, mins)
+
+    def unshifted(i: int, n: int) -> ir.Value:
+        raw = e.load(vec(I8, 32), block, fmt.layout["codes"][0] + 32 * (i // 4))
+        return _masked(e, raw, 2, i % 4, n)
+
+    of_slices = (1, 4, 16, 64) * 2
+    return Slices(lambda i, n: _two_bits(e, fmt, block, i, n), scales, mins, 0, unshifted, of_slices)
 
 
 def _emit_q3_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:

@@ -1,38 +1,37 @@
 """Dot products of quantized weight rows with quantized activations (row_ir.py).
 
-With one activation row all sums stay in registers. With several, runs of blocks of two weight rows are unpacked once
-and multiplied with every activation row in turn, whose sums lie in memory between runs. The arithmetic, and so the
-bits, of a pair of rows is the same for any number of rows.
+Two weight rows are taken at once. With one activation row all sums stay in registers. With several, runs of blocks are
+unpacked once and multiplied with every activation row in turn, whose sums lie in memory between runs. The arithmetic,
+and so the bits, of a row is the same for any number of rows.
 
-Order of the sums: within a slice of 32 weights each four neighbours make one exact integer; these 8, times the scale,
-are added into 8 lanes of two accumulators in turn; the two are added, then the lanes pairwise; the sum of the
-minimums is subtracted last. The order depends on K and the format alone.
+Order of the sums: the products of a group, 16 or 32 weights with one scale, add up to an exact integer. Of 256 weights
+each group has a lane of 16 or 8: the integer times the scale is added to it, then the minimum times the sum of the
+activations subtracted. At the end the lanes are added by halves. Of a row's last weights, fewer than 256, the groups
+of each 64 take the first lanes. The order depends on K and the format alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from llvmlite import ir
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
+from quengine.kernels.cpu.gemv.quantized_rows import INTS, SCALES, SUM_FACTOR, SUMS
 from quengine.kernels.cpu.ir.block_ir import Slices, emit_blocks
-from quengine.kernels.cpu.ir.row_ir import FOUR_SUM_OFFSET, PREFETCH
+from quengine.kernels.cpu.ir.row_ir import PREFETCH, record_field
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, Emitter, vec
 
-# Memory of `dot_rows_with_many`: a run of unpacked weights of both rows, then for each activation row its sums with
-# both: accumulators at 0, those of the minimums at 64 and 96, the second weight row's in the second half.
-INTS_BYTES, SUMS_BYTES = 1024, 256
+# Memory of `dot_rows_with_many`: a run of unpacked weights of both rows, then for each activation row the lanes of its
+# sums with both.
+INTS_BYTES, SUMS_BYTES = 1024, 128
 
+_MOST_AHEAD = (
+    3 * PREFETCH
+)  # bytes of a pair of rows, of which the following are prefetched while it is multiplied
 Operands = tuple[ir.Value, ...]
 OperandsOf = Callable[[int], Operands]
-
-
-def rows_at_once(fmt: BlockFormat) -> int:
-    """Weight rows that `dot_rows` takes at once: 2 for formats of short blocks, as short rows share loop overhead."""
-    return 2 if fmt.block == 32 else 1
 
 
 @vector_code
@@ -45,14 +44,13 @@ def dot_rows(
     record: ir.Value,
     y: ir.Value,
 ) -> None:
-    """`rows_at_once` weight rows times one row of quantized activations, all at addresses: `rows_at_once` fp32 to y.
+    """Two weight rows times one row of quantized activations, all at addresses: two fp32 to y.
 
-    apart: bytes from the first weight row to the second; 0 if there is one only.
+    apart: bytes from the first weight row to the second; 0 if there is one only, and one result.
     """
-    fmt = FORMATS[format_name]
-    dots = [_RowDot(e, fmt, row, blocks) for row in (w, e.b.add(w, apart))[: rows_at_once(fmt)]]
+    dots = _RowDots(e, FORMATS[format_name], (w, e.b.add(w, apart)), blocks)
     behind = e.b.select(e.b.icmp_signed("==", apart, e.i64(0)), e.i64(0), e.i64(4))
-    for total, at in zip(_dot_with_one(dots, record), (y, e.at(y, behind)), strict=False):
+    for total, at in zip(_dot_with_one(dots, record), (y, e.at(y, behind)), strict=True):
         e.store(total, at)
 
 
@@ -76,8 +74,7 @@ def dot_rows_with_many(
     to the second; 0 if there is one only, and one result per row. memory: scratch of INTS_BYTES, and SUMS_BYTES for
     each activation row.
     """
-    fmt = FORMATS[format_name]
-    dots = [_RowDot(e, fmt, row, blocks) for row in (w, e.b.add(w, apart))]
+    dots = _RowDots(e, FORMATS[format_name], (w, e.b.add(w, apart)), blocks)
     behind = e.b.select(e.b.icmp_signed("==", apart, e.i64(0)), e.i64(0), e.i64(4))
 
     def put(i: ir.Value, totals: list[ir.Value]) -> None:
@@ -88,87 +85,145 @@ def dot_rows_with_many(
     _dot_with_many(dots, records, stride, count, memory, put)
 
 
-class _RowDot:
-    """Emits the code of one weight row's dot products.
+class _RowDots:
+    """Emits the code of the dot products of two weight rows of one format with activation rows.
 
-    One iteration takes 8 slices of 32 weights: a block of 256, or 8 blocks of 32; the remaining blocks are taken by
-    two, a last one alone, of 32 weights with half of the accumulators. An activation row has three sums: both
-    accumulators as one of 16 lanes, the minimums of full iterations (8 lanes), and those of the remainder (one lane).
+    One iteration takes 8 slices of 32 weights: a block of 256, or as many shorter ones; the remaining blocks are taken
+    by two, a last one alone. An activation row's state is the lanes of its sums with each weight row.
     """
 
-    def __init__(self, e: Emitter, fmt: BlockFormat, w: ir.Value, blocks: ir.Value) -> None:
-        self.e, self.fmt, self.w, self.blocks = e, fmt, w, blocks
+    def __init__(
+        self, e: Emitter, fmt: BlockFormat, rows: tuple[ir.Value, ir.Value], blocks: ir.Value
+    ) -> None:
+        self.e, self.fmt, self.rows, self.blocks = e, fmt, rows, blocks
         self.cols = e.b.mul(blocks, e.i64(fmt.block))
+        self.groups = 32 // fmt.group  # of a slice: 1 or 2
+        self.lanes = 8 * self.groups
+        self.joined = self.groups == 1  # rows of 8 lanes share vectors of 16
         # Zeros that LLVM cannot prove to be zero: it would rematerialize proven ones for every sum, by an instruction
         # that depends on the register's old value.
         sign = e.b.trunc(e.b.lshr(blocks, e.i64(63)), I32)
         self.zero_ints = e.splat(sign, 16)
 
-    def loops(self, state: list[ir.Value], turn: Any, single: Any) -> list[ir.Value]:
-        """Emits turn(i, blocks, state) over all blocks and single(i, state) for a last one; returns the final state."""
+    def loops(
+        self,
+        state: list[ir.Value],
+        turn: Callable[[ir.Value, int, list[ir.Value]], list[ir.Value]],
+    ) -> list[ir.Value]:
+        """Emits turn(i, blocks, state) over all blocks; returns the final state."""
         e, run = self.e, 256 // self.fmt.block
         whole = e.b.and_(self.blocks, e.i64(-run))
         state = e.loop(e.i64(0), whole, run, state, lambda i, s: turn(i, run, s))
-        if run > 1:
+        if run > 2:
             even = e.b.and_(self.blocks, e.i64(-2))
-            if run > 2:
-                state = e.loop(whole, even, 2, state, lambda i, s: turn(i, 2, s))
-            last = single if self.fmt.block == 32 else lambda i, s: turn(i, 1, s)
-            state = e.loop(even, self.blocks, 1, state, last)
+            state = e.loop(whole, even, 2, state, lambda i, s: turn(i, 2, s))
+            whole = even
+        if run > 1:
+            state = e.loop(whole, self.blocks, 1, state, lambda i, s: turn(i, 1, s))
         return state
 
     def zeros(self) -> list[ir.Value]:
-        return [self.e.const(vec(F32, lanes), 0.0) for lanes in (16, 8, 1)]
+        """The state before the first block: a vector for each row, or for both rows one, the halves theirs."""
+        return self.by_row([self.e.const(vec(F32, self.lanes), 0.0) for _ in self.rows])
 
-    def totals(self, sums: list[list[ir.Value]]) -> list[ir.Value]:
-        """The dot products of some rows from the three sums of each."""
-        e = self.e
-        totals = e.totals([both for both, _, _ in sums])
-        if not self.fmt.has_min:
-            return totals
-        mins = e.totals([mins for _, mins, _ in sums])
-        rest = [e.total(rest) for _, _, rest in sums]
-        both = zip(totals, mins, rest, strict=True)
-        return [e.b.fsub(total, e.b.fadd(part, more)) for total, part, more in both]
+    def by_row(self, values: list[ir.Value]) -> list[ir.Value]:
+        """A vector of each row, as the state has them."""
+        return [self.e.join(*values)] if self.joined else values
 
-    def read(self, i: ir.Value, blocks: int) -> tuple[Slices, ir.Value, int]:
-        """Blocks i .. i + blocks - 1, the index of their first slice, and the number of their slices."""
-        e = self.e
-        address = e.at(self.w, e.b.mul(i, e.i64(self.fmt.nbytes)))
-        for ahead in range(0, blocks * self.fmt.nbytes, 64):
-            e.prefetch(e.at(address, PREFETCH + ahead))
+    def totals(self, state: list[ir.Value]) -> list[ir.Value]:
+        """The dot product of each row."""
+        return self.e.totals(list(self.e.halves(state[0])) if self.joined else state)
+
+    def read(self, i: ir.Value, blocks: int) -> tuple[list[Slices], ir.Value, int]:
+        """Blocks i .. i + blocks - 1 of each row, the index of their first slice, and the number of their slices."""
+        e, contents = self.e, list[Slices]()
+        here, nbytes = e.b.mul(i, e.i64(self.fmt.nbytes)), blocks * self.fmt.nbytes
+        for number, row in enumerate(self.rows):
+            ahead = self._ahead(row, number, here, nbytes)
+            for line in range(0, nbytes, 64):
+                e.prefetch(e.at(ahead, line))
+            contents.append(emit_blocks(e, self.fmt, e.b.add(row, here), blocks))
         first_slice = e.b.mul(i, e.i64(self.fmt.block // 32))
-        return emit_blocks(e, self.fmt, address, blocks), first_slice, blocks * self.fmt.block // 32
+        return contents, first_slice, blocks * self.fmt.block // 32
+
+    def _ahead(self, row: ir.Value, number: int, here: ir.Value, nbytes: int) -> ir.Value:
+        """The address of `nbytes` to prefetch for a row: of the following rows, in the order of their bytes, unless
+        these are too many for the cache."""
+        e, b = self.e, self.e.b
+        distant = e.at(b.add(row, here), PREFETCH)
+        both = b.mul(b.sub(self.rows[1], self.rows[0]), e.i64(2))
+        longest = b.select(b.icmp_signed("<", both, e.i64(PREFETCH)), e.i64(PREFETCH), both)
+        following = e.at(b.add(b.add(self.rows[0], longest), b.add(here, here)), number * nbytes)
+        return b.select(b.icmp_signed("<", both, e.i64(_MOST_AHEAD)), following, distant)
 
     def add(
         self,
-        content: Slices,
-        operands: OperandsOf,
+        contents: list[Slices],
+        operands: list[OperandsOf],
         slices: int,
         record: ir.Value,
         first_slice: ir.Value,
         sums: list[ir.Value],
     ) -> list[ir.Value]:
-        """An activation row's sums plus these slices, two at a time; operands(j) are those of slices j and j + 1."""
-        e, (total, *mins) = self.e, sums
-        lanes = content.scales[0].type.count
-        t = self._per_group(self._field(record, 0, first_slice, lanes), content)
-        factors = [e.b.fmul(s, u) for s, u in zip(content.scales, t, strict=True)]
-        if content.mins is not None:
-            slot = 0 if lanes == 8 or len(content.mins) == 2 else 1
-            mins[slot] = self._add_mins(content.mins, record, first_slice, mins[slot])
-        step = min(2, slices)
-        for j in range(0, slices, step):
-            dots = self._dots(operands(j), record, e.at(first_slice, j), step, content.offset)
-            factor = self._side_by_side([self._factor(factors, j + k) for k in range(step)])
-            total = e.fma(e.to_float(dots), factor, total)
-        return [total, *mins]
+        """An activation row's lanes of each weight row, plus these slices; operands[row](j) are those of `_dots`."""
+        e, step, count = self.e, min(2, slices), slices * self.groups
+        t = self._per_group(self._field(F32, record, SCALES, first_slice, slices))
+        scales = [self._per_code(self._lanes(content.scales, count), content) for content in contents]
+        dots = [
+            [self._dots(of(j), record, e.at(first_slice, j), step) for j in range(0, slices, step)]
+            for of in operands
+        ]
+        heads = [self._head(before, count) for before in sums]
+        factors = [e.b.fmul(scale, both) for scale, both in self._with(scales, t)]
+        totals = self._group_sums(dots)
+        if contents[0].offset and e.byte_dot_lanes:
+            ints = self._field(I32, record, INTS[self.fmt.group], first_slice, count)
+            shifted = times_offset(e, ints, contents[0].offset)
+            totals = [e.b.add(*both) for both in self._with(totals, shifted, spread=False)]
+        products = zip(totals, factors, heads, strict=True)
+        heads = [e.fma(e.to_float(total), factor, head) for total, factor, head in products]
+        if contents[0].mins is not None:
+            added = self._field(F32, record, SUMS[self.fmt.group], first_slice, count)
+            mins = self._with([self._lanes(content.mins or (), count) for content in contents], added)
+            heads = [e.fma(e.b.fneg(m), both, head) for (m, both), head in zip(mins, heads, strict=True)]
+        return [self._replaced(before, head) for before, head in zip(sums, heads, strict=True)]
+
+    def _lanes(self, parts: tuple[ir.Value, ...], count: int) -> ir.Value:
+        """Values of each group, in one vector of `count` lanes."""
+        whole = parts[0] if len(parts) == 1 else self.e.join(*parts)
+        return whole if whole.type.count == count else self.e.pick(whole, range(count))
+
+    def _with(
+        self, values: list[ir.Value], shared: ir.Value, spread: bool = True
+    ) -> list[tuple[ir.Value, ir.Value]]:
+        """Vectors as the state has them, each with values of an activation row for its rows. spread: given by row."""
+        values = self.by_row(values) if spread else values
+        return list(zip(values, self.by_row([shared, shared]), strict=True))
+
+    def _places(self, v: ir.Value, count: int) -> list[int]:
+        """The lanes of each row's first `count` groups in a vector of the state."""
+        return [first + i for first in range(0, v.type.count, self.lanes) for i in range(count)]
+
+    def _head(self, v: ir.Value, count: int) -> ir.Value:
+        """Each row's first `count` lanes of a vector of the state."""
+        return v if count == self.lanes else self.e.pick(v, self._places(v, count))
+
+    def _replaced(self, v: ir.Value, head: ir.Value) -> ir.Value:
+        """A vector of the state with other first lanes of each row."""
+        lanes = v.type.count
+        if head.type.count == lanes:
+            return head
+        places = self._places(v, head.type.count * self.lanes // lanes)
+        at = {place: i for i, place in enumerate(places)}
+        wide = self.e.pick(head, [at.get(i, 0) for i in range(lanes)])
+        return self.e.pick(wide, [i if i in at else lanes + i for i in range(lanes)], v)
 
     def operands_of(self, content: Slices, slices: int) -> OperandsOf:
         """The operands of `_dots`: slices j and j + 1 as they are multiplied with activations, or a lone slice j."""
         e, n = self.e, min(2, slices)
         if e.byte_dot_lanes:
-            return lambda j: (content.codes(j, n),)
+            codes = content.unshifted or content.codes
+            return lambda j: (codes(j, n),)
 
         def pairs(j: int) -> Operands:
             ints = content.ints(e, j, n)
@@ -180,10 +235,10 @@ class _RowDot:
 
         return pairs
 
-    def _dots(self, operands: Operands, record: ir.Value, slice_: ir.Value, n: int, offset: int) -> ir.Value:
+    def _dots(self, operands: Operands, record: ir.Value, slice_: ir.Value, n: int) -> ir.Value:
         """n slices times an activation row: int32 lanes, the exact sums over weights 4i .. 4i + 3.
 
-        Activations are 256 * high + low, weights codes - offset, which gives four sums of byte products.
+        Of bytes activations are 256 * high + low, and weights codes, before their offset is subtracted.
         """
         e, b = self.e, self.e.b
         if not e.byte_dot_lanes:
@@ -197,95 +252,110 @@ class _RowDot:
         low = e.load(vec(I8, 32 * n), e.at(at, self.cols))
         zeros = self.zero_ints if n == 2 else e.pick(self.zero_ints, range(8))
         total = e.shift_left(e.add_byte_dots(zeros, operands[0], high), 8)
-        if not offset:
-            return e.add_byte_dots(total, operands[0], low)
-        sums = e.load(zeros.type, e.at(at, b.mul(self.cols, e.i64(2))))
-        if offset < FOUR_SUM_OFFSET:
-            sums = b.ashr(sums, e.const(sums.type, (FOUR_SUM_OFFSET // offset).bit_length() - 1))
-        sums = e.shift_left(
-            sums, (offset // FOUR_SUM_OFFSET).bit_length() - 1 if offset > FOUR_SUM_OFFSET else 0
-        )
-        return b.add(total, e.add_byte_dots(sums, operands[0], low))
+        return e.add_byte_dots(total, operands[0], low)
 
-    def _side_by_side(self, vectors: list[ir.Value]) -> ir.Value:
-        return vectors[0] if len(vectors) == 1 else self.e.join(*vectors)
+    def _group_sums(self, dots: list[list[ir.Value]]) -> list[ir.Value]:
+        """The sums of each row's groups, in order and as the state has them, of int32 lanes over four neighbours."""
+        e, run = self.e, self.fmt.group // 4
+        if len(dots[0]) < 4:
+            return self.by_row([_sums_of_runs(e, parts, run) for parts in dots])
+        fours = [_sums_of_fours(e, parts) for parts in dots]
+        # Lane 4h + v of these: half h % 2 of slice 2v + h // 2.
+        if run == 4:
+            return [e.pick(four, [4 * (g % 4) + g // 4 for g in range(16)]) for four in fours]
+        halves = [[4 * h + v for h in range(first, 4, 2) for v in range(4)] for first in range(2)]
+        both = e.b.add(*(e.pick(fours[0], lanes + [16 + i for i in lanes], fours[1]) for lanes in halves))
+        return [e.pick(both, [8 * row + 4 * (s % 2) + s // 2 for row in range(2) for s in range(8)])]
 
-    def _per_group(self, t: ir.Value, content: Slices) -> tuple[ir.Value, ...]:
-        """t of each slice, in vectors that match the scales."""
-        if len(content.scales) == 1:
-            return (t,)
-        twice = [[slice_ for slice_ in slices for _ in range(2)] for slices in (range(4), range(4, 8))]
-        return tuple(self.e.pick(t, lanes) for lanes in twice)
+    def _per_group(self, t: ir.Value) -> ir.Value:
+        """t of each group."""
+        count = t.type.count
+        return t if self.groups == 1 else self.e.pick(t, [i // 2 for i in range(2 * count)])
 
-    def _factor(self, factors: list[ir.Value], j: int) -> ir.Value:
-        """The scale of each of the 8 integer sums of slice j."""
-        if len(factors) == 1:
-            return self.e.splat_lane(factors[0], j, 8)
-        first = 2 * (j % 4)  # the first 4 sums are of the slice's first group
-        return self.e.pick(factors[j // 4], [first] * 4 + [first + 1] * 4)
+    def _per_code(self, scales: ir.Value, content: Slices) -> ir.Value:
+        """Scales of slices that are multiplied as `unshifted` codes: powers of two less, so that no bit changes."""
+        if not (self.e.byte_dot_lanes and content.multiples):
+            return scales
+        lanes = [1.0 / multiple for multiple in content.multiples for _ in range(self.groups)]
+        return self.e.b.fmul(scales, self.e.const(scales.type, lanes))
 
     def _field(
-        self, record: ir.Value, eighths: int, first_slice: ir.Value, lanes: int, per_slice: int = 1
+        self, lane: ir.Type, record: ir.Value, eighths: int, first_slice: ir.Value, count: int
     ) -> ir.Value:
-        """fp32 lanes from a slice on, of the record's field that starts at byte 3K + K * eighths / 8."""
-        e = self.e
-        start = e.b.lshr(e.b.mul(self.cols, e.i64(24 + eighths)), e.i64(3))
-        address = e.b.add(e.b.add(record, start), e.b.mul(first_slice, e.i64(4 * per_slice)))
-        return e.load(vec(F32, lanes * per_slice), address)
-
-    def _add_mins(
-        self, mins: tuple[ir.Value, ...], record: ir.Value, first_slice: ir.Value, total: ir.Value
-    ) -> ir.Value:
-        """total plus the minimums times t * sum(a): lane by lane, or all in sequence if total has one lane."""
-        e, lanes = self.e, mins[0].type.count
-        if len(mins) == 1:
-            sums = self._field(record, 1, first_slice, lanes)
-            if total.type.count == lanes:
-                return e.fma(mins[0], sums, total)
-            for lane in range(lanes):
-                total = e.fma(e.splat_lane(mins[0], lane, 1), e.splat_lane(sums, lane, 1), total)
-            return total
-        for part, sums in zip(
-            mins, e.halves(self._field(record, 2, first_slice, lanes, per_slice=2)), strict=True
-        ):
-            total = e.fma(part, sums, total)
-        return total
+        """`count` values of a record's field with one, or one for each group, of every slice, from a slice on."""
+        e, each = self.e, 1 if eighths in (SCALES, INTS[32], SUMS[32]) else 2
+        field = record_field(e, record, self.cols, eighths)
+        return e.load(vec(lane, count), e.at(field, e.b.mul(first_slice, e.i64(4 * each))))
 
 
-def _dot_with_one(dots: list[_RowDot], record: ir.Value) -> list[ir.Value]:
-    """The fp32 dot products of weight rows of one format with one row of quantized activations."""
-    e, first = dots[0].e, dots[0]
-    size = len(first.zeros())
+def times_offset(e: Emitter, sums: ir.Value, offset: int) -> ir.Value:
+    """The negative of `offset`, a power of two, times sums of activations, of sums that are SUM_FACTOR times them."""
+    power = offset.bit_length() - (-SUM_FACTOR).bit_length()
+    return e.b.ashr(sums, e.const(sums.type, -power)) if power < 0 else e.shift_left(sums, power)
+
+
+def _sums_of_fours(e: Emitter, parts: list[ir.Value]) -> ir.Value:
+    """Of four vectors of 16 lanes the sums of each four lanes: lane 4i + v is that of lanes 4i .. 4i + 3 of vector v.
+
+    Lanes stay within their 16 bytes, which every processor shuffles in one instruction.
+    """
+    while len(parts) > 1:
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [
+            e.b.add(
+                *(
+                    e.pick(
+                        x,
+                        [4 * i + k + 16 * of for i in range(4) for of in range(2) for k in (odd, odd + 2)],
+                        y,
+                    )
+                    for odd in range(2)
+                )
+            )
+            for x, y in pairs
+        ]
+    return parts[0]
+
+
+def _sums_of_runs(e: Emitter, parts: list[ir.Value], run: int) -> ir.Value:
+    """The sums of each run of lanes of some vectors, in order, in one vector."""
+    while run > 1:
+        half = run // 2
+        merged = list[ir.Value]()
+        for i in range(0, len(parts), 2):
+            pair = parts[i : i + 2]
+            lanes = pair[0].type.count * len(pair)
+            low, high = ([g + k for g in range(0, lanes, run) for k in range(s, s + half)] for s in (0, half))
+            merged.append(e.b.add(e.pick(pair[0], low, *pair[1:]), e.pick(pair[0], high, *pair[1:])))
+        parts, run = merged, half
+    while len(parts) > 1:
+        parts = [e.join(x, y) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _dot_with_one(dots: _RowDots, record: ir.Value) -> list[ir.Value]:
+    """The fp32 dot products of weight rows with one row of quantized activations."""
 
     def turn(i: ir.Value, blocks: int, state: list[ir.Value]) -> list[ir.Value]:
-        result = []
-        for row, dot in enumerate(dots):
-            content, first_slice, slices = dot.read(i, blocks)
-            operands, sums = dot.operands_of(content, slices), state[size * row : size * (row + 1)]
-            result += dot.add(content, operands, slices, record, first_slice, sums)
-        return result
+        contents, first_slice, slices = dots.read(i, blocks)
+        operands = [dots.operands_of(content, slices) for content in contents]
+        return dots.add(contents, operands, slices, record, first_slice, state)
 
-    def single(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-        halves = {size * row: e.halves(state[size * row]) for row in range(len(dots))}
-        after = turn(i, 1, [halves[k][0] if k in halves else value for k, value in enumerate(state)])
-        return [e.join(value, halves[k][1]) if k in halves else value for k, value in enumerate(after)]
-
-    state = first.loops(first.zeros() * len(dots), turn, single)
-    return first.totals([state[size * row : size * (row + 1)] for row in range(len(dots))])
+    return dots.totals(dots.loops(dots.zeros(), turn))
 
 
 def _dot_with_many(
-    dots: list[_RowDot],
+    dots: _RowDots,
     records: ir.Value,
     stride: ir.Value,
     count: ir.Value,
     memory: ir.Value,
     put: Callable[[ir.Value, list[ir.Value]], None],
 ) -> None:
-    """Calls put(i, the dot products with activation row i) for i < count; the weight rows are of one format."""
-    e, first, fmt = dots[0].e, dots[0], dots[0].fmt
-    sums, run, size = e.at(memory, INTS_BYTES), INTS_BYTES // len(dots), SUMS_BYTES // len(dots)
-    places = (0, 64, 96) if fmt.has_min else (0,)
+    """Calls put(i, the dot products with activation row i) for i < count."""
+    e, zeros = dots.e, dots.zeros()
+    sums, size = e.at(memory, INTS_BYTES), SUMS_BYTES // len(zeros)
+    run = INTS_BYTES // 2
 
     def each(body: Callable[[ir.Value, ir.Value], None]) -> None:
         def turn(i: ir.Value) -> None:
@@ -293,44 +363,30 @@ def _dot_with_many(
 
         e.each(e.i64(0), count, 1, turn)
 
-    def load(at: ir.Value, row: int, lanes: int) -> list[ir.Value]:
-        """A weight row's sums with an activation row, the accumulators as `lanes` lanes."""
-        held = zip((lanes, 8, 1), places, strict=False)
-        stored = [e.load(vec(F32, n), at, size * row + place) for n, place in held]
-        return stored + first.zeros()[len(places) :]
+    def load(at: ir.Value) -> list[ir.Value]:
+        return [e.load(zero.type, at, size * row) for row, zero in enumerate(zeros)]
 
-    def clear(_: ir.Value, at: ir.Value) -> None:
-        for row in range(len(dots)):
-            for zero, place in zip(first.zeros(), places, strict=False):
-                e.store(zero, at, size * row + place)
+    def keep(values: list[ir.Value], at: ir.Value) -> None:
+        for row, value in enumerate(values):
+            e.store(value, at, size * row)
 
     def turn(i: ir.Value, blocks: int, _state: list[ir.Value]) -> list[ir.Value]:
-        contents = [dot.read(i, blocks) for dot in dots]
-        first_slice, slices = contents[0][1:]
-        step = min(2, slices)
+        contents, first_slice, slices = dots.read(i, blocks)
         kept = [
-            _kept(e, dot.operands_of(contents[row][0], slices), slices, memory, run * row)
-            for row, dot in enumerate(dots)
+            _kept(e, dots.operands_of(content, slices), slices, memory, run * row)
+            for row, content in enumerate(contents)
         ]
 
         def add(b: ir.Value, at: ir.Value) -> None:
             record = e.at(records, e.b.mul(b, stride))
-            before = [load(at, row, 8 * step) for row in range(len(dots))]
-            after = [
-                dot.add(contents[row][0], kept[row], slices, record, first_slice, before[row])
-                for row, dot in enumerate(dots)
-            ]
-            for row in range(len(dots)):
-                for old, new, place in zip(before[row], after[row], places, strict=False):
-                    if new is not old:
-                        e.store(new, at, size * row + place)
+            keep(dots.add(contents, kept, slices, record, first_slice, load(at)), at)
 
         each(add)
         return []
 
-    each(clear)
-    first.loops([], turn, lambda i, state: turn(i, 1, state))
-    each(lambda i, at: put(i, first.totals([load(at, row, 16) for row in range(len(dots))])))
+    each(lambda _, at: keep(zeros, at))
+    dots.loops([], turn)
+    each(lambda i, at: put(i, dots.totals(load(at))))
 
 
 def _kept(e: Emitter, operands: OperandsOf, slices: int, memory: ir.Value, start: int) -> OperandsOf:

@@ -11,6 +11,7 @@ from numba import types
 
 from quengine.kernels.activations import ACTIVATION_MAX
 from quengine.kernels.block_formats import FORMATS, BlockFormat
+from quengine.kernels.cpu.gemv.quantized_rows import INTS, SCALES, SUM_FACTOR, SUMS
 from quengine.kernels.cpu.ir.block_ir import emit_blocks
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, I64, Emitter, vec
@@ -19,9 +20,6 @@ from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, I64, Emitter, v
 # Xeon: without it rows take 1.5 to 1.8 times as long; 1 to 8 KiB do equally well. On an AMX Xeon, whose memory answers
 # later, 4 KiB reads 88 GB/s on 8 threads where 2 KiB reads 71; more gains nothing.
 PREFETCH = 4096
-FOUR_SUM_OFFSET = (
-    32  # what the sums of four activations in a record are times: the offset of Q6_K, the negative of it
-)
 
 
 @vector_code(result=types.float32)
@@ -30,8 +28,14 @@ def dot_float_row(e: Emitter, name: str, access: str, w: ir.Value, cols: ir.Valu
 
     name: the format. access: "stream" if the next row follows this one in memory, else "row".
     """
-    whole = e.b.and_(cols, e.i64(-32))
-    zeros = [e.const(vec(F32, 8), 0.0)] * 4
+    return emit_float_dots(e, name, access, w, cols, [x])[0]
+
+
+def emit_float_dots(
+    e: Emitter, name: str, access: str, w: ir.Value, cols: ir.Value, inputs: list[ir.Value]
+) -> list[ir.Value]:
+    """`dot_float_row` of one row with each of some inputs."""
+    whole, zero = e.b.and_(cols, e.i64(-32)), e.const(vec(F32, 8), 0.0)
 
     def turn(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
         if access == "stream":
@@ -39,18 +43,26 @@ def dot_float_row(e: Emitter, name: str, access: str, w: ir.Value, cols: ir.Valu
             for line in range(0, 32 * FORMATS[name].nbytes, 64):
                 e.prefetch(e.at(ahead, PREFETCH + line))
         values = [_float_weights(e, name, w, e.at(i, 8 * k), 8) for k in range(4)]
-        address = e.b.add(x, e.b.mul(i, e.i64(4)))
-        inputs = [e.load(vec(F32, 8), address, 32 * k) for k in range(4)]
-        return [e.fma(v, u, s) for v, u, s in zip(values, inputs, state, strict=True)]
+        result = []
+        for number, x in enumerate(inputs):
+            address = e.b.add(x, e.b.mul(i, e.i64(4)))
+            for k, value in enumerate(values):
+                result.append(e.fma(value, e.load(vec(F32, 8), address, 32 * k), state[4 * number + k]))
+        return result
 
-    s = e.loop(e.i64(0), whole, 32, zeros, turn)
-    total = e.total(e.b.fadd(e.b.fadd(s[0], s[1]), e.b.fadd(s[2], s[3])))
+    sums = e.loop(e.i64(0), whole, 32, [zero] * 4 * len(inputs), turn)
+    totals = [
+        e.total(e.b.fadd(e.b.fadd(*sums[k : k + 2]), e.b.fadd(*sums[k + 2 : k + 4])))
+        for k in range(0, len(sums), 4)
+    ]
 
     def single(i: ir.Value, state: list[ir.Value]) -> list[ir.Value]:
-        value = e.lane(_float_weights(e, name, w, i, 1), 0)
-        return [e.fma(value, e.load(F32, e.b.add(x, e.b.mul(i, e.i64(4)))), state[0])]
+        value, at = e.lane(_float_weights(e, name, w, i, 1), 0), e.b.mul(i, e.i64(4))
+        return [
+            e.fma(value, e.load(F32, e.b.add(x, at)), total) for x, total in zip(inputs, state, strict=True)
+        ]
 
-    return e.loop(whole, cols, 1, [total], single)[0]
+    return e.loop(whole, cols, 1, totals, single)
 
 
 def _float_weights(e: Emitter, name: str, w: ir.Value, index: ir.Value, count: int) -> ir.Value:
@@ -119,27 +131,34 @@ def quantize_row(
 
     Only columns first .. last - 1, multiples of 32.
     """
-    byte_dot_lanes, scales = (e.b.add(record, e.b.mul(cols, e.i64(k))) for k in (2, 3))
-    by_32 = e.b.add(scales, e.b.lshr(cols, e.i64(3)))
-    by_16 = e.b.add(scales, e.b.lshr(cols, e.i64(2)))
+    fields = (INTS[16], INTS[32], SCALES, SUMS[32], SUMS[16])
+    ints_16, ints_32, scales, by_32, by_16 = (record_field(e, record, cols, eighths) for eighths in fields)
 
     def turn(i: ir.Value) -> None:
         values = e.load(vec(F32, 32), e.at(x, e.b.mul(i, e.i64(4))))
         a, t = _emit_rounding(e, values)
-        sums = _four_sums(e, a)
+        ints = [total_int(e, part) for part in e.halves(_four_sums(e, a))]
+        offset = e.b.lshr(i, e.i64(3))  # 4 bytes per group of 32
         if e.byte_dot_lanes:
             _store_bytes(e, a, record, cols, i)
-            e.store(e.b.mul(sums, e.const(sums.type, -FOUR_SUM_OFFSET)), e.at(byte_dot_lanes, i))
+            scaled = [e.b.mul(part, e.const(I32, SUM_FACTOR)) for part in ints]
+            for k, part in enumerate(scaled):
+                e.store(part, e.at(ints_16, e.b.lshr(i, e.i64(2))), 4 * k)
+            e.store(e.b.add(*scaled), e.at(ints_32, offset))
         else:
             _store_pairs(e, a, record, cols, i)
-        parts = [e.to_float(total_int(e, part)) for part in e.halves(sums)]
-        offset = e.b.lshr(i, e.i64(3))  # 4 bytes per group of 32
+        parts = [e.to_float(part) for part in ints]
         e.store(t, e.at(scales, offset))
         e.store(e.b.fmul(t, e.b.fadd(*parts)), e.at(by_32, offset))
         for k, part in enumerate(parts):
             e.store(e.b.fmul(t, part), e.at(by_16, e.b.lshr(i, e.i64(2))), 4 * k)
 
     e.each(first, last, 32, turn)
+
+
+def record_field(e: Emitter, record: ir.Value, cols: ir.Value, eighths: int) -> ir.Value:
+    """The address of a record's field that starts at so many eighths of its columns, in bytes."""
+    return e.b.add(record, e.b.lshr(e.b.mul(cols, e.i64(eighths)), e.i64(3)))
 
 
 def _emit_rounding(e: Emitter, x: ir.Value) -> tuple[ir.Value, ir.Value]:

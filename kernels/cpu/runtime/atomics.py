@@ -35,6 +35,13 @@ def read_lines(e: Emitter, address: ir.Value, count: ir.Value) -> None:
 
 
 @vector_code
+def prefetch_lines(e: Emitter, address: ir.Value, count: int) -> None:
+    """Prefetches `count` cache lines from an address on, which need not be mapped."""
+    for line in range(count):
+        e.prefetch(e.at(address, 64 * line))
+
+
+@vector_code
 def atomic_store(e: Emitter, address: ir.Value, value: ir.Value) -> None:
     """Atomically stores the int64 at an address."""
     e.b.store_atomic(value, e.b.inttoptr(address, I64.as_pointer()), _ORDER, 8)

@@ -81,4 +81,6 @@ class KernelStage:
             finals=len(self.finals),
             entries=entries.buffer_info()[0],
         )
-        return Launch(chain_kernel(), chain, part[0].tasks, first, (self._shared, entries, *keep))
+        lead = part[0]
+        held = (self._shared, entries, *keep)
+        return Launch(chain_kernel(), chain, lead.tasks, first, held, lead.weights, lead.task_bytes)

@@ -26,11 +26,11 @@ from quengine.kernels.cpu.runtime.arguments import Arguments
 from quengine.kernels.cpu.runtime.kernel_table import lead_function, watch_function
 
 # The team's state, int64, each on its own cache line: number of the open list (0: none), its table, its length, its
-# counters; the number of threads working on it; whether the team is dismissed.
-OPEN, TABLE, LENGTH, COUNTERS, INSIDE, DISMISSED = (64 * i for i in range(6))
-# A launch in the table: kernel, offset of its arguments in the table (bytes), tasks, after_previous. Its counters:
-# tasks taken and tasks done, a cache line each.
-LAUNCH_BYTES, COUNTER_BYTES = 32, 128
+# counters; the number of threads working on it; whether the team is dismissed; the number of its threads.
+OPEN, TABLE, LENGTH, COUNTERS, INSIDE, DISMISSED, THREADS = (64 * i for i in range(7))
+# A launch in the table: kernel, offset of its arguments in the table (bytes), tasks, after_previous, weights, bytes of
+# weights per task. Its counters, a cache line each: tasks that are done; of each thread's own tasks those taken.
+LAUNCH_BYTES = 48
 _SET_TIMER_SLACK = 29  # PR_SET_TIMERSLACK of Linux's prctl, in nanoseconds
 
 
@@ -39,6 +39,7 @@ class Launch(NamedTuple):
 
     after_previous  it reads what earlier launches of the list write, so it starts when they have finished
     keep            objects kept alive: the tensors that the arguments point into
+    weights         the address of what task 0 reads from memory first, or 0; that of task i is i * task_bytes after it
     """
 
     kernel: int
@@ -46,6 +47,8 @@ class Launch(NamedTuple):
     tasks: int
     after_previous: bool = True
     keep: tuple[Any, ...] = ()
+    weights: int = 0
+    task_bytes: int = 0
 
 
 def sleep_precisely() -> None:
@@ -60,6 +63,7 @@ class _Team:
 
     threads: int
     state: array[int] = field(default_factory=lambda: array("q", bytes(512)))
+    counters: array[int] = field(default_factory=lambda: array("q"))
     lists: int = 0
     lock: Lock = field(default_factory=Lock)
     bell: Semaphore = field(default_factory=lambda: Semaphore(0))
@@ -68,20 +72,31 @@ class _Team:
 
     def __post_init__(self) -> None:
         self.address = self.state.buffer_info()[0]
+        self.state[THREADS // 8] = self.threads
         # CFUNCTYPE releases the GIL during the call.
         self.lead = CFUNCTYPE(None, *[c_int64] * 5)(lead_function())
-        self.watch = CFUNCTYPE(c_int64, c_int64, c_int64)(watch_function())
-        for i in range(self.threads - 1):
-            Thread(target=self._follow, name=f"quengine-{i + 1}", daemon=True).start()
+        self.watch = CFUNCTYPE(c_int64, *[c_int64] * 3)(watch_function())
+        for i in range(1, self.threads):
+            Thread(target=self._follow, args=(i,), name=f"quengine-{i}", daemon=True).start()
 
-    def _follow(self) -> None:
+    def _follow(self, thread: int) -> None:
         sleep_precisely()
         seen = 0
         while not self.state[DISMISSED // 8]:
             known = self.lists
-            seen = self.watch(self.address, seen)
+            seen = self.watch(self.address, seen, thread)
             if self.goes_to_sleep(max(seen, known)):
                 self.bell.acquire()
+
+    def cleared_counters(self, launches: int) -> int:
+        """The address of the counters of a list of so many launches, all 0."""
+        nbytes = 64 * (1 + self.threads) * launches
+        if 8 * len(self.counters) < nbytes + 64:
+            self.counters = array("q", bytes(nbytes + 64))
+        address = self.counters.buffer_info()[0]
+        address += -address % 64
+        memset(address, 0, nbytes)
+        return address
 
     def goes_to_sleep(self, known: int) -> bool:
         """Whether a thread may wait for the bell: not if a list was announced after it stopped watching."""
@@ -189,15 +204,14 @@ class Program:
 
     def __init__(self, launches: Sequence[Launch]) -> None:
         entries, arguments, offset = list[int](), list[bytes](), LAUNCH_BYTES * len(launches)
-        for kernel, values, tasks, after_previous, _ in launches:
+        for kernel, values, tasks, after_previous, _, weights, task_bytes in launches:
             content = values.to_bytes()
-            entries += (kernel, offset, tasks, after_previous)
+            entries += (kernel, offset, tasks, after_previous, weights, task_bytes)
             arguments.append(content)
             offset += len(content)
         self._launches = tuple(launches)  # keeps the tensors alive
         self._table = array("q", entries)
         self._table.frombytes(b"".join(arguments))
-        self._counters = array("q", bytes(COUNTER_BYTES * len(launches)))
         self._lock = Lock()
 
     def set_tasks(self, launch: int, tasks: int) -> None:
@@ -207,8 +221,8 @@ class Program:
     def run(self) -> None:
         """Runs the kernels in order and returns when all have finished, without the GIL."""
         team = _team or _the_team()
-        table, counters = self._table.buffer_info()[0], self._counters.buffer_info()[0]
+        table = self._table.buffer_info()[0]
         with self._lock, team.lock:
             assert _leader.ready
-            memset(counters, 0, COUNTER_BYTES * len(self._launches))
+            counters = team.cleared_counters(len(self._launches))
             team.lead(team.address, team.announce(), table, len(self._launches), counters)

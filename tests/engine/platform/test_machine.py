@@ -104,6 +104,23 @@ def test_the_cgroup_1_cpu_quota_bounds_the_cores(tree, monkeypatch):
     assert machine.physical_cores() == 1
 
 
+def test_numa_nodes_are_those_of_the_usable_processors(tree, monkeypatch):
+    monkeypatch.setattr(machine, "usable_cpus", lambda: {1, 9})
+    assert machine.memory_nodes() == ()
+    for node, cpus in ((0, "0-3,8-11"), (1, "4-7,12-15"), (2, "")):
+        tree(f"sys/devices/system/node/node{node}/cpulist", cpus + "\n")
+    assert machine.memory_nodes() == (0,)
+    monkeypatch.setattr(machine, "usable_cpus", lambda: {1, 12})
+    assert machine.memory_nodes() == (0, 1)
+
+
+def test_the_largest_cache_of_a_processor(tree):
+    assert machine.largest_cache() == 0
+    for index, size in enumerate(("48K", "2048K", "300M", "?")):
+        tree(f"sys/devices/system/cpu/cpu0/cache/index{index}/size", size + "\n")
+    assert machine.largest_cache() == 300 * 2**20
+
+
 def test_x86_processors_tell_their_name_and_the_features_that_matter(tree):
     tree("proc/cpuinfo", "processor\t: 0\nmodel name\t: A Fast CPU\nflags\t\t: fpu avx2 avx512_vnni mmx\n")
     assert machine.cpu_model() == "A Fast CPU"

@@ -145,10 +145,11 @@ def test_rounding_is_the_definition_to_the_bit(scale: float) -> None:
     expected = quantize_activations(x)
     assert torch.equal(activation_plane(records, 160), expected.a)
     if host_tile().byte_dot_lanes:
-        sums_of_4 = records[:, 320:480].contiguous().view(torch.int32)
-        assert torch.equal(sums_of_4, -32 * expected.a.view(4, 40, 4).sum(-1, dtype=torch.int32))
-    assert torch.equal(records[:, 480:500].contiguous().view(torch.float32), expected.t)
-    for group, start, stop in ((32, 500, 520), (16, 520, 560)):
+        for group, start, stop in ((16, 320, 360), (32, 360, 380)):
+            ints = records[:, start:stop].contiguous().view(torch.int32)
+            assert torch.equal(ints, -32 * expected.a.view(4, -1, group).sum(-1, dtype=torch.int32))
+    assert torch.equal(records[:, 380:400].contiguous().view(torch.float32), expected.t)
+    for group, start, stop in ((32, 400, 420), (16, 420, 460)):
         sums = records[:, start:stop].contiguous().view(torch.float32)
         t = expected.t.repeat_interleave(32 // group, dim=1)
         assert torch.equal(sums, t * expected.sums(group))

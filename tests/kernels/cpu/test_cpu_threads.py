@@ -21,6 +21,7 @@ from quengine.kernels.cpu import (
     rope_store,
     set_threads,
 )
+from quengine.kernels.cpu.runtime import threads as team_threads
 from quengine.kernels.cpu.runtime.threads import _Team as Team
 from quengine.kernels.cpu.step_recorder import CpuWeight, recorded
 from tests.forward import one_sequence
@@ -89,6 +90,17 @@ def test_threads_that_sleep_between_lists_work_on_each_of_them() -> None:
     for number in range(60):
         time.sleep(number % 12 * 5e-4)
         assert torch.equal(linear(x, [weight]), expected)
+
+
+def test_tasks_of_threads_that_do_not_come_are_done_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = random_weight("Q8_0", 300, 3)
+    x = torch.randn(3, w.cols, generator=torch.Generator().manual_seed(0))
+    expected = linear(x, [w])
+    monkeypatch.setattr(team_threads.Thread, "start", lambda _: None)  # as if the system never ran them
+    team = Team(5)
+    monkeypatch.setattr(team_threads, "_team", team)
+    assert torch.equal(linear(x, [w]), expected)
+    assert len(team.counters) > 0
 
 
 def test_several_python_threads_may_ask_at_once() -> None:
