@@ -145,7 +145,7 @@ def _rows_to_rank(
                 x_ptr, low_ptr, x_scale_ptr, row[:, None], k[None, :], stride, inside, K, KIND, LAYOUT
             )
             a = tl.load(a_ptr + rank[None, :] * K + k[:, None], mask=(k < K)[:, None], other=0.0)
-            if x.dtype == a.dtype:
+            if x.dtype == tl.float16 and a.dtype == tl.float16:
                 total = tl.dot(x, a, total)
             else:
                 total = tl.dot(x.to(tl.float32), a.to(tl.float32), total, input_precision="tf32x3")
