@@ -47,5 +47,7 @@ def parse_lora(text: str) -> tuple[Path, float]:
 
 def near(text: str, folder: Path) -> str:
     """ "FILE" or "FILE:SCALE" with a relative path from `folder` on, and its normal form. Raises EngineError."""
-    path, scale = parse_lora(str(folder / Path(text).expanduser()))
+    if not text:
+        raise EngineError("lora '': must be FILE or FILE:SCALE, as adapter.gguf:0.5")
+    path, scale = parse_lora(str(folder / os.path.expanduser(text)))  # noqa: PTH111 (raises nothing)
     return os.path.normpath(path) + ("" if scale == 1.0 else f":{scale!r}")

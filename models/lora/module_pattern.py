@@ -201,9 +201,15 @@ class _Parser:
                 raise PatternError("unterminated character set")
             self.at += 1
             first = False
-            tests.append(self._escaped() if char == "\\" else self._range(char))
+            tests.append(self._class() if char == "\\" else self._range(char))
         self.at += 1
         return lambda char: any(test(char) for test in tests) != no
+
+    def _class(self) -> _Test:
+        found = self._escaped()
+        if self._next() == "-" and self.text[self.at + 1 : self.at + 2] not in ("", "]"):
+            raise PatternError("a character range from an escaped character is not implemented")
+        return found
 
     def _range(self, low: str) -> _Test:
         high = self.text[self.at + 1 : self.at + 2]
@@ -234,7 +240,7 @@ class _Parser:
         text, end, _ = self.text[self.at + 1 :].partition("}")
         low, comma, high = text.partition(",")
         numbers = [low or "0", *([high] if high else [])]
-        if not end or not all(each.isascii() and each.isdecimal() and len(each) < 5 for each in numbers):
+        if text in ("", ",") or not end or not all(each.isascii() and each.isdecimal() and len(each) < 5 for each in numbers):
             raise PatternError("{ must have a number, or two, and }")
         self.at += len(text) + 2
         least = int(numbers[0])

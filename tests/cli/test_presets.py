@@ -206,6 +206,8 @@ def test_list_show_cp_and_rm_have_presets(model: str, create: Callable[..., int]
         ('model = "M"\ntemp = 1\ntemperature = 2', "the option temperature is there twice"),
         ('model = "M"\nadapters = ["a.gguf"]', "no option 'adapters'"),
         ('model = "M"\nlora = ["none.gguf:0.5"]', "/none.gguf: there is no such file or folder"),
+        ('model = "M"\nlora = "~nobody-of-that-name/a.gguf"', "a.gguf: there is no such file or folder"),
+        ('model = "M"\nlora = ""', "lora '': must be FILE or FILE:SCALE"),
         ('model = "M"\nlora = 3', "lora: must be FILE[:SCALE], or a list of them"),
         ('model = "M"\nmessages = ["hi"]', "messages: 'hi': each must be"),
         ('model = "smollm2-135n"', "did you mean smollm2-135m"),

@@ -96,6 +96,7 @@ def test_values_of_16_bits_are_kept_so(device: torch.device, dtype: torch.dtype)
     on_device = [values.to(device) for values in (x, y, scales)]
     wanted = add_changes(*(values.double() for values in (on_device[1], on_device[0])), changes, on_device[2])
     found = added(on_device[1], on_device[0], changes, on_device[2])
+    assert float((wanted - on_device[1]).abs().max()) > 1.0
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
 
 

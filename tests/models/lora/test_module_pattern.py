@@ -21,7 +21,7 @@ NAMES = [
 PATTERNS = [
     "q_proj", r"layers\.1\.mlp\.(up|down)_proj", r"model.layers.\d+.self_attn.(q|k)_proj", r"^model\..*_proj$",
     r"layers\.([0-9]|1[0-2])\.(?:mlp|self_attn)\..+", r"layers\.\d{1,2}\.mlp\.\w+?", "", "(a|aa)*b?", "[^.]+", "a{2}b",
-    "a{0,1}b", r"[\w]{3,}", ".*", "^a", "[]a-]", r"(a*)*\.", r"\S+[.]\S{2}",
+    "a{0,1}b", r"[\w]{3,}", r"[\w.-]+", r"[\d\-]*", "a{,2}b", ".*", "^a", "[]a-]", r"(a*)*\.", r"\S+[.]\S{2}",
 ]  # fmt: skip
 
 
@@ -75,6 +75,8 @@ def test_patterns_that_take_re_exponential_time(pattern: str) -> None:
         ("a{2,1}", "min repeat greater than max repeat"),
         ("a{x}", "{ must have a number"),
         ("[b-a]", "bad character range b-a"),
+        (r"[\.-_]", "from an escaped character is not implemented"),
+        ("a{}", "{ must have a number"),
         ("((((a{9}){9}){9}){9}){9}", f"takes more than {MOST_STATES} states"),
         ("(" * 40 + "a" + ")" * 40, "has groups in more than 32 groups"),
     ],
