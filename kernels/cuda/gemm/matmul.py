@@ -191,6 +191,8 @@ def operand_of(
     x: Tensor | Fp16Operand, weight: PackedWeight, workspace: MatmulWorkspace, pdl: bool
 ) -> Fp16Operand:
     """The rows as an fp16 operand in the matmul's layout, checked against the weight."""
+    if weight.change is not None:
+        raise ValueError("a change is of one quantized row: matmul does not add it")
     if isinstance(x, Tensor):
         if x.ndim != 2 or x.dtype != torch.float32 or not x.is_contiguous():
             raise ValueError(f"matmul takes contiguous fp32 [T, K], not {x.dtype} {list(x.shape)}")

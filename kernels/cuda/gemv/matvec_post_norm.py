@@ -101,6 +101,8 @@ def matvec_post_norm(
         raise ValueError(
             f"a weight of {weight.rows} rows in {len(weight.parts)} parts cannot end with a norm"
         )
+    if weight.change is not None:
+        raise ValueError("a weight with a change cannot end with a norm")
     if residual.shape != (1, weight.rows) or not residual.is_contiguous():
         raise ValueError(f"residual must be contiguous {[1, weight.rows]}, not {list(residual.shape)}")
     room = QuantizationScratch.of(scratch, weight.rows, residual.device)

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import dequantize
+from quengine.kernels.cuda.gemm.matmul import matmul
+from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import matvec_norm
+from quengine.kernels.cuda.gemv.matvec_post_norm import matvec_post_norm
 from quengine.kernels.cuda.lora.low_rank import CudaChanges
 from quengine.kernels.cuda.weights.geometry import Geometry
 from quengine.kernels.cuda.weights.packed import pack
@@ -18,7 +21,7 @@ from quengine.kernels.glu import glu
 from quengine.kernels.lora.change import LowRank
 from quengine.kernels.lora.low_rank import add_changes, stacked
 from quengine.kernels.quant_tensor import QuantTensor
-from quengine.kernels.rms_norm import rms_norm
+from quengine.kernels.rms_norm import RMSNorm, rms_norm
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
 
 EPS, K = 1e-5, 512
@@ -130,3 +133,13 @@ def test_a_weight_of_several_launches_has_no_change(device: torch.device) -> Non
     changed = replace(packed, change=changes.of_row(torch.ones(2, 1, device=device)))
     with pytest.raises(ValueError, match="a weight of 3 parts has a change"):
         matvec(x, changed)
+
+
+def test_no_product_leaves_a_change_out(device: torch.device) -> None:
+    changes, packed = changes_of([96], device), pack(ordinary_weight("Q8_0", 96, K), device)
+    changed = replace(packed, change=changes.of_row(torch.ones(2, 1, device=device)))
+    with pytest.raises(ValueError, match="a weight with a change cannot end with a norm"):
+        norm = RMSNorm(torch.ones(96, device=device), EPS)
+        matvec_post_norm(row(device)[0], changed, torch.zeros(1, 96, device=device), norm)
+    with pytest.raises(ValueError, match="a change is of one quantized row"):
+        matmul(torch.zeros(1, K, device=device), changed, MatmulWorkspace(96 * K, device))
