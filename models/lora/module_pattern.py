@@ -240,7 +240,8 @@ class _Parser:
         text, end, _ = self.text[self.at + 1 :].partition("}")
         low, comma, high = text.partition(",")
         numbers = [low or "0", *([high] if high else [])]
-        if text in ("", ",") or not end or not all(each.isascii() and each.isdecimal() and len(each) < 5 for each in numbers):
+        good = all(each.isascii() and each.isdecimal() and len(each) < 5 for each in numbers)
+        if text in ("", ",") or not end or not good:
             raise PatternError("{ must have a number, or two, and }")
         self.at += len(text) + 2
         least = int(numbers[0])
