@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import dequantize
+from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.matmul import matmul
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials, quantize_activations
@@ -124,6 +125,34 @@ def test_one_weight_in_launches_of_several_kinds(device: torch.device) -> None:
             assert nmse(matvec_norm(x, changed, residual, norm, EPS).hidden, expected) < 1e-11
         else:
             assert nmse(matvec(x, changed, residual), expected) < 1e-11
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_follows_the_scales(device: torch.device) -> None:
+    """Launches that overlap, replayed and not, count on: each waits for the words of its own."""
+    weights, pdl = [ordinary_weight("Q8_0", K, K) for _ in range(2)], has_dependent_launch(device)
+    changes, scales = [changes_of([K], device) for _ in weights], torch.ones(2, 1, device=device)
+    changed = [
+        replace(pack(weight, device), change=change.of_row(scales))
+        for weight, change in zip(weights, changes, strict=True)
+    ]
+    x, values = row(device)
+    out, residual, norm = (torch.zeros(1, K, device=device) for _ in range(3))
+
+    def step() -> None:
+        begun = matvec_norm(x, changed[0], residual, norm[0] + 1.0, EPS, pdl=pdl)
+        matvec(begun.rms_normed, changed[1], out=out, pdl=pdl)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for turn in range(40):
+        scales.copy_(torch.tensor(SCALES[turn % 3]).view(-1, 1) * (1.0 + turn))
+        step() if turn % 4 == 3 else graph.replay()
+        hidden = wanted(values, [weights[0]], changes[0], scales)
+        expected = wanted(rms_norm(hidden, torch.ones(K), EPS), [weights[1]], changes[1], scales)
+        assert nmse(out, expected) < 1e-7, turn
 
 
 def test_a_weight_of_several_launches_has_no_change(device: torch.device) -> None:
