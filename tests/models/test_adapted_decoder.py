@@ -202,6 +202,20 @@ def test_sequences_with_different_adapters_in_one_step(folder: Path, case: str, 
     assert apart > 0.2
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_one_row_of_packed_weights_has_their_changes(folder: Path, case: str) -> None:
+    """Within the launches of its products, where these are one each; the tests above have plain floats."""
+    architecture, stems = CASES[case]
+    path = folder / f"{architecture}-q8_0.gguf"
+    if not path.exists():
+        write_tiny(path, architecture, "Q8_0")
+    rig = Rig(path, stems, "cuda")
+    wanted = rig.wanted(0, SCALES[0])[1]
+    assert error(rig.wanted(0, [0.0, 0.0])[1], wanted) > 0.1
+    rig.prompts(SCALES)
+    assert error(rig.next_token(SCALES[0])[0].double(), wanted) < MOST_ERROR["cuda"]
+
+
 def test_shapes_for_the_compiler_are_those_of_the_adapters(folder: Path) -> None:
     path = folder / "llama.gguf"
     if not path.exists():
