@@ -64,10 +64,16 @@ class ModulePattern:
     `re.match(rf"(.*\\.)?({text})$", name)`. Raises PatternError."""
 
     def __init__(self, text: str) -> None:
+        self._plain = text if all(char.isalnum() or char in "_." for char in text) else None
         self._states = [_State(())]  # the end
         self._start = self._add(_Parser(text).whole(), 0)
 
     def matches(self, name: str) -> bool:
+        if self._plain is not None:  # one string for each module, often: compared with its end
+            end = name[-len(self._plain) :] if self._plain else ""
+            before = name[: len(name) - len(self._plain)]
+            alike = all(a == b or (a == "." and b != "\n") for a, b in zip(self._plain, end, strict=False))
+            return alike and len(end) == len(self._plain) and (not before or before.endswith("."))
         held: set[int] = set()
         for position, char in enumerate(name):
             if position == 0 or name[position - 1] == ".":
@@ -237,11 +243,12 @@ class _Parser:
         return _Repeat(node, *counts)
 
     def _counts(self) -> tuple[int, int | None]:
-        text, end, _ = self.text[self.at + 1 :].partition("}")
+        end = self.text.find("}", self.at)
+        text = self.text[self.at + 1 : max(end, 0)]
         low, comma, high = text.partition(",")
         numbers = [low or "0", *([high] if high else [])]
         good = all(each.isascii() and each.isdecimal() and len(each) < 5 for each in numbers)
-        if text in ("", ",") or not end or not good:
+        if text in ("", ",") or end < 0 or not good:
             raise PatternError("{ must have a number, or two, and }")
         self.at += len(text) + 2
         least = int(numbers[0])

@@ -19,7 +19,8 @@ NAMES = [
     "ab.aab",
 ]
 PATTERNS = [
-    "q_proj", r"layers\.1\.mlp\.(up|down)_proj", r"model.layers.\d+.self_attn.(q|k)_proj", r"^model\..*_proj$",
+    "q_proj", "q.proj", "layers.1.mlp.up_proj", "b", ".", "..", "a.b", "model.layers.1.mlp.up_projx",
+    r"layers\.1\.mlp\.(up|down)_proj", r"model.layers.\d+.self_attn.(q|k)_proj", r"^model\..*_proj$",
     r"layers\.([0-9]|1[0-2])\.(?:mlp|self_attn)\..+", r"layers\.\d{1,2}\.mlp\.\w+?", "", "(a|aa)*b?", "[^.]+", "a{2}b",
     "a{0,1}b", r"[\w]{3,}", r"[\w.-]+", r"[\d\-]*", "a{,2}b", ".*", "^a", "[]a-]", r"(a*)*\.", r"\S+[.]\S{2}",
 ]  # fmt: skip
