@@ -345,7 +345,9 @@ def test_with_a_draft_model_the_first_group_keeps_all_positions(windowed: ModelC
 
 def test_heads_of_a_draft_model_that_the_cache_cannot_store_are_named_as_its_own(config: ModelConfig) -> None:
     both = CacheNeeds(config, 512, dataclasses.replace(config, head_dim=48))
-    with pytest.raises(EngineError, match=r"^draft model: a q4_0 cache needs .* is 48; use --cache-type f16$"):
+    with pytest.raises(
+        EngineError, match=r"^draft model: a q4_0 cache needs .* is 48; use --cache-type f16$"
+    ):
         choose_context(both, None, memory(8 * GIB), "q4_0")
 
 
