@@ -127,7 +127,10 @@ class CacheNeeds:
         layers = [_block_bytes(block.state, cache_type) for block in layers_of(self.config)]
         sizes = [sum(layers[i] for i in group.layers) for group in self.config.cache_groups]
         if self.draft is not None:
-            sizes[0] += kv_cache_bytes(self.draft, BLOCK_SIZE, cache_type)
+            try:
+                sizes[0] += kv_cache_bytes(self.draft, BLOCK_SIZE, cache_type)
+            except EngineError as error:
+                raise EngineError(f"draft model: {error}") from None
             each = FUSED_BYTES if self.draft.eagle is not None else HIDDEN_BYTES
             sizes[0] += each * BLOCK_SIZE * self.draft.hidden_width
         return sizes

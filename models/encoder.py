@@ -149,6 +149,8 @@ class Encoder:
             first kind.
     """
 
+    host_experts: None = None  # as a Decoder has
+
     def __init__(
         self,
         config: ModelConfig,

@@ -21,9 +21,9 @@ _MOST_NODES = 1024
 def spread_memory() -> None:
     """Spreads pages that this thread, or threads that it starts from now on, touch first over the nodes of this
     process, if these are several. A policy that is set already, as by `numactl`, stays."""
-    nodes = memory_nodes()
-    if len(nodes) > 1 and policy() == _DEFAULT:
-        done = interleave(nodes)
+    nodes, before = memory_nodes(), policy()
+    if len(nodes) > 1 and before in (_DEFAULT, None):
+        done = before is not None and interleave(nodes)
         text = ", ".join(map(str, nodes))
         _log.info(
             "memory is %s over NUMA nodes %s",
@@ -33,7 +33,7 @@ def spread_memory() -> None:
 
 
 def policy() -> int | None:
-    """Linux's number of this thread's policy; None where there is none."""
+    """Linux's number of this thread's policy; None where it is refused, as in containers, or there is none."""
     call = _system_call(1)
     mode = ctypes.c_int()
     if call is None or call(ctypes.byref(mode), None, 0, None, 0) != 0:

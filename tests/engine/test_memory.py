@@ -343,6 +343,14 @@ def test_with_a_draft_model_the_first_group_keeps_all_positions(windowed: ModelC
     assert both.cache_bytes(32768) == needs(windowed).cache_bytes(32768) + kv_cache_bytes(draft, 32768)
 
 
+def test_heads_of_a_draft_model_that_the_cache_cannot_store_are_named_as_its_own(config: ModelConfig) -> None:
+    both = CacheNeeds(config, 512, dataclasses.replace(config, head_dim=48))
+    with pytest.raises(
+        EngineError, match=r"^draft model: a q4_0 cache needs .* is 48; use --cache-type f16$"
+    ):
+        choose_context(both, None, memory(8 * GIB), "q4_0")
+
+
 def test_a_window_of_all_layers_is_kept_with_a_draft_model(config: ModelConfig) -> None:
     config = dataclasses.replace(config, sliding_window=4096)
     assert [pool.window for pool in CacheNeeds(config, 512).pools()] == [4096]

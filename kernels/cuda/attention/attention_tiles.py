@@ -1,9 +1,9 @@
 """Decode attention with tiles in shared memory: the kernel for every head size and cache type.
 
-It serves what attention_warps.py does not: heads of other sizes than 64 and 128 (512, 256, 96, 80), groups of more than
-8, partial rotation in halves, output gates, normalized values, soft-capped scores, and the interpreter. A program
-serves one key-value head and one KV split. Tiles of keys and values pass through shared memory, some of them ahead of
-the one that is attended to.
+It serves what attention_warps.py does not: heads of other sizes than 64 and 128 (512, 96, 80, and 256 in batches or as
+codes), groups of more than 8, partial rotation in halves, output gates, soft-capped scores, keys and values that
+another layer stored, and the interpreter. A program serves one key-value head and one KV split. Tiles of keys and
+values pass through shared memory, some of them ahead of the one that is attended to.
 
 Accuracy without fp32 matrix units: an fp32 operand is split into two fp16 terms (value and remainder, 22 bits), which
 share one 16-row matrix instruction, the terms of up to 8 heads stacked.

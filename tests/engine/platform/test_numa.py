@@ -33,6 +33,7 @@ def test_pages_come_from_the_nodes_in_turn() -> None:
         ((0,), 0, False, None),
         ((), None, False, None),
         ((0, 1), 2, False, None),
+        ((0, 1), None, False, "memory is not spread (refused by the system) over NUMA nodes 0, 1"),
         ((0, 1), 0, False, "memory is spread over NUMA nodes 0, 1"),
         ((0, 2), 0, True, "memory is not spread (refused by the system) over NUMA nodes 0, 2"),
     ],
@@ -52,4 +53,4 @@ def test_memory_is_spread_once_over_several_nodes(
     with caplog.at_level(logging.INFO, "quengine"):
         numa.spread_memory()
     assert caplog.messages == ([] if said is None else [said])
-    assert asked == ([] if said is None else [nodes])
+    assert asked == ([] if said is None or before is None else [nodes])

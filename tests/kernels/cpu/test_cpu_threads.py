@@ -21,7 +21,9 @@ from quengine.kernels.cpu import (
     rope_store,
     set_threads,
 )
+from quengine.kernels.cpu.ops.add import add_launch
 from quengine.kernels.cpu.runtime import threads as team_threads
+from quengine.kernels.cpu.runtime.threads import Program
 from quengine.kernels.cpu.runtime.threads import _Team as Team
 from quengine.kernels.cpu.step_recorder import CpuWeight, recorded
 from tests.forward import one_sequence
@@ -101,6 +103,32 @@ def test_tasks_of_threads_that_do_not_come_are_done_by_others(monkeypatch: pytes
     monkeypatch.setattr(team_threads, "_team", team)
     assert torch.equal(linear(x, [w]), expected)
     assert len(team.counters) > 0
+
+
+@pytest.mark.parametrize("threads", [2, 7])
+def test_every_task_runs_once_in_every_run(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """Also with more threads than CPUs, for longer and shorter lists in turn, and whatever is prefetched."""
+    team = Team(threads)
+    monkeypatch.setattr(team_threads, "_team", team)
+    one, runs = torch.ones(1, 331), 40
+    counted, programs = list[torch.Tensor](), list[Program]()
+    for length in (2, 40, 3):
+        rows = torch.zeros(length // 2 + 1, 1, 331)
+        launches = [
+            add_launch(rows[i // 2], one, 0, 331, (1, 7, 50, 331)[i % 4])._replace(
+                after_previous=i % 2 == 1 or i % 3 == 0, weights=i % 5 * 8, task_bytes=i % 4 * 100_000
+            )
+            for i in range(2 * len(rows))
+        ]
+        counted.append(rows)
+        programs.append(Program(launches))
+    for number in range(runs):
+        for program in programs:
+            program.run()
+        time.sleep(number % 4 * 1e-3)
+    team.dismiss()
+    for rows in counted:
+        assert (rows == 2 * runs).all()
 
 
 def test_several_python_threads_may_ask_at_once() -> None:
