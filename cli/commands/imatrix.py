@@ -85,15 +85,17 @@ def imatrix(
         raise EngineError(f"-m {model}: no text for it: -f FILE; files are added without a model")
     text = joined_texts(flags.files)
     before = [read_sums(path) for path in flags.earlier]
-    from quengine.evaluation.imatrix import add_files, chosen_chunks, collect
-
     if not flags.files:
+        from quengine.evaluation.imatrix import add_files
+
         add_files(before, flags.output)
         print(f"{len(before)} files added; wrote {flags.output}", file=sys.stderr)
         return
     from quengine.cli.loading import load_llm
 
     with load_llm(model, replace(config, ctx_size=flags.ctx)) as llm:
+        from quengine.evaluation.imatrix import chosen_chunks, collect
+
         chunks = chosen_chunks(llm, text, flags.ctx, flags.from_chunk, flags.chunks)
         dataset = ", ".join(map(str, flags.files))
         runs = collect(

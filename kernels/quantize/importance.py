@@ -23,7 +23,13 @@ _LEAST = 1e-6
 
 
 def floored(importance: Tensor) -> Tensor:
-    """fp32 [R, K] without values below the least, and equal ones for rows of zeros."""
+    """fp32 [R, K] without values below the least, and equal ones for rows of zeros.
+
+    A row is multiplied by a power of two that leaves its largest below 1: the same bytes, and no sum overflows.
+    """
+    exponent = torch.frexp(importance.amax(1, keepdim=True)).exponent
+    power = ((127 - exponent.int()).clamp(1, 254) << 23).view(torch.float32)
+    importance = importance * power
     mean = by_number(total(importance.t().contiguous()), importance.shape[1]).unsqueeze(1)
     return torch.where(mean > 0, torch.maximum(importance, mean * _LEAST), 1.0)
 

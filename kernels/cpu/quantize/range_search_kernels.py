@@ -259,7 +259,8 @@ def _better_integers(e: Emitter, name: str, memory: ir.Value) -> None:
 
 def _step(e: Emitter, turn: ir.Value) -> ir.Value:
     """0, -1 and 1 in turns 0, 1 and 2."""
-    return e.b.sitofp(e.b.sub(e.b.srem(e.b.add(turn, e.i64(1)), e.i64(3)), e.i64(1)), F32)
+    odd = e.b.add(e.b.mul(turn, e.i64(2)), e.i64(1))
+    return e.b.sitofp(e.b.sub(e.b.srem(odd, e.i64(3)), e.i64(1)), F32)
 
 
 @vector_code

@@ -29,6 +29,18 @@ def test_bytes_are_those_of_the_definition(name: str, kind: str) -> None:
         assert torch.equal(found, quantize(FORMATS[name], rows, importance))
 
 
+def test_integers_that_tie_are_chosen_in_the_order_of_the_definition() -> None:
+    """One weight in each group: a scale of 1 with a code of 3 is a scale of 3 with a code of 1."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randn(64, 32, 1, generator=generator) * 30 ** torch.randn(64, 1, 1, generator=generator)
+    places = torch.randint(16, (64, 32, 1), generator=generator)
+    rows = torch.zeros(64, 32, 16).scatter_(2, places, sizes).reshape(64, 512)
+    for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"):
+        for importance in (importances(), None):
+            found = quantize(FORMATS[name], rows, importance, COMPILED)
+            assert torch.equal(found, quantize(FORMATS[name], rows, importance)), name
+
+
 def test_each_row_may_have_its_own_importance() -> None:
     rows = torch.from_numpy(drawn("uneven", 3))
     each = torch.stack([importances() * (row + 1) ** 2 for row in range(3)])

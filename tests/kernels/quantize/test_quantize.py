@@ -287,3 +287,19 @@ def test_nor_on_the_tensors_of_a_released_model(name: str) -> None:
                 theirs = squares(name, ggml_quantize(name, rows, importance), rows)
                 weights = ggml_weights(name, rows, importance)
                 assert (mine * weights).sum() <= (theirs * weights).sum(), layer
+
+
+@pytest.mark.parametrize("name", (*SEARCHED, *BOOKS, "Q4_0", "Q4_1", "Q5_0", "Q5_1"))
+def test_importances_of_every_size_give_the_same_bytes(name: str) -> None:
+    rows, importance = drawn("uneven", 6), drawn_importance()
+    importance[::7] = 0
+    blocks = ours(name, rows, importance)
+    for power in (-90, 115):
+        assert np.array_equal(ours(name, rows, np.ldexp(importance, power)), blocks)
+
+
+def test_the_largest_importances_do_not_overflow() -> None:
+    rows = drawn("tails", 3) * 1e5
+    importance = np.full(COLUMNS, 2.0**127, np.float32)
+    for name in (*SEARCHED, *BOOKS):
+        assert np.array_equal(ours(name, rows, importance), ours(name, rows, np.ones_like(importance))), name
