@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
@@ -10,6 +11,8 @@ from typing import TypeVar
 from quengine.kernels.cpu.runtime.threads import sleep_precisely
 
 T = TypeVar("T")
+
+logger = logging.getLogger("quengine.experts")
 
 
 class Follower:
@@ -43,6 +46,10 @@ class Follower:
             raise errors[0]
         return results[0]
 
+    def finish(self) -> None:
+        """Returns once all that was given is done."""
+        self.call(lambda: None)
+
     def _put(self, work: Callable[[], object]) -> Event:
         with self._lock:
             if not self._started:
@@ -57,7 +64,10 @@ class Follower:
         while True:
             work, begun = self._work.get()
             begun.set()
-            work()
+            try:
+                work()
+            except BaseException as error:  # the thread goes on: others wait for what is given to it later
+                logger.error("the CPU's part of a step failed: %s", error)
 
 
 FOLLOWER = Follower()
