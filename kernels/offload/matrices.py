@@ -28,6 +28,9 @@ from quengine.kernels.cuda.weights.packed import (
 from quengine.kernels.cuda.weights.repack import RepackTable, repack, repack_table
 from quengine.kernels.quant_tensor import QuantTensor
 
+_BYTES_AT_A_TIME = 64 << 20
+"""Stored bytes of experts that are on a device beside the repacked ones, at most, or one expert's."""
+
 Allocate = Callable[[int], Tensor]
 """uint8 of a number of bytes, on the device."""
 
@@ -161,8 +164,12 @@ class ExpertPlaces:
         if self.tables is None:
             put_experts(self.weights, places, matrices.packed(experts, self.device))
             return
-        stored = [copied(kind, experts, None, self.device) for kind in matrices.kinds]
-        self.put(matrices, experts, _sent(torch.tensor(places, dtype=torch.int32), self.device), stored)
+        together = max(1, _BYTES_AT_A_TIME // matrices.nbytes_of_one)
+        for first in range(0, len(experts), together):
+            chosen = experts[first : first + together]
+            stored = [copied(kind, chosen, None, self.device) for kind in matrices.kinds]
+            at = torch.tensor(places[first : first + together], dtype=torch.int32)
+            self.put(matrices, chosen, _sent(at, self.device), stored)
 
 
 def copied(
