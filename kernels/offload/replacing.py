@@ -124,7 +124,9 @@ class Replacing:
             try:
                 change.layer.copy(change.parts)
             except torch.OutOfMemoryError:
-                logger.info("no memory on the device to replace experts; the CPU computes those that were to go")
+                logger.info(
+                    "no memory on the device to replace experts; the CPU computes those that were to go"
+                )
                 self._due.clear()
                 return
         self._copied = change, self._stream.mark()

@@ -333,7 +333,9 @@ class LayerExperts:
         """Counts uses, as `send_rows` does."""
         if self.on_device is not None:
             uses = self.on_device.held.uses
-            experts = routing.experts.flatten()  # added without the copy to the host that torch.bincount makes
+            experts = (
+                routing.experts.flatten()
+            )  # added without the copy to the host that torch.bincount makes
             uses.index_add_(0, experts, torch.ones_like(experts))
 
 

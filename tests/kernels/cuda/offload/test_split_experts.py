@@ -139,7 +139,9 @@ def test_the_cpus_list_follows_a_captured_step(device: torch.device, monkeypatch
     assert len(results) == 3 and all(torch.equal(each, expected) for each in results)
 
 
-def test_steps_go_on_after_one_that_ended_early(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_go_on_after_one_that_ended_early(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As one for which the device has no memory, after its rows were sent, and one that it does not replay."""
     split = Split("dense layer first", "Q8_0", device, 2)
     if device.type == "cpu":
