@@ -37,7 +37,7 @@ from quengine.kernels.moe.exchange import Exchange
 from quengine.kernels.moe.held_experts import ExpertCounts, most_used
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.offload.device_experts import DeviceExperts
-from quengine.kernels.offload.follower import FOLLOWER
+from quengine.kernels.offload.follower import FOLLOWER, Work
 from quengine.kernels.offload.matrices import LayerMatrices, Matrices
 from quengine.kernels.offload.pinned import PinnedMemory
 from quengine.kernels.offload.prompt_experts import STREAMED_ROWS, PromptExperts
@@ -158,16 +158,20 @@ class SplitExperts:
             try:
                 program.run()
             except BaseException:
-                self._unanswered = True
+                self._give_up()
                 raise
 
         def run() -> None:
             self._settle()
-            FOLLOWER.start(follow)
+            work = Work(follow)
             try:
-                replay()
-            except BaseException:
-                self._stop_waiting()
+                with FOLLOWER.launching:
+                    FOLLOWER.start(work)
+                    replay()
+            except BaseException:  # an interrupt, too, which comes mostly while the step before is computed
+                if not work.withdraw():
+                    self.exchange.stopped.fill_(1)  # until `_settle`
+                self._unanswered = True
                 raise
 
         return run
@@ -187,14 +191,14 @@ class SplitExperts:
             torch.cuda.synchronize(self.device.device)
         for count in (self.exchange.taken, self.exchange.summed):
             count.copy_(self.exchange.sent)
+        self.exchange.stopped.fill_(0)
         self._unanswered = False
 
-    def _stop_waiting(self) -> None:
-        """Ends the CPU's part of a step that the device does not compute."""
-        self.exchange.stopped.fill_(1)
-        FOLLOWER.finish()
-        self.exchange.stopped.fill_(0)
+    def _give_up(self) -> None:
+        """Lets the device find NaN at once, instead of waiting for each layer's sums."""
         self._unanswered = True
+        self.exchange.sums.fill_(float("nan"))
+        self.exchange.summed.fill_(torch.iinfo(torch.int64).max)
 
     def compute(self, sent: SentRows, down: CpuExperts, phase: str) -> None:
         """Has the CPU write the sums of `sent` rows; with `recording` later."""

@@ -1,6 +1,7 @@
 """Experts in host memory, some of them on the device too: logits are the definition's, wherever experts are."""
 
 import time
+from threading import Event
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.moe.held_experts import ExpertCounts, Replacement
 from quengine.kernels.offload import split_experts
-from quengine.kernels.offload.follower import FOLLOWER
+from quengine.kernels.offload.follower import FOLLOWER, Work
 from quengine.kernels.offload.split_experts import SplitExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
@@ -162,6 +163,38 @@ def test_steps_go_on_after_one_that_ended_early(
     assert torch.equal(split.logits([1, 3]), expected)
 
 
+def test_an_interrupt_before_a_step_begins_leaves_the_one_before_alone(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is withdrawn, while the thread is still at the step before."""
+    split, ends, done = Split("dense layer first", "Q8_0", device, 2), Event(), list[int]()
+    exchange = split.experts.exchange
+    FOLLOWER.start(Work(lambda: (ends.wait(), done.append(int(exchange.stopped)))))
+
+    def interrupted(work: Work) -> None:
+        FOLLOWER._put(work)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as pressed, pytest.raises(KeyboardInterrupt):
+        pressed.setattr(FOLLOWER, "start", interrupted)
+        split.experts.followed(lambda: None, [await_rows_launch(exchange)])()
+    ends.set()
+    FOLLOWER.finish()
+    assert done == [0] and int(exchange.taken) == 0
+
+
+def test_the_device_does_not_wait_for_a_step_that_failed(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = Split("dense layer first", "Q8_0", device, 2)
+    expected, exchange = split.logits([1, 3]), split.experts.exchange
+    monkeypatch.setattr(split_experts.Program, "run", lambda _program: 1 // 0)
+    split.experts.followed(FOLLOWER.finish, [await_rows_launch(exchange)])()
+    assert int(exchange.summed) > 2**62 and bool(exchange.sums.isnan().all())
+    monkeypatch.undo()
+    assert torch.equal(split.logits([1, 3]), expected)
+
+
 def test_nothing_reads_the_file_once_experts_are_closed(device: torch.device) -> None:
     split, ended = Split("dense layer first", "Q8_0", device, 2), list[bool]()
 
@@ -171,13 +204,13 @@ def test_nothing_reads_the_file_once_experts_are_closed(device: torch.device) ->
         time.sleep(0.05)
         ended.append(True)
 
-    FOLLOWER.start(reads)
+    FOLLOWER.start(Work(reads))
     split.experts.close()
     assert ended == [True]
 
 
 def test_the_thread_outlives_work_that_fails() -> None:
-    FOLLOWER.start(lambda: 1 // 0)
+    FOLLOWER.start(Work(lambda: 1 // 0))
     assert FOLLOWER.call(lambda: 2) == 2
 
 
