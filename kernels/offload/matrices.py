@@ -160,16 +160,18 @@ class ExpertPlaces:
             self.weights.bias[places.long()] = _sent(matrices.bias[list(experts)], places.device)
 
     def load(self, matrices: Matrices, experts: Sequence[int], places: Sequence[int]) -> None:
-        """Copies experts of the host to places."""
+        """Copies experts of the host to places, some at a time."""
+        together = max(1, _BYTES_AT_A_TIME // matrices.nbytes_of_one)
+        for first in range(0, len(experts), together):
+            some = slice(first, first + together)
+            self._load(matrices, experts[some], places[some])
+
+    def _load(self, matrices: Matrices, experts: Sequence[int], places: Sequence[int]) -> None:
         if self.tables is None:
             put_experts(self.weights, places, matrices.packed(experts, self.device))
             return
-        together = max(1, _BYTES_AT_A_TIME // matrices.nbytes_of_one)
-        for first in range(0, len(experts), together):
-            chosen = experts[first : first + together]
-            stored = [copied(kind, chosen, None, self.device) for kind in matrices.kinds]
-            at = torch.tensor(places[first : first + together], dtype=torch.int32)
-            self.put(matrices, chosen, _sent(at, self.device), stored)
+        stored = [copied(kind, experts, None, self.device) for kind in matrices.kinds]
+        self.put(matrices, experts, _sent(torch.tensor(places, dtype=torch.int32), self.device), stored)
 
 
 def copied(

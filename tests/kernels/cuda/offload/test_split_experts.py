@@ -14,8 +14,9 @@ from quengine.kernels.cuda.moe.exchange import add_sums
 from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.moe.held_experts import ExpertCounts, Replacement
-from quengine.kernels.offload import split_experts
+from quengine.kernels.offload import matrices, split_experts
 from quengine.kernels.offload.follower import FOLLOWER, Work
+from quengine.kernels.offload.matrices import ExpertPlaces, Matrices
 from quengine.kernels.offload.split_experts import SplitExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
@@ -138,6 +139,22 @@ def test_the_cpus_list_follows_a_captured_step(device: torch.device, monkeypatch
     for _ in range(3):
         run()
     assert len(results) == 3 and all(torch.equal(each, expected) for each in results)
+
+
+def test_held_experts_are_loaded_some_at_a_time(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, at_once = Split("dense layer first", "Q8_0", device, 3).logits([1]), list[int]()
+    load = ExpertPlaces._load
+
+    def counted(places: ExpertPlaces, of_file: Matrices, experts: list[int], at: list[int]) -> None:
+        at_once.append(len(experts))
+        load(places, of_file, experts, at)
+
+    monkeypatch.setattr(ExpertPlaces, "_load", counted)
+    monkeypatch.setattr(matrices, "_BYTES_AT_A_TIME", 1)
+    assert torch.equal(Split("dense layer first", "Q8_0", device, 3).logits([1]), expected)
+    assert at_once == [1] * 6
 
 
 def test_steps_go_on_after_one_that_ended_early(
