@@ -176,7 +176,7 @@ def _expert_share(
     config: EngineConfig, needs: CacheNeeds, memory: DeviceMemory, experts: ExpertPlacement
 ) -> int:
     """Bytes of the device that the cache leaves to experts in host memory: of those requested, or half of what is left
-    beside one sequence of the requested context, or a usable one. Raises CannotRunError where the requested do not fit."""
+    beside one sequence of the requested context, or a usable one. Raises CannotRunError where the former do not fit."""
     placed = experts.holding(config, 1, memory.room)
     if config.gpu_experts is not None:
         share = placed.device_bytes(placed.held)
