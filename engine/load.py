@@ -109,7 +109,7 @@ class LoadedModel:
         """Ends the other ranks, gives up what was captured, and unmaps the files."""
         experts = self.decoder.host_experts
         if isinstance(experts, FollowedExperts) and (uses := experts.last_uses) is not None:
-            write_uses(self.path, uses)
+            write_uses(self.checkpoint.path, uses)
         self.runner.release()
         self.checkpoint.close()
         if self.draft_checkpoint is not None:

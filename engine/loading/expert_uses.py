@@ -47,7 +47,7 @@ def write_uses(model: Path, uses: Sequence[Sequence[int]]) -> None:
         file = uses_file(model)
         if file is None:
             return
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         beside = file.with_suffix(f".{os.getpid()}")
         beside.write_text(json.dumps([list(row) for row in uses]))
         beside.replace(file)

@@ -103,9 +103,8 @@ class Machine:
         experts = ExpertPlacement() if drafts else self.experts
         with _weights(checkpoint, device, config.mmap, self.progress, experts.layers) as tensors:
             host = self._host_experts(experts, checkpoint, backend)
-            decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
-            if isinstance(host, FollowedExperts):
-                host.end_loading()
+            with _loading(host):
+                decoder = Decoder(checkpoint.config, tensors, backend, ctx_size, chunk_size, host)
         if isinstance(backend, Adapted):
             adapters.check_taken(backend.end_loading())
         if eagle is None:
@@ -359,6 +358,20 @@ def _draft_note(draft: Checkpoint, cache: KVCache, ctx_size: int) -> str:
     """What the draft model takes, and where it ends before the other does."""
     short = "" if cache.ctx_size == ctx_size else f", up to position {cache.ctx_size} only, its own context"
     return f"drafts by {draft.path.name}: weights {gib(draft.nbytes)}, cache {gib(cache.nbytes)}{short}"
+
+
+@contextmanager
+def _loading(host: PlacedExperts | None) -> Iterator[None]:
+    """Within this context a decoder loads its weights; if that fails, its experts' host memory is no longer locked."""
+    if not isinstance(host, FollowedExperts):
+        yield
+        return
+    try:
+        yield
+        host.end_loading()
+    except BaseException:
+        host.close()
+        raise
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 
 from quengine.block_pool import CachePool
 from quengine.config import DEFAULT_CHUNK, EngineConfig
-from quengine.errors import EngineError
+from quengine.errors import CannotRunError, EngineError
 from quengine.memory import (
     CONTEXT_STEP,
     RANKS_WORKSPACE,
@@ -18,6 +18,7 @@ from quengine.memory import (
     choose_pools,
     cold_checkpoints,
     draft_step_bytes,
+    gib,
     wanted_bytes,
     workspace_bytes,
 )
@@ -175,10 +176,17 @@ def _expert_share(
     config: EngineConfig, needs: CacheNeeds, memory: DeviceMemory, experts: ExpertPlacement
 ) -> int:
     """Bytes of the device that the cache leaves to experts in host memory: of those requested, or half of what is left
-    beside one sequence of the requested context, or a usable one."""
+    beside one sequence of the requested context, or a usable one. Raises CannotRunError where the former do not fit."""
     placed = experts.holding(config, 1, memory.room)
     if config.gpu_experts is not None:
-        return placed.device_bytes(placed.held)
+        share = placed.device_bytes(placed.held)
+        left = max(0, memory.room - needs.nbytes(config.ctx_size or CONTEXT_STEP, config.cache_type))
+        if placed.held and share > left:
+            raise CannotRunError(
+                f"not enough memory on {memory.where}: {placed.held} experts of each layer need {gib(share)} of the "
+                f"{gib(left)} that the others and the context leave; lower --gpu-experts, or leave it out"
+            )
+        return share
     least = config.ctx_size or min(USABLE_CONTEXT, needs.config.context_length)
     beyond = memory.room - needs.nbytes(least, config.cache_type)
     every = replace(placed, held=experts.experts).shared_bytes if placed.held else 0

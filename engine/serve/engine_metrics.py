@@ -1,6 +1,5 @@
-"""What an engine counts, as families of Prometheus: checkpoints of states, experts, images, and its
-replicas. Of a model without
-these nothing."""
+"""What an engine counts, as families of Prometheus: checkpoints of states, experts, images, and its replicas. Of a
+model without these nothing."""
 
 from collections.abc import Callable, Iterator, Sequence
 

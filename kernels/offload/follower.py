@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
@@ -11,20 +12,49 @@ from quengine.kernels.cpu.runtime.threads import sleep_precisely
 
 T = TypeVar("T")
 
+logger = logging.getLogger("quengine.experts")
+
+
+class Work:
+    """What is given to the thread. It is done once, unless it is withdrawn before it begins."""
+
+    def __init__(self, do: Callable[[], object]) -> None:
+        self._do, self._lock, self._taken = do, Lock(), False
+        self.begun = Event()
+
+    def do(self) -> None:
+        if self._take():
+            self.begun.set()
+            self._do()
+
+    def withdraw(self) -> bool:
+        """Whether it had not begun, and never will."""
+        return self._take()
+
+    def _take(self) -> bool:
+        with self._lock:
+            first, self._taken = not self._taken, True
+            return first
+
 
 class Follower:
     """See the module docstring. There is one for a process, since the kernels of the CPU have one team of threads: a
     list of one step that waits for its device would hold up a list of another that the device waits for.
+
+    `launching`: held while a step is both given to the thread and launched, so that those of several models come to
+    the thread in the order of their device.
     """
 
     def __init__(self) -> None:
-        self._work: SimpleQueue[tuple[Callable[[], object], Event]] = SimpleQueue()
+        self.launching = Lock()
+        self._work: SimpleQueue[Work] = SimpleQueue()
         self._lock, self._started = Lock(), False
 
-    def start(self, work: Callable[[], object]) -> None:
+    def start(self, work: Work) -> None:
         """Begins `work` after what was given before it, and returns once it has begun: a thread that begins later
         would have to wait for the interpreter while this one goes on."""
-        self._put(work).wait()
+        self._put(work)
+        work.begun.wait()
 
     def call(self, work: Callable[[], T]) -> T:
         """The result of `work`, done after what was given before it. Raises what it raises."""
@@ -37,27 +67,31 @@ class Follower:
                 errors.append(error)
             done.set()
 
-        self._put(run)
+        self._put(Work(run))
         done.wait()
         if errors:
             raise errors[0]
         return results[0]
 
-    def _put(self, work: Callable[[], object]) -> Event:
+    def finish(self) -> None:
+        """Returns once all that was given is done."""
+        self.call(lambda: None)
+
+    def _put(self, work: Work) -> None:
         with self._lock:
             if not self._started:
                 Thread(target=self._follow, name="quengine-experts", daemon=True).start()
                 self._started = True
-        begun = Event()
-        self._work.put((work, begun))
-        return begun
+        self._work.put(work)
 
     def _follow(self) -> None:
         sleep_precisely()
         while True:
-            work, begun = self._work.get()
-            begun.set()
-            work()
+            work = self._work.get()
+            try:
+                work.do()
+            except BaseException as error:  # the thread goes on: others wait for what is given to it later
+                logger.error("the CPU's part of a step failed: %s", error)
 
 
 FOLLOWER = Follower()

@@ -28,6 +28,9 @@ from quengine.kernels.cuda.weights.packed import (
 from quengine.kernels.cuda.weights.repack import RepackTable, repack, repack_table
 from quengine.kernels.quant_tensor import QuantTensor
 
+_BYTES_AT_A_TIME = 64 << 20
+"""Stored bytes of experts that are on a device beside the repacked ones, at most, or one expert's."""
+
 Allocate = Callable[[int], Tensor]
 """uint8 of a number of bytes, on the device."""
 
@@ -157,7 +160,13 @@ class ExpertPlaces:
             self.weights.bias[places.long()] = _sent(matrices.bias[list(experts)], places.device)
 
     def load(self, matrices: Matrices, experts: Sequence[int], places: Sequence[int]) -> None:
-        """Copies experts of the host to places."""
+        """Copies experts of the host to places, some at a time."""
+        together = max(1, _BYTES_AT_A_TIME // matrices.nbytes_of_one)
+        for first in range(0, len(experts), together):
+            some = slice(first, first + together)
+            self._load(matrices, experts[some], places[some])
+
+    def _load(self, matrices: Matrices, experts: Sequence[int], places: Sequence[int]) -> None:
         if self.tables is None:
             put_experts(self.weights, places, matrices.packed(experts, self.device))
             return

@@ -46,7 +46,7 @@ class PinnedMemory:
             ctypes.c_void_p(first), ctypes.c_size_t(size), ctypes.c_uint(_READ_ONLY)
         )
         if status:
-            logger.info(
+            logger.warning(
                 "the driver page-locks no mapped weights (error %d): prompts' experts stay on the CPU", status
             )
             return False

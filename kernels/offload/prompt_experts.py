@@ -32,7 +32,8 @@ class PromptExperts:
         )
         self._places = dict[str, list[ExpertPlaces]]()
         room = _Room(device)
-        for layer in layers.values():
+        # The largest first, so that the others find room in its memory.
+        for layer in sorted(layers.values(), key=lambda each: -each.nbytes):
             if _kind(layer) not in self._places:
                 room.begin()
                 self._places[_kind(layer)] = [

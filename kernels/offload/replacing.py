@@ -7,6 +7,7 @@ find an expert in neither place until it is there; so no step waits, and none re
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torch import Tensor
 from quengine.kernels.moe.held_experts import FADING, ExpertCounts, Replacement, asking, replacements
 from quengine.kernels.offload.device_experts import DeviceExperts
 from quengine.kernels.offload.side_stream import SideStream
+
+logger = logging.getLogger("quengine.experts")
 
 LOOK_AFTER, _LOOK_AFTER_ROWS = 64, 512
 """Steps, or rows of steps, after which uses are looked at."""
@@ -118,7 +121,14 @@ class Replacing:
     def _begin(self, change: _Change) -> None:
         change.layer.begin(change.parts)
         with self._stream.after_current():
-            change.layer.copy(change.parts)
+            try:
+                change.layer.copy(change.parts)
+            except torch.OutOfMemoryError:
+                logger.info(
+                    "no memory on the device to replace experts; the CPU computes those that were to go"
+                )
+                self._due.clear()
+                return
         self._copied = change, self._stream.mark()
 
     def _end(self) -> None:

@@ -37,7 +37,7 @@ from quengine.kernels.moe.exchange import Exchange
 from quengine.kernels.moe.held_experts import ExpertCounts, most_used
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.offload.device_experts import DeviceExperts
-from quengine.kernels.offload.follower import FOLLOWER
+from quengine.kernels.offload.follower import FOLLOWER, Work
 from quengine.kernels.offload.matrices import LayerMatrices, Matrices
 from quengine.kernels.offload.pinned import PinnedMemory
 from quengine.kernels.offload.prompt_experts import STREAMED_ROWS, PromptExperts
@@ -101,6 +101,7 @@ class SplitExperts:
         self.replacing = Replacing(self.on_device, self.uses)
         self._buffers: Buffers = {("branch", width): self.exchange.sums}
         self._recorded: list[Launch] | None = None
+        self._unanswered = False
 
     def of_layer(self, layer: int) -> LayerExperts:
         """The operations of a layer, whose experts they load."""
@@ -153,20 +154,62 @@ class SplitExperts:
         """A call that replays a captured step on the device and runs its `launches` on the CPU, without waiting."""
         program = Program(launches)
 
+        def follow() -> None:
+            try:
+                program.run()
+            except BaseException:
+                self._give_up()
+                raise
+
         def run() -> None:
-            FOLLOWER.start(program.run)
-            replay()
+            self._settle()
+            work = Work(follow)
+            try:
+                with FOLLOWER.launching:
+                    FOLLOWER.start(work)
+                    replay()
+            except BaseException:  # an interrupt, too, which comes mostly while the step before is computed
+                if not work.withdraw():
+                    self.exchange.stopped.fill_(1)  # until `_settle`
+                self._unanswered = True
+                raise
 
         return run
+
+    def begin_exchange(self) -> None:
+        """Called before rows are sent: until their sums are computed, both sides may count differently."""
+        if self._recorded is None:
+            self._settle()
+            self._unanswered = True
+
+    def _settle(self) -> None:
+        """Both sides count alike again after a step that ended early, as one for which the device has no memory."""
+        if not self._unanswered:
+            return
+        FOLLOWER.finish()
+        if self.device.device.type == "cuda":
+            torch.cuda.synchronize(self.device.device)
+        for count in (self.exchange.taken, self.exchange.summed):
+            count.copy_(self.exchange.sent)
+        self.exchange.stopped.fill_(0)
+        self._unanswered = False
+
+    def _give_up(self) -> None:
+        """Lets the device find NaN at once, instead of waiting for each layer's sums."""
+        self._unanswered = True
+        self.exchange.sums.fill_(float("nan"))
+        self.exchange.summed.fill_(torch.iinfo(torch.int64).max)
 
     def compute(self, sent: SentRows, down: CpuExperts, phase: str) -> None:
         """Has the CPU write the sums of `sent` rows; with `recording` later."""
         if phase == "prefill":
             FOLLOWER.call(lambda: self._compute_prompt(sent, down))
+            self._unanswered = False
             return
         launches = self._decode_launches(sent, down)
         if self._recorded is None:
             FOLLOWER.call(Program(launches).run)
+            self._unanswered = False
         else:
             self._recorded += launches
 
@@ -199,13 +242,16 @@ class SplitExperts:
         return exchange.rows[:tokens], Routing(exchange.experts[:tokens], exchange.weights[:tokens])
 
     def close(self) -> None:
-        """Ends the waiting of the CPU for a device that sends nothing more."""
+        """Ends the waiting of the CPU for a device that sends nothing more; after it nothing reads the file."""
         self.exchange.stopped.fill_(1)
-        if self.device.device.type == "cuda":
-            torch.cuda.synchronize(self.device.device)
-        self.prompts = None
-        if self._pinned is not None:
-            self._pinned.release()
+        FOLLOWER.finish()
+        try:
+            if self.device.device.type == "cuda":
+                torch.cuda.synchronize(self.device.device)
+        finally:
+            self.prompts = None
+            if self._pinned is not None:
+                self._pinned.release()
 
 
 class LayerExperts:
@@ -252,6 +298,7 @@ class LayerExperts:
             return StreamedRows(device.experts_glu(batch, x, norm, routing, weights, activation), down)
         rows = stream_of(x) if norm is None else device.normed(x, norm)
         own = None if held is None else held.held
+        self.experts.begin_exchange()
         places = send_rows(rows, routing, batch.positions, own, self.experts.exchange, device.pdl)
         if held is None or places is None:
             return SentRows(len(rows), gate_up, activation, None, None)
@@ -290,7 +337,10 @@ class LayerExperts:
         """Counts uses, as `send_rows` does."""
         if self.on_device is not None:
             uses = self.on_device.held.uses
-            uses += torch.bincount(routing.experts.flatten(), minlength=len(uses)).to(torch.int32)
+            experts = (
+                routing.experts.flatten()
+            )  # added without the copy to the host that torch.bincount makes
+            uses.index_add_(0, experts, torch.ones_like(experts))
 
 
 def _on_host(bias: Tensor | None) -> Tensor | None:

@@ -160,6 +160,8 @@ def test_too_little_gpu_memory_names_the_layers_whose_experts_would_make_room(tm
         with pytest.raises(CannotRunError, match=rf"not enough memory.*--n-cpu-moe {layers}$"):
             choose(EngineConfig(ctx_size=64), missing)
         assert choose(EngineConfig(ctx_size=64, n_cpu_moe=layers), missing) == 64
+    with pytest.raises(CannotRunError, match=r"1 experts of each layer need .* lower --gpu-experts"):
+        choose(EngineConfig(ctx_size=64, n_cpu_moe=1, gpu_experts=1), first)
     checkpoint.close()
 
 

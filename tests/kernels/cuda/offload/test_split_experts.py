@@ -1,15 +1,22 @@
 """Experts in host memory, some of them on the device too: logits are the definition's, wherever experts are."""
 
+import time
+from threading import Event
+
 import pytest
 import torch
 
 from quengine.kernels.cpu.backend import CpuBackend
+from quengine.kernels.cpu.moe.exchange import await_rows_launch, sums_ready_launch
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
+from quengine.kernels.cuda.moe.exchange import add_sums
 from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.moe.held_experts import ExpertCounts, Replacement
-from quengine.kernels.offload import split_experts
+from quengine.kernels.offload import matrices, split_experts
+from quengine.kernels.offload.follower import FOLLOWER, Work
+from quengine.kernels.offload.matrices import ExpertPlaces, Matrices
 from quengine.kernels.offload.split_experts import SplitExperts
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.reference import ReferenceBackend
@@ -132,6 +139,96 @@ def test_the_cpus_list_follows_a_captured_step(device: torch.device, monkeypatch
     for _ in range(3):
         run()
     assert len(results) == 3 and all(torch.equal(each, expected) for each in results)
+
+
+def test_held_experts_are_loaded_some_at_a_time(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, at_once = Split("dense layer first", "Q8_0", device, 3).logits([1]), list[int]()
+    load = ExpertPlaces._load
+
+    def counted(places: ExpertPlaces, of_file: Matrices, experts: list[int], at: list[int]) -> None:
+        at_once.append(len(experts))
+        load(places, of_file, experts, at)
+
+    monkeypatch.setattr(ExpertPlaces, "_load", counted)
+    monkeypatch.setattr(matrices, "_BYTES_AT_A_TIME", 1)
+    assert torch.equal(Split("dense layer first", "Q8_0", device, 3).logits([1]), expected)
+    assert at_once == [1] * 6
+
+
+def test_steps_go_on_after_one_that_ended_early(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one for which the device has no memory, after its rows were sent, and one that it does not replay."""
+    split = Split("dense layer first", "Q8_0", device, 2)
+    if device.type == "cpu":
+        monkeypatch.setattr(split_experts, "add_sums", lambda *given: add_sums(*given, polls=100))
+    expected = split.logits([1, 3])
+
+    def fails(*_given: object, **_named: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    for chunks in ([1], [3]):
+        with monkeypatch.context() as full, pytest.raises(torch.OutOfMemoryError):
+            full.setattr(split.experts.device, "experts_add", fails)
+            split.logits(chunks)
+        assert torch.equal(split.logits([1, 3]), expected)
+    launches = [await_rows_launch(split.experts.exchange), sums_ready_launch(split.experts.exchange)]
+    with pytest.raises(torch.OutOfMemoryError):
+        split.experts.followed(fails, launches)()
+    assert torch.equal(split.logits([1, 3]), expected)
+
+
+def test_an_interrupt_before_a_step_begins_leaves_the_one_before_alone(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is withdrawn, while the thread is still at the step before."""
+    split, ends, done = Split("dense layer first", "Q8_0", device, 2), Event(), list[int]()
+    exchange = split.experts.exchange
+    FOLLOWER.start(Work(lambda: (ends.wait(), done.append(int(exchange.stopped)))))
+
+    def interrupted(work: Work) -> None:
+        FOLLOWER._put(work)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as pressed, pytest.raises(KeyboardInterrupt):
+        pressed.setattr(FOLLOWER, "start", interrupted)
+        split.experts.followed(lambda: None, [await_rows_launch(exchange)])()
+    ends.set()
+    FOLLOWER.finish()
+    assert done == [0] and int(exchange.taken) == 0
+
+
+def test_the_device_does_not_wait_for_a_step_that_failed(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = Split("dense layer first", "Q8_0", device, 2)
+    expected, exchange = split.logits([1, 3]), split.experts.exchange
+    monkeypatch.setattr(split_experts.Program, "run", lambda _program: 1 // 0)
+    split.experts.followed(FOLLOWER.finish, [await_rows_launch(exchange)])()
+    assert int(exchange.summed) > 2**62 and bool(exchange.sums.isnan().all())
+    monkeypatch.undo()
+    assert torch.equal(split.logits([1, 3]), expected)
+
+
+def test_nothing_reads_the_file_once_experts_are_closed(device: torch.device) -> None:
+    split, ended = Split("dense layer first", "Q8_0", device, 2), list[bool]()
+
+    def reads() -> None:
+        while not int(split.experts.exchange.stopped):
+            time.sleep(0.001)
+        time.sleep(0.05)
+        ended.append(True)
+
+    FOLLOWER.start(Work(reads))
+    split.experts.close()
+    assert ended == [True]
+
+
+def test_the_thread_outlives_work_that_fails() -> None:
+    FOLLOWER.start(Work(lambda: 1 // 0))
+    assert FOLLOWER.call(lambda: 2) == 2
 
 
 def test_uses_raise_the_share_of_experts_on_the_device(device: torch.device) -> None:
