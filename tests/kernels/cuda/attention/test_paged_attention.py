@@ -233,7 +233,7 @@ def test_quantized_output_is_the_same_too(head_dim: int, device: torch.device) -
         (2, 1, 96, [33, 12], 20, "f16"),
         (2, 1, 64, [66, 20], 67, "q8_0"),
         (2, 1, 64, [66, 20], 67, "q4_0"),
-        *[(1, 1, 256, [40, 30], None, False)] * torch.cuda.is_available(),
+        *[(1, 1, 256, [40, 30], None, "f16")] * torch.cuda.is_available(),
     ],
 )
 def test_prefill_is_the_same_wherever_blocks_lie(
