@@ -36,12 +36,8 @@ it on.
 """
 
 
-_CACHE_TYPES: dict[torch.dtype, CacheType] = {
-    torch.float16: "f16",
-    torch.float32: "f16",  # of a definition whose cache is not rounded
-    torch.int8: "q8_0",
-    torch.uint8: "q4_0",
-}
+_CODED: dict[torch.dtype, CacheType] = {torch.int8: "q8_0", torch.uint8: "q4_0"}
+"""The cache types of codes; floats of any size are values as they are, those of a definition unrounded."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class KVLayer:
 
     @property
     def cache_type(self) -> CacheType:
-        return _CACHE_TYPES[self.k.dtype]
+        return _CODED.get(self.k.dtype, "f16")
 
     @property
     def format(self) -> CacheFormat:

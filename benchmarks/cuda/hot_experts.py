@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 from quengine.kernels.cpu.backend import CpuBackend
-from quengine.kernels.moe.held_experts import ExpertCounts
+from quengine.kernels.moe.expert_counts import ExpertCounts
 from quengine.kernels.moe.host_experts import HostExperts
 from quengine.llm import LLM
 from quengine.models.synthetic.presets import synthetic_preset

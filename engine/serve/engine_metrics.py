@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from quengine.block_manager import CheckpointCounts
-from quengine.kernels.moe.held_experts import ExpertCounts
+from quengine.kernels.moe.expert_counts import ExpertCounts
 from quengine.request.feature_cache import ImageCounts
 from quengine.serve.processes.shared_engine import ReplicaStats
 

@@ -7,7 +7,6 @@ of subject.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,22 +30,6 @@ class HeldExperts:
     places: Tensor
     uses: Tensor
     count: int
-
-
-class ExpertCounts(NamedTuple):
-    """Experts of layers in host memory that the device holds, and those that are in host memory alone; how often rows
-    used the one kind and the other, as of the last look; and how many experts have taken another's place."""
-
-    on_device: int = 0
-    in_host: int = 0
-    device_uses: int = 0
-    host_uses: int = 0
-    replaced: int = 0
-
-    @property
-    def hits(self) -> float:
-        """The share of uses whose experts the device held; 0 without uses."""
-        return self.device_uses / max(1, self.device_uses + self.host_uses)
 
 
 @dataclass(frozen=True)

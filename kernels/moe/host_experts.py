@@ -16,7 +16,7 @@ from quengine.kernels.backend import Backend, Hidden
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.layer_norm import Norm
-from quengine.kernels.moe.held_experts import ExpertCounts
+from quengine.kernels.moe.expert_counts import ExpertCounts
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm

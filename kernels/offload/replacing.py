@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quengine.kernels.moe.held_experts import FADING, ExpertCounts, Replacement, asking, replacements
+from quengine.kernels.moe.expert_counts import ExpertCounts
+from quengine.kernels.moe.held_experts import FADING, Replacement, asking, replacements
 from quengine.kernels.offload.device_experts import DeviceExperts
 from quengine.kernels.offload.side_stream import SideStream
 

@@ -34,7 +34,8 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.exchange import Exchange
-from quengine.kernels.moe.held_experts import ExpertCounts, most_used
+from quengine.kernels.moe.expert_counts import ExpertCounts
+from quengine.kernels.moe.held_experts import most_used
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.offload.device_experts import DeviceExperts
 from quengine.kernels.offload.follower import FOLLOWER, Work

@@ -334,7 +334,7 @@ def test_a_reader_that_goes_away_is_quiet(args):
         ("chat --model smollm2-135", ["smollm2-135m"]),
         ("run smollm2-135", ["smollm2-135m"]),
         ("serve --device c", ["cpu", "cuda"]),
-        ("generate --cache-type ", ["f16", "q8_0"]),
+        ("generate --cache-type ", ["f16", "q8_0", "q4_0"]),
         ("chat --reasoning-format d", ["deepseek"]),
     ],
 )

@@ -23,6 +23,7 @@ from quengine.kernels.block_formats import dequantize
 from quengine.kernels.cuda.sampling.sampling import NO_TOKEN
 from quengine.kernels.kv.cache_types import blocks_for
 from quengine.platform.collector import paused
+from quengine.request.adapter_scales import Scales
 from quengine.request.output import Completion
 from quengine.request.prompt_images import Features, ImagePrompt, ImageRows, PromptImages
 from quengine.request.sequence import Sequence
@@ -88,6 +89,9 @@ class Device:
     ) -> None:
         self._samplers[slot] = sampler
         self._histories.setdefault(slot, {}).update(enumerate(ids))
+
+    def set_adapters(self, slot: int, scales: Scales | None) -> None:
+        self.inputs.set_adapters(slot, scales)
 
     @torch.no_grad()
     def launch(

@@ -13,7 +13,7 @@ import msgspec
 
 from quengine.block_manager import CheckpointCounts
 from quengine.errors import EngineError
-from quengine.kernels.moe.held_experts import ExpertCounts
+from quengine.kernels.moe.expert_counts import ExpertCounts
 from quengine.platform.out_of_memory import out_of_memory
 from quengine.request.feature_cache import ImageCounts
 from quengine.request.output import Timings

@@ -18,7 +18,7 @@ from queue import SimpleQueue
 
 from quengine.block_manager import CheckpointCounts
 from quengine.errors import CannotRunError
-from quengine.kernels.moe.held_experts import ExpertCounts
+from quengine.kernels.moe.expert_counts import ExpertCounts
 from quengine.request.feature_cache import ImageCounts
 from quengine.serve.processes.server_engine import EngineFailedError
 from quengine.serve.processes.server_thread import MAX_RESTARTS

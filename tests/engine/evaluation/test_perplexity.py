@@ -146,7 +146,7 @@ def test_ranks_have_the_values_of_one(tmp_path: Path) -> None:
     alone = perplexity(path, text, 24, chunks=2, device="cpu")
     with LLM(str(path), device="cpu", ctx_size=24, threads=2, tensor_parallel=2) as shared:
         assert perplexity(shared, text, 24, chunks=2).running == pytest.approx(alone.running, rel=1e-4)
-        with pytest.raises(EngineError, match="the model is shared by several devices"):
+        with pytest.raises(EngineError, match="give them whole layers with --split layer"):
             imatrix(shared, text, tmp_path / "out.gguf", 24)
 
 

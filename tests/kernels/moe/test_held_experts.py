@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from quengine.kernels.moe.expert_counts import ExpertCounts
 from quengine.kernels.moe.held_experts import (
-    ExpertCounts,
     Replacement,
     asking,
     most_used,

@@ -13,7 +13,8 @@ from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.moe.exchange import add_sums
 from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.forward_batch import decode_batch
-from quengine.kernels.moe.held_experts import ExpertCounts, Replacement
+from quengine.kernels.moe.expert_counts import ExpertCounts
+from quengine.kernels.moe.held_experts import Replacement
 from quengine.kernels.offload import matrices, split_experts
 from quengine.kernels.offload.follower import FOLLOWER, Work
 from quengine.kernels.offload.matrices import ExpertPlaces, Matrices
