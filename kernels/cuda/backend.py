@@ -55,7 +55,7 @@ from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantiz
 from quengine.kernels.cuda.gemv.matvec import matvec
 from quengine.kernels.cuda.gemv.matvec_glu import matvec_glu
 from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
-from quengine.kernels.cuda.gemv.matvec_post_norm import matvec_post_norm
+from quengine.kernels.cuda.gemv.matvec_post_norm import can_end_with_norm, matvec_post_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.hidden_rows import hidden_before, joined, keep_hidden
 from quengine.kernels.cuda.latent.latent_attention import LatentOperations
@@ -260,7 +260,7 @@ class CudaBackend:
         if isinstance(rows, QuantizedActivations) and can_begin_norm(weight) and row_scale is None:
             if post_norm is None and next_norm is not None:
                 return self._matvec_norm(rows, weight, stream, next_norm, bias)
-            if post_norm is not None and bias is None and weight.change is None:
+            if post_norm is not None and bias is None and can_end_with_norm(weight):
                 scratch = self._quantization_scratch()
                 return matvec_post_norm(rows, weight, stream, post_norm, next_norm, branch, scratch, self.pdl)
         if post_norm is not None or row_scale is not None or bias is not None:

@@ -30,6 +30,9 @@ from quengine.kernels.cuda.weights.launch_table import matvec_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 from quengine.kernels.rms_norm import RMSNorm
 
+_MOST_VALUES = 16
+"""Values of a row that a thread of the last program holds, of each of up to seven vectors: twice as many spill."""
+
 
 @triton.jit
 def _leave_product(words_ptr, x, matrix, WIDTH: tl.constexpr, P: tl.constexpr):
@@ -79,6 +82,15 @@ def _post_norm_kernel(
             store_as(z, 0, 0, out_high, out_low, out_scale, out_sums, 0, WIDTH, QUANTIZED, 0)
 
 
+def can_end_with_norm(weight: PackedWeight) -> bool:
+    """Whether `matvec_post_norm` supports this weight: the last program's threads hold a whole row in registers."""
+    part = weight.parts[0]
+    if not can_begin_norm(weight) or not isinstance(part, PackedPart) or weight.change is not None:
+        return False
+    threads = 32 * matvec_geometry([part], "norm").warps
+    return weight.rows <= _MOST_VALUES * threads  # a power of two: also where rows are padded to one
+
+
 def matvec_post_norm(
     x: QuantizedActivations,
     weight: PackedWeight,
@@ -92,17 +104,17 @@ def matvec_post_norm(
     """Adds `post_norm` of x [1, K] times weight [D, K] to residual fp32 [1, D], in place, which is first multiplied by
     the norm's `residual_scale`; with `next_norm` also that of the sum, quantized. `branch`: see `Backend.linear_add`.
 
-    `x` must not have a pending norm, and the weight is one that `can_begin_norm`. `scratch` avoids an allocation;
+    `x` must not have a pending norm, and the weight is one that `can_end_with_norm`. `scratch` avoids an allocation;
     `pdl`: see `matvec`. Raises ValueError for other shapes.
     """
     check_row(x, weight)
     part = weight.parts[0]
-    if not can_begin_norm(weight) or not isinstance(part, PackedPart) or x.rms is not None:
+    if weight.change is not None:
+        raise ValueError("a weight with a change cannot end with a norm")
+    if not can_end_with_norm(weight) or not isinstance(part, PackedPart) or x.rms is not None:
         raise ValueError(
             f"a weight of {weight.rows} rows in {len(weight.parts)} parts cannot end with a norm"
         )
-    if weight.change is not None:
-        raise ValueError("a weight with a change cannot end with a norm")
     if residual.shape != (1, weight.rows) or not residual.is_contiguous():
         raise ValueError(f"residual must be contiguous {[1, weight.rows]}, not {list(residual.shape)}")
     room = QuantizationScratch.of(scratch, weight.rows, residual.device)

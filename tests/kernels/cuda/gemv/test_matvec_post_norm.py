@@ -8,7 +8,7 @@ from quengine.kernels.backend import Branch
 from quengine.kernels.block_formats import unpack
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, quantize_activations
 from quengine.kernels.cuda.gemv.matvec import matvec
-from quengine.kernels.cuda.gemv.matvec_post_norm import matvec_post_norm
+from quengine.kernels.cuda.gemv.matvec_post_norm import can_end_with_norm, matvec_post_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.rms_normed import RmsNormed
@@ -103,3 +103,12 @@ def test_refuses_what_it_cannot_compute(device: torch.device) -> None:
     weight = pack(ordinary_weight("Q4_K", WIDTH, 256), device)
     with pytest.raises(ValueError, match=r"residual must be contiguous \[1, 96\]"):
         matvec_post_norm(x, weight, torch.zeros(1, 64, device=device), post)
+
+
+def test_a_row_wider_than_the_last_program_holds_is_refused() -> None:
+    """One warp per program, as a matrix of few columns has, holds 512 values of a row, and not 1,024."""
+    narrow, wide = (pack(ordinary_weight("Q8_0", rows, 64), torch.device("cpu")) for rows in (512, 1024))
+    assert can_end_with_norm(narrow) and not can_end_with_norm(wide)
+    x = quantize_activations(torch.randn(1, 64))
+    with pytest.raises(ValueError, match="1024 rows in 1 parts cannot end with a norm"):
+        matvec_post_norm(x, wide, torch.zeros(1, 1024), norm_of(0, torch.device("cpu")))
