@@ -15,14 +15,15 @@ stays       one kernel of all links: values with numbers
 stays/flags one kernel of all links: plain values and flags
 """
 
-import statistics
 from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 
-LINKS = 160
+from benchmarks.cuda.cuda_timing import graph_time
+
+LINKS, REPLAYS = 160, 15
 OWN = tl.constexpr(16)
 WAIT, WORDS, FLAGS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -143,31 +144,11 @@ def chain(how: str, width: int, warps: int) -> Callable[[], None]:
     return run
 
 
-def time_chain(run: Callable[[], None]) -> float:
-    """Median microseconds of a link."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-        times = []
-        for _ in range(16):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times[1:]) / LINKS
-
-
 def main() -> None:
     hows = ("launch", "dependent", "words", "flags", "stays", "stays/flags")
     print(f"{'values':>7s} {'warps':>5s} " + " ".join(f"{how:>11s}" for how in hows))
     for width, warps in ((2048, 8), (4096, 4)):
-        times = [time_chain(chain(how, width, warps)) for how in hows]
+        times = [graph_time([chain(how, width, warps)], REPLAYS) / LINKS for how in hows]
         print(f"{width:7d} {warps:5d} " + " ".join(f"{time:11.2f}" for time in times), flush=True)
 
 

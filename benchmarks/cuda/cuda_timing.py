@@ -20,8 +20,10 @@ COPY_BYTES_PER_SECOND = 4.3e12
 """What a large device-to-device copy reaches on an H200, bytes read and written counted."""
 
 
-def graph_time(launches: Sequence[Callable[[], object]], replays: int = 7) -> float:
-    """Median microseconds for all of `launches`, in order, replayed from one CUDA graph."""
+def captured(
+    launches: Sequence[Callable[[], object]],
+) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]:
+    """All of `launches`, in order, as one CUDA graph, replayed once, and the stream to replay it on."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # which makes what the launches read
     with torch.cuda.stream(stream):
@@ -34,6 +36,13 @@ def graph_time(launches: Sequence[Callable[[], object]], replays: int = 7) -> fl
                 launch()
         graph.replay()
         torch.cuda.synchronize()
+    return stream, graph
+
+
+def graph_time(launches: Sequence[Callable[[], object]], replays: int = 7) -> float:
+    """Median microseconds for all of `launches`, in order, replayed from one CUDA graph."""
+    stream, graph = captured(launches)
+    with torch.cuda.stream(stream):
         times = []
         for _ in range(replays):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

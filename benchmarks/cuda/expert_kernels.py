@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.cuda.cuda_timing import graph_time
+from benchmarks.cuda.cuda_timing import captured, graph_time
 from benchmarks.cuda.grouped_blocks import BYTES_PER_US, MODELS, ExpertSizes, experts_of
 from quengine.diagnostics.bench.profile import Profile, read_profile
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
@@ -102,21 +102,12 @@ def layers_of(model: ExpertSizes, count: int = LAYERS) -> list[Layer]:
 
 def profile_of(launches: list[Callable[[], None]], steps: int) -> Profile:
     """The launches of one graph as `steps` equal steps, by torch's profiler."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for launch in launches:
-            launch()
+    stream, graph = captured(launches)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.cuda.stream(stream), torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(REPLAYS):
+            graph.replay()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for launch in launches:
-                launch()
-        graph.replay()
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            for _ in range(REPLAYS):
-                graph.replay()
-            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
