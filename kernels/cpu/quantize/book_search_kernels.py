@@ -38,7 +38,7 @@ from quengine.kernels.cpu.quantize.lanes import (
     number,
     total,
 )
-from quengine.kernels.cpu.quantize.memory import Blocks, Memory, Places
+from quengine.kernels.cpu.quantize.memory import Memory, Places, TaskBlocks
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 from quengine.kernels.quantize.books import EVEN, PEAKS, SPREADS, UNIT_STEPS
 from quengine.kernels.quantize.entries import FARTHEST, EntryBook
@@ -477,7 +477,7 @@ def _choose_unit(e: Emitter, name: str, args: ir.Value, memory: ir.Value, task: 
     before = total([held.fit("others", g).sums()[0] for g in range(plan.groups)])
     after = total([held.fit("fits", g).sums()[0] for g in range(plan.groups)])
     falls = after < before
-    blocks = Blocks(e, BookSearchArguments, args, task, plan.groups)
+    blocks = TaskBlocks(e, BookSearchArguments, args, task, plan.groups)
     blocks.store_unit("d", held.load_ints("moved").where(falls, held.load_ints("d")))
     for g in range(plan.groups):
         sub = held.load("other_sub", g).where(falls, held.load("sub", g))
@@ -497,7 +497,7 @@ def _store_group(
     held = _Held(e, name, memory)
     plan = held.plan
     fit = held.fit("others", group)
-    blocks = Blocks(e, BookSearchArguments, args, task, plan.groups)
+    blocks = TaskBlocks(e, BookSearchArguments, args, task, plan.groups)
     for v in range(plan.vectors):
         blocks.store("index", I16, _numbers(plan, load_ints(e, fit.at(v))), group, v)
     if plan.fmt.book == "IQ1":

@@ -76,7 +76,7 @@ def field(e: Emitter, arguments: type, args: ir.Value, name: str) -> ir.Value:
     return e.load(I64, args, fields_of(arguments)[name].offset)
 
 
-class Blocks:
+class TaskBlocks:
     """The blocks of a task, in tensors of arguments with a field `blocks`, their last dimension."""
 
     def __init__(

@@ -20,7 +20,7 @@ from quengine.kernels.cpu.quantize.block_input_kernels import (
     weigh_by_importance,
 )
 from quengine.kernels.cpu.quantize.lanes import FLOATS, LANES, Lanes, largest, least, number, total
-from quengine.kernels.cpu.quantize.memory import BlockMemory, Blocks, Places
+from quengine.kernels.cpu.quantize.memory import BlockMemory, Places, TaskBlocks
 from quengine.kernels.cpu.quantize.range_search import RangeSearchArguments
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 from quengine.kernels.quantize.minimums import LARGEST_BITS, NEIGHBOURS, ROUNDS, unit_tops, widenings
@@ -337,7 +337,7 @@ def _keep_units(e: Emitter, name: str, memory: ir.Value) -> None:
 def _store(e: Emitter, name: str, args: ir.Value, memory: ir.Value, task: ir.Value) -> None:
     """Codes, units and integers to the arguments' tensors."""
     held = _Held(e, name, memory)
-    blocks = Blocks(e, RangeSearchArguments, args, task, held.groups)
+    blocks = TaskBlocks(e, RangeSearchArguments, args, task, held.groups)
     for unit in ("d", "dmin"):
         blocks.store_unit(unit, held.load_ints(unit))
 

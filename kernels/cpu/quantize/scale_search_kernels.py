@@ -29,7 +29,7 @@ from quengine.kernels.cpu.quantize.lanes import (
     number,
     total,
 )
-from quengine.kernels.cpu.quantize.memory import BlockMemory, Blocks, Places
+from quengine.kernels.cpu.quantize.memory import BlockMemory, Places, TaskBlocks
 from quengine.kernels.cpu.quantize.scale_search import ScaleSearchArguments
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 from quengine.kernels.quantize.grid import grid_ends
@@ -275,7 +275,7 @@ def _keep_unit(e: Emitter, name: str, memory: ir.Value) -> None:
 def _store(e: Emitter, name: str, args: ir.Value, memory: ir.Value, task: ir.Value) -> None:
     """Codes, d and the integers to the arguments' tensors."""
     held = _Held(e, name, memory)
-    blocks = Blocks(e, ScaleSearchArguments, args, task, held.groups)
+    blocks = TaskBlocks(e, ScaleSearchArguments, args, task, held.groups)
     blocks.store_unit("d", held.load_ints("d"))
 
     def store(group: ir.Value) -> None:
