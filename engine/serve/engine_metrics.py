@@ -2,6 +2,7 @@
 model without these nothing."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -26,6 +27,16 @@ _COUNTERS = {
 }
 
 
+Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
+
+
+def _by_memory(family: Family, **counts: float) -> Family:
+    """A family labelled by memory, with a sample for each."""
+    for memory, count in counts.items():
+        family.add_metric([memory], count)
+    return family
+
+
 class CheckpointMetrics:
     """Families by memory: "device" and "host". `read` gives the counts. Called in the event loop."""
 
@@ -36,21 +47,24 @@ class CheckpointMetrics:
         counts = self._read()
         if counts is None:
             return
-        held = GaugeMetricFamily(
-            "quengine_state_checkpoints",
-            "Copies of states that prompts may go on from, by the memory that they are in.",
-            labels=["memory"],
+        yield _by_memory(
+            GaugeMetricFamily(
+                "quengine_state_checkpoints",
+                "Copies of states that prompts may go on from, by the memory that they are in.",
+                labels=["memory"],
+            ),
+            device=counts.on_device,
+            host=counts.in_host,
         )
-        held.add_metric(["device"], counts.on_device)
-        held.add_metric(["host"], counts.in_host)
-        moved = CounterMetricFamily(
-            "quengine_state_checkpoints_moved",
-            "Copies of states that were moved between the device and host memory, by where they were moved to.",
-            labels=["memory"],
+        yield _by_memory(
+            CounterMetricFamily(
+                "quengine_state_checkpoints_moved",
+                "Copies of states that were moved between the device and host memory, by where they were moved to.",
+                labels=["memory"],
+            ),
+            host=counts.to_host,
+            device=counts.from_host,
         )
-        moved.add_metric(["host"], counts.to_host)
-        moved.add_metric(["device"], counts.from_host)
-        yield from (held, moved)
 
 
 class ExpertMetrics:
@@ -63,21 +77,24 @@ class ExpertMetrics:
         counts = self._read()
         if counts is None:
             return
-        held = GaugeMetricFamily(
-            "quengine_experts",
-            "Experts of layers whose experts are in host memory: those that the device holds, and the others.",
-            labels=["memory"],
+        yield _by_memory(
+            GaugeMetricFamily(
+                "quengine_experts",
+                "Experts of layers whose experts are in host memory: those that the device holds, and the others.",
+                labels=["memory"],
+            ),
+            device=counts.on_device,
+            host=counts.in_host,
         )
-        held.add_metric(["device"], counts.on_device)
-        held.add_metric(["host"], counts.in_host)
-        uses = CounterMetricFamily(
-            "quengine_expert_uses",
-            "Rows times experts that computed them, by the memory that the expert was in.",
-            labels=["memory"],
+        yield _by_memory(
+            CounterMetricFamily(
+                "quengine_expert_uses",
+                "Rows times experts that computed them, by the memory that the expert was in.",
+                labels=["memory"],
+            ),
+            device=counts.device_uses,
+            host=counts.host_uses,
         )
-        uses.add_metric(["device"], counts.device_uses)
-        uses.add_metric(["host"], counts.host_uses)
-        yield from (held, uses)
 
 
 class ImageMetrics:
