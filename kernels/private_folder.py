@@ -7,6 +7,7 @@ import os
 import stat
 import tempfile
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 KEY_NAME, KEY_BYTES = "key", 32
@@ -27,6 +28,15 @@ def user_cache() -> Path | None:
         return (Path(chosen) if chosen else Path("~/.cache").expanduser()) / "quengine"
     except RuntimeError:
         return None
+
+
+def cache_of_file(folder: str, file: Path, *facts: object) -> Path | None:
+    """A path in a folder of the engine's caches for a file and `facts`: another one once the file has changed. None
+    without a home folder. Raises OSError where there is no such file."""
+    cache, path = user_cache(), file.resolve()
+    status = path.stat()
+    digest = sha256(repr((str(path), status.st_size, status.st_mtime_ns, *facts)).encode()).hexdigest()
+    return None if cache is None else cache / folder / digest[:32]
 
 
 def check_owner(folder: Path) -> os.stat_result:

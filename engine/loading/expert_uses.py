@@ -5,13 +5,12 @@ A file for each model, among the user's caches. What is wrong with one, or missi
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 
-from quengine.kernels.private_folder import user_cache
+from quengine.kernels.private_folder import cache_of_file
+from quengine.models.gguf.whole_file import beside
 
 logger = logging.getLogger("quengine.experts")
 
@@ -21,12 +20,8 @@ MOST_FILES = 32
 
 def uses_file(model: Path) -> Path | None:
     """The file of a model's counts; another once the model's own has changed. None without a home folder."""
-    cache = user_cache()
-    if cache is None:
-        return None
-    status = model.stat()
-    name = f"{model.resolve()} {status.st_size} {status.st_mtime_ns}"
-    return cache / "experts" / f"{sha256(name.encode()).hexdigest()[:32]}.json"
+    found = cache_of_file("experts", model)
+    return None if found is None else found.with_suffix(".json")
 
 
 def read_uses(model: Path, layers: int, experts: int) -> list[list[int]] | None:
@@ -48,9 +43,8 @@ def write_uses(model: Path, uses: Sequence[Sequence[int]]) -> None:
         if file is None:
             return
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        beside = file.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps([list(row) for row in uses]))
-        beside.replace(file)
+        with beside(file) as written:
+            written.write(json.dumps([list(row) for row in uses]).encode())
         kept = sorted(file.parent.glob("*.json"), key=lambda each: -each.stat().st_mtime_ns)
         for old in kept[MOST_FILES:]:
             old.unlink(missing_ok=True)

@@ -7,12 +7,11 @@ Until then a note among the user's caches stands for it: that its kernels have b
 import logging
 import os
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 
 from quengine.errors import EngineError
 from quengine.kernels.cuda.launch import compiler_process
-from quengine.kernels.private_folder import user_cache
+from quengine.kernels.private_folder import cache_of_file
 from quengine.models.hub.hub import resolve_model
 from quengine.platform.torch_import import PRELUDE
 
@@ -49,11 +48,7 @@ def end(looked_for: bool) -> None:
 
 def _note_of(model: str) -> Path | None:
     """The note of a model's file, as it is now, and of Triton's folder; None where no cache or file is found."""
-    cache = user_cache()
     try:
-        path = resolve_model(model).resolve()
-        facts = path, path.stat().st_size, path.stat().st_mtime_ns
+        return cache_of_file("looked-for", resolve_model(model), os.environ.get("TRITON_CACHE_DIR"))
     except (OSError, EngineError):
         return None
-    digest = sha256(repr((*facts, os.environ.get("TRITON_CACHE_DIR"))).encode()).hexdigest()
-    return None if cache is None else cache / "looked-for" / digest[:32]

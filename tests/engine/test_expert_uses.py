@@ -61,3 +61,19 @@ def test_a_folder_that_cannot_be_written_is_no_error(model: Path, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(model))
     write_uses(model, USES)
     assert read_uses(model, 2, 3) is None
+
+
+def test_counts_that_cannot_be_written_whole_leave_those_before_and_no_part(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_uses(model, USES)
+    file = uses_file(model)
+    assert file is not None
+
+    def full(_partial: Path, _path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    write_uses(model, [[9, 9, 9], [9, 9, 9]])
+    assert read_uses(model, 2, 3) == USES
+    assert list(file.parent.iterdir()) == [file]
