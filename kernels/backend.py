@@ -21,6 +21,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_FORMATS, CacheForm
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.mamba2 import Mamba2Spec
+from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
@@ -301,18 +302,24 @@ class Backend(Protocol[WeightT]):
         ...
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
+        self,
+        gate: Sequence[QuantTensor] | None,
+        up: Sequence[QuantTensor],
+        bias: Tensor | None = None,
+        share: ExpertShare | None = None,
     ) -> WeightT:
         """Loads the gate and up matrices [F, K] of E experts, for `experts_glu`. bias: [E, 2F], gate first. gate None:
-        they have no gate, and no bias.
+        they have no gate, and no bias. share: which of the layer's experts they are; None: all of them.
 
         All gate matrices have one format, and all up matrices.
         """
         ...
 
-    def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> WeightT:
-        """Loads the matrices [N, F] of E experts, of one format, for `experts_add`. bias: [E, N]. Those of heads are
-        loaded so, too, for `latent_attention`.
+    def down_experts(
+        self, down: Sequence[QuantTensor], bias: Tensor | None = None, share: ExpertShare | None = None
+    ) -> WeightT:
+        """Loads the matrices [N, F] of E experts, of one format, for `experts_add`. bias: [E, N]. share: see
+        `gate_up_experts`. Those of heads are loaded so, too, for `latent_attention`.
         """
         ...
 
@@ -339,7 +346,8 @@ class Backend(Protocol[WeightT]):
         activation: Activation = "silu",
     ) -> Hidden:
         """`norm` of x [T, K], or x itself, gate and up of each row's k experts, activation(gate) * up: [T, k, F];
-        of an activation without a gate (glu.GATELESS), activation(up).
+        of an activation without a gate (glu.GATELESS), activation(up). Of experts that `gate_up` does not have, as
+        those of another rank, nothing is computed.
 
         x is not changed: the shared expert reads it next.
         """
@@ -357,6 +365,7 @@ class Backend(Protocol[WeightT]):
         partial: bool = False,
     ) -> Hidden:
         """The weighted sum of each row's experts, `down` of gated [T, k, F], in ascending order, plus residual [T, N].
+        Experts that `down` does not have add nothing.
 
         Without a residual the result is the sum alone, in memory that no other operation of the layer writes.
         `next_norm` and the result's memory: see `linear_add`. `partial`: the experts' sum, biases included, is summed

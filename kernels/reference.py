@@ -31,7 +31,7 @@ from quengine.kernels.layer_inputs import input_glu, layer_inputs
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.layer_norm import normed as _normed
 from quengine.kernels.mamba2 import Mamba2Spec, mamba2
-from quengine.kernels.moe.experts import experts_add, experts_glu
+from quengine.kernels.moe.experts import ExpertShare, experts_add, experts_glu
 from quengine.kernels.moe.router import Router, Routing, route
 from quengine.kernels.plain_rows import PlainRows
 from quengine.kernels.pointwise import Pointwise, pointwise
@@ -66,10 +66,16 @@ class ReferenceWeight:
 
 @dataclass(frozen=True)
 class ReferenceExperts:
-    """The matrices of E experts, each with its bias. `bias`: [E, N]."""
+    """The matrices of E experts, each with its bias. `bias`: [E, N]. share: which of a layer's they are; None: all."""
 
     experts: tuple[ReferenceWeight, ...]
     bias: Tensor | None
+    share: ExpertShare | None = None
+
+    @property
+    def numbers(self) -> range:
+        """Their numbers in a routing."""
+        return range(len(self.experts)) if self.share is None else self.share.numbers(len(self.experts))
 
     @property
     def rows(self) -> int:
@@ -209,14 +215,20 @@ class ReferenceBackend(PlainRows):
         return _normed(y, post_norm) + residual * (1.0 if post_norm is None else post_norm.residual_scale)
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
+        self,
+        gate: Sequence[QuantTensor] | None,
+        up: Sequence[QuantTensor],
+        bias: Tensor | None = None,
+        share: ExpertShare | None = None,
     ) -> ReferenceExperts:
         if gate is None:
-            return ReferenceExperts(tuple(self._loaded([expert]) for expert in up), bias)
-        return ReferenceExperts(tuple(self._loaded(pair) for pair in zip(gate, up, strict=True)), bias)
+            return ReferenceExperts(tuple(self._loaded([expert]) for expert in up), bias, share)
+        return ReferenceExperts(tuple(self._loaded(pair) for pair in zip(gate, up, strict=True)), bias, share)
 
-    def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> ReferenceExperts:
-        return ReferenceExperts(tuple(self._loaded([expert]) for expert in down), bias)
+    def down_experts(
+        self, down: Sequence[QuantTensor], bias: Tensor | None = None, share: ExpertShare | None = None
+    ) -> ReferenceExperts:
+        return ReferenceExperts(tuple(self._loaded([expert]) for expert in down), bias, share)
 
     def route(
         self,
@@ -240,7 +252,8 @@ class ReferenceBackend(PlainRows):
         gate_up: ReferenceExperts,
         activation: Activation = "silu",
     ) -> Tensor:
-        return experts_glu(_normed(x, norm), routing, functools.partial(self._expert, gate_up), activation)
+        linear = functools.partial(self._expert, gate_up)
+        return experts_glu(_normed(x, norm), routing, linear, activation, gate_up.numbers)
 
     def experts_add(
         self,
@@ -257,13 +270,14 @@ class ReferenceBackend(PlainRows):
         if residual is None:
             residual = gated.new_zeros(len(gated), down.experts[0].rows)
         if partial:
-            y = experts_add(gated, routing, linear, torch.zeros_like(residual))
+            y = experts_add(gated, routing, linear, torch.zeros_like(residual), down.numbers)
             return self.communicator.all_reduce(y) + residual
-        return experts_add(gated, routing, linear, residual)
+        return experts_add(gated, routing, linear, residual, down.numbers)
 
     def _expert(self, weight: ReferenceExperts, expert: int, x: Tensor) -> Tensor:
-        y = self._matmul(x, weight.experts[expert])
-        return y if weight.bias is None else y + weight.bias[expert]
+        number = weight.numbers.index(expert)
+        y = self._matmul(x, weight.experts[number])
+        return y if weight.bias is None else y + weight.bias[number]
 
     @property
     def altup(self) -> AltUpOperations:

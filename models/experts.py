@@ -10,6 +10,7 @@ from torch import Tensor
 from quengine.kernels.backend import Hidden
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.layer_norm import Norm
+from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
@@ -25,8 +26,7 @@ class MixtureOfExperts:
     Tensors of experts are `ffn_*_exps`, [E, rows, columns]. `host`: computes the experts that stay in host memory.
     `chosen`, int32 [T, k], ascending: the experts of a step's rows, which replace the router's selection.
 
-    With expert parallelism, a rank's tensors end with one expert of zeros, which stands for all experts of other
-    ranks.
+    With expert parallelism a rank has some of the experts, and computes nothing for those of other ranks.
     """
 
     chosen: Tensor | None = None
@@ -39,8 +39,8 @@ class MixtureOfExperts:
         self.activation = each.function
         self.experts = experts
         bias, count, held = declared.form.bias, experts.count, experts.held
-        self.local = None if held is None else _local_numbers(held, count).to(self.backend.device)
-        count = count if held is None else len(held) + 1
+        share = () if held is None else (ExpertShare(held.start, count),)
+        count = count if held is None else len(held)
         gate, up = _gate_and_up(tensors, count, experts.feed_forward_length, each.has_gate)
         down = _of_experts(tensors, "down", count)
         shared = [] if host is not None else _joined_shared(declared, tensors, [gate, up, down])
@@ -53,10 +53,9 @@ class MixtureOfExperts:
             *gates, own_up, own_down = shared
             gate, up, down = gate and [*gate, *gates], [*up, own_up], [*down, own_down]
         gate_up_bias = _bias(tensors, "gate", "up", count=count) if bias else None
-        self.gate_up = self.expert_backend.gate_up_experts(gate, up, gate_up_bias)
-        self.down = self.expert_backend.down_experts(
-            down, _bias(tensors, "down", count=count) if bias else None
-        )
+        down_bias = _bias(tensors, "down", count=count) if bias else None
+        self.gate_up = self.expert_backend.gate_up_experts(gate, up, gate_up_bias, *share)
+        self.down = self.expert_backend.down_experts(down, down_bias, *share)
         self.shared_entry = self.shared_down = None
         if experts.shared_feed_forward_length and not shared:
             self.shared_entry = FeedForwardEntry(each, tensors, "_shexp")
@@ -79,9 +78,6 @@ class MixtureOfExperts:
         """activation(gate) * up of each row's experts, and the routing."""
         given = () if self.chosen is None else (self.chosen,)
         routing = self.backend.route(batch, x, self.router_norm, self.router, *given)
-        if self.local is not None:
-            numbers = self.local.index_select(0, routing.experts.flatten())
-            routing = replace(routing, experts=numbers.view_as(routing.experts))
         norm: RMSNorm | None = self.expert_norm
         if self.router.kind.weighs_inputs:
             x, norm = self.backend.weighed(batch, x, self.expert_norm, routing.weights), None
@@ -103,13 +99,6 @@ class MixtureOfExperts:
         joined = int(self.router.joins_shared)
         experts = (self.gate_up.nbytes + self.down.nbytes) / (self.experts.count + joined)
         return int(every + experts * (self.experts.expected(rows) + joined))
-
-
-def _local_numbers(held: range, count: int) -> Tensor:
-    """The local number of each of `count` experts on a rank that holds the experts `held`: int32 [count]."""
-    numbers = torch.full((count,), len(held), dtype=torch.int32)
-    numbers[held.start : held.stop] = torch.arange(len(held), dtype=torch.int32)
-    return numbers
 
 
 def _joined_shared(

@@ -107,8 +107,7 @@ class ModelSplit:
         if cut.along == "experts":
             experts = tensor.data.view(tensor.shape[0], -1, tensor.data.shape[1])
             (held,) = kept
-            parts = [experts[held.start : held.stop], torch.zeros_like(experts[:1])]
-            data = torch.cat(parts).flatten(0, 1)
+            data = experts[held.start : held.stop].flatten(0, 1)
         elif cut.along == "columns":
             spans = [[tensor.format.row_bytes(edge) for edge in (part.start, part.stop)] for part in kept]
             data = torch.cat([tensor.data[:, start:stop] for start, stop in spans], dim=1)
@@ -126,11 +125,7 @@ class ModelSplit:
         kept = self._kept(name, cut)
         if cut.along == "experts":
             (held,) = kept
-            a, b = (
-                torch.cat([each[held.start : held.stop], torch.zeros_like(each[:1])])
-                for each in (change.a, change.b)
-            )
-            return LowRank(a, b, change.scale)
+            return change._replace(a=change.a[held.start : held.stop], b=change.b[held.start : held.stop])
         index = torch.cat([torch.arange(part.start, part.stop) for part in kept])
         if cut.along == "columns":
             return change._replace(a=change.a.index_select(-1, index))
@@ -143,7 +138,7 @@ class ModelSplit:
             return tensor.shape
         size = sum(map(len, self._kept(tensor.name, cut)))
         if cut.along == "experts":
-            return (size + 1, *tensor.shape[1:])
+            return (size, *tensor.shape[1:])
         if cut.along == "columns":
             return (*tensor.shape[:-1], size)
         return (*tensor.shape[:-2], size, tensor.shape[-1])

@@ -201,6 +201,9 @@ def _rank_and_draft_cases() -> Iterator[Case]:
     for ranks in (2, 8):
         steps = partial(rank_steps, narrow(PRESETS["gemma3-4b" if ranks == 2 else "mistral-7b"]), ranks)
         yield Case(f"{ranks} ranks", (80, 90), steps)
+    for name in ("qwen3-30b-a3b", "gpt-oss-20b"):
+        steps = partial(rank_steps, PRESETS[name], 2, by_expert=True)
+        yield Case(f"{name}, 2 ranks with experts each", ARCHS, steps)
     yield Case(
         "mistral-7b, rows that are given", (80, 90), partial(given_steps, narrow(PRESETS["mistral-7b"]))
     )
@@ -260,11 +263,11 @@ def _steps(graphs: CudaGraphs, sizes: Sizes) -> Iterator[Step]:
         yield False, partial(graphs.run_prompts, graphs.lengths_of(rows))
 
 
-def rank_steps(spec: SyntheticModel, ranks: int) -> Iterator[Step]:
-    """Steps of one of several ranks that share a model."""
+def rank_steps(spec: SyntheticModel, ranks: int, by_expert: bool = False) -> Iterator[Step]:
+    """Steps of one of several ranks that share a model. by_expert: each has some experts whole."""
     whole = plan_of(spec)
     tensors = meta_tensors(whole.tensors)
-    split = ModelSplit(whole.config, tensors, Rank(0, ranks))
+    split = ModelSplit(whole.config, tensors, Rank(0, ranks, by_expert))
     part = replace(whole, config=split.config, tensors=SplitTensors(tensors, split).stored())
     (graphs,) = part.graphs()
     yield from _steps(graphs, FEW)

@@ -70,9 +70,9 @@ class ExpertPlacement:
         return sum(self.host.values()) + self.tables
 
     def device_bytes(self, held: int) -> int:
-        """Bytes that `held` experts of each layer in host memory take on the device, and one of zeros beside them."""
+        """Bytes that `held` experts of each layer in host memory take on the device."""
         of_one = sum(self.host.values()) // max(1, self.experts)
-        return (held + 1) * (of_one + of_one // 32) if held else 0
+        return held * (of_one + of_one // 32)
 
     @property
     def stream_bytes(self) -> int:
@@ -96,7 +96,7 @@ class ExpertPlacement:
         if requested is not None:
             return replace(self, held=min(requested, self.experts), streams=streams)
         room -= self.stream_bytes if streams else 0
-        held = min(self.experts, room // max(1, self.device_bytes(1) // 2) - 1)
+        held = min(self.experts, room // max(1, self.device_bytes(1)))
         return replace(self, held=held if held >= least else 0, streams=streams)
 
     def check_host_memory(self, free: int) -> None:

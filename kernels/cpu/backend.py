@@ -37,6 +37,7 @@ from quengine.kernels.image_attention import attend_within_images
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.mamba2 import Mamba2Spec
+from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.plain_rows import PlainRows
 from quengine.kernels.pointwise import Pointwise, pointwise
@@ -182,12 +183,18 @@ class CpuBackend(PlainRows):
         return added_rows(y, residual, post_norm, branch)
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
+        self,
+        gate: Sequence[QuantTensor] | None,
+        up: Sequence[QuantTensor],
+        bias: Tensor | None = None,
+        share: ExpertShare | None = None,
     ) -> CpuExperts:
-        return gate_up_experts(gate, up, bias)
+        return gate_up_experts(gate, up, bias, share)
 
-    def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> CpuExperts:
-        return down_experts(down, bias)
+    def down_experts(
+        self, down: Sequence[QuantTensor], bias: Tensor | None = None, share: ExpertShare | None = None
+    ) -> CpuExperts:
+        return down_experts(down, bias, share)
 
     def route(
         self,

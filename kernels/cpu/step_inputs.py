@@ -47,10 +47,6 @@ class StepInputs(Protocol):
         """Experts that rows are to use, int32 [rows, k]."""
         ...
 
-    def repeats(self, experts: Tensor) -> bool:
-        """Whether a single row may have several slots of one expert, as where other ranks' experts share an index."""
-        ...
-
 
 class BatchInputs:
     """The inputs of one batch, checked: an operation outside the cache or the embedding raises ValueError.
@@ -95,9 +91,6 @@ class BatchInputs:
 
     def chosen(self, experts: Tensor | None, router: Router) -> Tensor | None:
         return None if experts is None else checked_experts(experts, router)
-
-    def repeats(self, experts: Tensor) -> bool:
-        return len(experts) == 1 and len(set(experts[0].tolist())) < experts.shape[1]
 
 
 class RunInputs:
@@ -144,6 +137,3 @@ class RunInputs:
 
     def chosen(self, experts: Tensor | None, _router: Router) -> Tensor | None:
         return experts
-
-    def repeats(self, _experts: Tensor) -> bool:
-        return False

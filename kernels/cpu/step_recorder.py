@@ -271,8 +271,8 @@ class StepRecorder:
         source, used, parts = self._normed(x, norm), routing.experts.shape[1], gate_up.parts
         order, places = (self._buffer(role, used, torch.int64) for role in ("slot order", "slot places"))
         table = self._buffer("expert groups", HEAD + GROUP * used, torch.int64)
-        groups = ExpertSlots(order, places, table, self.inputs.repeats(routing.experts))
-        self._then(groups.launch(routing.experts, len(parts[0].matrices)))
+        groups = ExpertSlots(order, places, table)
+        self._then(groups.launch(routing.experts, gate_up.held))
         inputs = [self._input(source, part.first) for part in parts]
         if not groups.single_places:
             inputs = self._spread(inputs, groups)

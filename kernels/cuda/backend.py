@@ -86,6 +86,7 @@ from quengine.kernels.image_attention import attend_within_images, spans_of
 from quengine.kernels.latent_spec import LatentSpec
 from quengine.kernels.layer_norm import LayerNorm, Norm
 from quengine.kernels.mamba2 import Mamba2Spec
+from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.pointwise import Pointwise
 from quengine.kernels.quant_tensor import QuantTensor
@@ -273,14 +274,20 @@ class CudaBackend:
         return RmsNormed(*matmul_norm(rows, weight, self._room(), stream, next_norm, self.pdl, exact(batch)))
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
+        self,
+        gate: Sequence[QuantTensor] | None,
+        up: Sequence[QuantTensor],
+        bias: Tensor | None = None,
+        share: ExpertShare | None = None,
     ) -> ExpertWeights:
         if gate is None:
-            return self._noted_experts(pack_experts(up, self.device, bias))
-        return self._noted_experts(pack_gate_up_experts(gate, up, self.device, bias))
+            return self.down_experts(up, bias, share)
+        return self._noted_experts(pack_gate_up_experts(gate, up, self.device, bias, share))
 
-    def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> ExpertWeights:
-        return self._noted_experts(pack_experts(down, self.device, bias))
+    def down_experts(
+        self, down: Sequence[QuantTensor], bias: Tensor | None = None, share: ExpertShare | None = None
+    ) -> ExpertWeights:
+        return self._noted_experts(pack_experts(down, self.device, bias, share))
 
     def route(
         self, _batch: ForwardBatch, x: Residual, norm: RMSNorm, router: Router, experts: Tensor | None = None

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
+from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.moe.held_experts import HeldExperts, Replacement, places_of
 from quengine.kernels.offload.matrices import ExpertPlaces, LayerMatrices
 
 
 class DeviceExperts:
-    """The experts of a layer on a device: those of `experts[place]`, and behind them one of zeros, which stands for
-    all others. uses: int32 [E], on the device.
+    """The experts of a layer on a device: those of `experts[place]`. uses: int32 [E], on the device.
 
     held: what the device sees of it. gate_up, down: their weights. A replacement is begun, which empties a place;
     copies weights; and is ended once they are there.
@@ -24,7 +24,9 @@ class DeviceExperts:
         device, count = uses.device, len(experts)
         self._of_file, self.experts = of_file, list(experts)
         self._places = [
-            ExpertPlaces(matrices, count + 1, device, bounds, lambda size: _zeros(size, device))
+            ExpertPlaces(
+                matrices, count, device, bounds, lambda size: _zeros(size, device), ExpertShare(0, count)
+            )
             for matrices, bounds in of_file.parts
         ]
         self.held = HeldExperts(places_of(experts, of_file.count).to(device), uses, count)

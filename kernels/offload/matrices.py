@@ -26,6 +26,7 @@ from quengine.kernels.cuda.weights.packed import (
     rows_at_a_time,
 )
 from quengine.kernels.cuda.weights.repack import RepackTable, repack, repack_table
+from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.quant_tensor import QuantTensor
 
 _BYTES_AT_A_TIME = 64 << 20
@@ -111,7 +112,7 @@ class LayerMatrices:
 
 class ExpertPlaces:
     """`count` places for experts of `matrices` on a device, all zeros at first. bounds: `Matrices.bounds`, of the layer
-    whose experts they have."""
+    whose experts they have. share: see ExpertWeights; a routing names places."""
 
     def __init__(
         self,
@@ -120,6 +121,7 @@ class ExpertPlaces:
         device: torch.device,
         bounds: Sequence[PartBounds],
         allocate: Allocate,
+        share: ExpertShare | None = None,
     ) -> None:
         first, self.device = matrices.up[0], device
         self.tables = None if matrices.tables is None else [table.to(device) for table in matrices.tables]
@@ -129,7 +131,7 @@ class ExpertPlaces:
             padded = _padded_rows(kind[0], matrices.paired) * (2 if matrices.paired else 1)
             parts.append(empty_part(kind[0], count * padded, bound, allocate, device))
         bias = None if matrices.bias is None else torch.zeros(count, rows, device=device)
-        self.weights = ExpertWeights(tuple(parts), count, rows, matrices.paired, bias)
+        self.weights = ExpertWeights(tuple(parts), count, rows, matrices.paired, bias, share)
 
     def bounded(self, bounds: Sequence[PartBounds]) -> ExpertWeights:
         """The weights with the bounds of another layer, whose experts have taken the places."""

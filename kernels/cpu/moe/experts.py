@@ -66,9 +66,15 @@ class ExpertPart:
 
 @dataclass(frozen=True)
 class CpuExperts:
-    """The gate and up matrices, or the down matrices, of a layer's experts."""
+    """The gate and up matrices, or the down matrices, of a layer's experts, or of those from number `first` on."""
 
     parts: tuple[ExpertPart, ...]
+    first: int = 0
+
+    @property
+    def held(self) -> range:
+        """Their numbers in a routing."""
+        return range(self.first, self.first + len(self.parts[0].matrices))
 
     @property
     def rows(self) -> int:

@@ -25,7 +25,7 @@ _MOST_BLOCK_ROWS = 32
 
 
 def group_kernel() -> bytes:
-    """One task: a stable sort of the slots by expert; slots of experts that are not there come nowhere."""
+    """One task: a stable sort of the slots by expert; slots of experts that are not here come nowhere."""
     start_floats = 2 * (MOST_EXPERTS + 1)  # with a shared expert
 
     def group(args: GroupArguments, _task: int) -> None:
@@ -34,7 +34,7 @@ def group_kernel() -> bytes:
         for expert in range(args.count):
             put_int64(starts, expert, 0)
         for slot in range(slots):
-            expert = int32_at(experts, slot)
+            expert = int32_at(experts, slot) - args.first
             if 0 <= expert < args.count:
                 put_int64(starts, expert, int64_at(starts, expert) + 1)
         groups, blocks, first = 0, 0, 0
@@ -53,7 +53,7 @@ def group_kernel() -> bytes:
         put_int64(table, 0, groups)
         put_int64(table, 1, blocks)
         for slot in range(slots):
-            expert = int32_at(experts, slot)
+            expert = int32_at(experts, slot) - args.first
             place = -1
             if 0 <= expert < args.count:
                 place = int64_at(starts, expert)

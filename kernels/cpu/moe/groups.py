@@ -2,8 +2,8 @@
 
 The T rows of a step have k experts each. The T * k slots, numbered row by row, are sorted by expert; a slot's index in
 that order is its place. The slots of one expert are a group, or several if they are many. A kernel over groups is
-launched with tasks for the most groups possible; surplus tasks return at once. A slot whose expert is none of the
-layer's, as -1 for one that another device computes, has the place -1: it is in no group, and adds nothing.
+launched with tasks for the most groups possible; surplus tasks return at once. A slot whose expert is not here, but
+computed by another device, has the place -1: it is in no group, and adds nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ block).
 class GroupArguments(Arguments):
     """experts: int32 [slots]. order, places: int64 [slots]. table: int64. All are addresses.
 
-    count: experts of the layer; most: places per group; block_rows: places per block.
+    first, count: the experts that are here, by their numbers; most: places per group; block_rows: places per block.
     """
 
     experts: int
     slots: int
+    first: int
     count: int
     most: int
     block_rows: int
@@ -100,13 +101,12 @@ class ExpertSlots:
     """A step's slots by expert.
 
     order: int64 [T, k], the slot at each place. places: int64 [T, k], the place of each slot. table: int64, HEAD and
-    GROUP for each group. repeats: several slots of a single row may have the same expert.
+    GROUP for each group.
     """
 
     order: Tensor
     places: Tensor
     table: Tensor
-    repeats: bool = False
 
     @property
     def slots(self) -> int:
@@ -119,21 +119,21 @@ class ExpertSlots:
     @property
     def single_places(self) -> bool:
         """Whether every group has one place, as with a single row."""
-        return self.order.shape[0] == 1 and not self.repeats
+        return self.order.shape[0] == 1
 
     @classmethod
-    def empty(cls, rows: int, used: int, repeats: bool = False) -> ExpertSlots:
+    def empty(cls, rows: int, used: int) -> ExpertSlots:
         """Uninitialised groups of `rows` rows with `used` experts each."""
         order, places = torch.empty(2, rows, used, dtype=torch.int64)
-        return cls(order, places, torch.empty(HEAD + GROUP * rows * used, dtype=torch.int64), repeats)
+        return cls(order, places, torch.empty(HEAD + GROUP * rows * used, dtype=torch.int64))
 
-    def launch(self, experts: Tensor, count: int, most: int = 1 << 40, block_rows: int = 1) -> Launch:
-        """The kernel, of one task, that fills this in from experts int32 [T, k] below `count`.
+    def launch(self, experts: Tensor, held: range, most: int = 1 << 40, block_rows: int = 1) -> Launch:
+        """The kernel, of one task, that fills this in from experts int32 [T, k], of which `held` are here.
 
         A group has at most `most` places, in blocks of `block_rows`.
         """
         arguments = GroupArguments(
-            *(experts.data_ptr(), self.slots, count, most, block_rows),
+            *(experts.data_ptr(), self.slots, held.start, len(held), most, block_rows),
             order=self.order.data_ptr(),
             places=self.places.data_ptr(),
             table=self.table.data_ptr(),

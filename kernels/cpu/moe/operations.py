@@ -20,6 +20,7 @@ from quengine.kernels.cpu.ops.glu import glu
 from quengine.kernels.cpu.runtime.scratch import scratch
 from quengine.kernels.cpu.runtime.threads import run
 from quengine.kernels.glu import Activation
+from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.quant_tensor import QuantTensor
 
@@ -33,13 +34,15 @@ class ExpertRows:
     records: Tensor | None = None
 
     def by_slot(self) -> Tensor:
-        """The values [T, k, F], in the order of the routing."""
-        return self.values[self.groups.places]
+        """The values [T, k, F], in the order of the routing; zeros of experts that are not there."""
+        absent = self.values.new_zeros(1, self.values.shape[1])
+        return torch.cat([self.values, absent])[self.groups.places]
 
     def of_slots(self, rows: Tensor) -> ExpertRows:
         """The same places with other values: rows fp32 [T, k, F], in the order of the routing."""
         values, records = torch.empty_like(self.values), None
-        values[self.groups.places] = rows
+        here = self.groups.places >= 0
+        values[self.groups.places[here]] = rows[here]
         if self.records is not None:
             records = torch.empty_like(self.records)
             run([quantize_launch(values, records)])
@@ -47,21 +50,27 @@ class ExpertRows:
 
 
 def gate_up_experts(
-    gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None
+    gate: Sequence[QuantTensor] | None,
+    up: Sequence[QuantTensor],
+    bias: Tensor | None,
+    share: ExpertShare | None = None,
 ) -> CpuExperts:
     """The gate and up matrices [F, K] of E experts, for `experts_glu`. bias: fp32 [E, 2F], gate first. gate None: they
-    have none, and no bias."""
+    have none, and no bias. share: see `Backend.gate_up_experts`."""
+    first = 0 if share is None else share.first
     if gate is None:
         assert bias is None
-        return CpuExperts((ExpertPart.of(up, None),))
+        return CpuExperts((ExpertPart.of(up, None),), first)
     width = gate[0].rows
     biases = (None, None) if bias is None else (bias[:, :width], bias[:, width:])
-    return CpuExperts((ExpertPart.of(gate, biases[0]), ExpertPart.of(up, biases[1])))
+    return CpuExperts((ExpertPart.of(gate, biases[0]), ExpertPart.of(up, biases[1])), first)
 
 
-def down_experts(down: Sequence[QuantTensor], bias: Tensor | None) -> CpuExperts:
+def down_experts(
+    down: Sequence[QuantTensor], bias: Tensor | None, share: ExpertShare | None = None
+) -> CpuExperts:
     """The down matrices [N, F] of E experts, for `experts_add`. bias: fp32 [E, N]."""
-    return CpuExperts((ExpertPart.of(down, bias),))
+    return CpuExperts((ExpertPart.of(down, bias),), 0 if share is None else share.first)
 
 
 def prompt_experts_glu(
@@ -74,7 +83,7 @@ def prompt_experts_glu(
     _check_width(x, gate_up)
     (rows, used), width = routing.experts.shape, gate_up.parts[0].first.rows
     between = scratch("gate and up", rows * used, len(gate_up.parts) * width)
-    groups, launches = prompt_expert_launches(x.contiguous(), routing, gate_up.parts, between)
+    groups, launches = prompt_expert_launches(x.contiguous(), routing, gate_up, between)
     run(launches)
     return ExpertRows(glu(between, activation), groups)
 
@@ -92,7 +101,7 @@ def prompt_experts_add(
         residual = torch.zeros(len(routing.experts), part.first.rows)
     residual, groups = residual.contiguous(), gated.groups
     y, products = torch.empty_like(residual), scratch("experts' products", groups.slots, part.first.rows)
-    groups, launches = prompt_expert_launches(gated.values, routing, down.parts, products, by_place=True)
+    groups, launches = prompt_expert_launches(gated.values, routing, down, products, by_place=True)
     run([*launches, add_experts_launch(groups, products, routing.weights, residual, y)])
     return y
 

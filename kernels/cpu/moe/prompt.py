@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quengine.kernels.cpu.gemm.tile_matmul import TileKind, tile_kind
 from quengine.kernels.cpu.gemm.tiles import DEPTH, MatmulArguments
-from quengine.kernels.cpu.moe.experts import ExpertPart
+from quengine.kernels.cpu.moe.experts import CpuExperts, ExpertPart
 from quengine.kernels.cpu.moe.groups import ExpertSlots, GroupedMatmulArguments, PackGroupsArguments
 from quengine.kernels.cpu.runtime.kernel_table import grouped_matmul_kernel, pack_groups_kernel
 from quengine.kernels.cpu.runtime.scratch import scratch
@@ -26,23 +26,24 @@ _TASK_BYTES = (
 
 
 def prompt_expert_launches(
-    x: Tensor, routing: Routing, parts: Sequence[ExpertPart], y: Tensor, by_place: bool = False
+    x: Tensor, routing: Routing, experts: CpuExperts, y: Tensor, by_place: bool = False
 ) -> tuple[ExpertSlots, list[Launch]]:
-    """y fp32 [T * k, sum of N_i] = rows of x times each part's matrix of their experts, plus its bias, by place.
+    """y fp32 [T * k, sum of N_i] = rows of x times each part's matrix of those of their experts that are here, plus its
+    bias, by place.
 
     x: fp32 [T, K], or with `by_place` [T * k, K]. All are contiguous. The launches fill the returned groups first.
     """
     rows, used = routing.experts.shape
     by_kind: dict[TileKind, list[tuple[int, ExpertPart]]] = {}
-    column, count = 0, len(parts[0].matrices)
-    for part in parts:
+    column = 0
+    for part in experts.parts:
         by_kind.setdefault(tile_kind(part.first), []).append((column, part))
         column += part.first.rows
     launches: list[Launch] = []
     for kind, placed in by_kind.items():
         groups = ExpertSlots.empty(rows, used)
         most = max(1, min(rows, kind.most or rows))
-        launches.append(groups.launch(routing.experts, count, most, kind.block))
+        launches.append(groups.launch(routing.experts, experts.held, most, kind.block))
         launches += _grouped_launches(x, kind, placed, groups, most, y, by_place)
     return groups, launches
 

@@ -19,6 +19,7 @@ from quengine.kernels.cuda.launch.gpu import Gpu, assuming
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pairs_experts
 from quengine.kernels.cuda.weights.layout import TILE_ROWS, packed_layout
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight, can_pair
+from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.quant_tensor import QuantTensor
 
 META = torch.device("meta")
@@ -83,19 +84,26 @@ class MetaBackend(CudaBackend):
         )
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
+        self,
+        gate: Sequence[QuantTensor] | None,
+        up: Sequence[QuantTensor],
+        bias: Tensor | None = None,
+        share: ExpertShare | None = None,
     ) -> ExpertWeights:
         if gate is None:
-            return self.down_experts(up, bias)
+            return self.down_experts(up, bias, share)
         count, rows = len(gate), 2 * gate[0].rows
         if pairs_experts(gate[0], up[0]):
-            return self._noted_experts(ExpertWeights((_experts(gate, rows),), count, rows, True, bias))
+            return self._noted_experts(ExpertWeights((_experts(gate, rows),), count, rows, True, bias, share))
         parts = (_experts(gate, rows // 2), _experts(up, rows // 2))
-        return self._noted_experts(ExpertWeights(parts, count, rows, bias=bias))
+        return self._noted_experts(ExpertWeights(parts, count, rows, bias=bias, share=share))
 
-    def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> ExpertWeights:
+    def down_experts(
+        self, down: Sequence[QuantTensor], bias: Tensor | None = None, share: ExpertShare | None = None
+    ) -> ExpertWeights:
         rows = down[0].rows
-        return self._noted_experts(ExpertWeights((_experts(down, rows),), len(down), rows, bias=bias))
+        parts = (_experts(down, rows),)
+        return self._noted_experts(ExpertWeights(parts, len(down), rows, bias=bias, share=share))
 
     def vector(self, parts: Sequence[QuantTensor]) -> Tensor:
         return empty(sum(prod(part.shape) for part in parts))

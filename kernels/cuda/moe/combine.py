@@ -78,7 +78,7 @@ def grouped_glu_rows(
 def _combine_kernel(
     product_ptr, known_positions_ptr, known_weight_ptr, residual_ptr, norm_ptr, out_ptr, row_scale_ptr, out_stride, eps,
     USED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, LAYOUT: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    SHARE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -102,7 +102,10 @@ def _combine_kernel(
         products = ()
         for slot in tl.static_range(first, _end(first, USED)):
             at = product_ptr + places[slot] * WIDTH + column
-            products = products + (tl.load(at, mask=inside, other=0.0, volatile=True),)
+            here = inside
+            if SHARE:  # another device has the experts of negative places
+                here &= places[slot] >= 0
+            products = products + (tl.load(at, mask=here, other=0.0, volatile=True),)
         total += zeros_behind(products[_end(first, USED) - 1 - first], ASM)
         for slot in tl.static_range(first, _end(first, USED)):
             total += weights[slot] * products[slot - first]
@@ -125,8 +128,8 @@ def combine_experts(
     pdl: bool = False,
 ) -> None:
     """Adds to `residual`, contiguous fp32 [T, N], each row's weighted products: products [places, N] times
-    weights, fp32 [T, k], summed in the order of its slots. `out`: the destination of `norm` of the sum, as an
-    fp16 operand.
+    weights, fp32 [T, k], summed in the order of its slots, of those whose experts are here. `out`: the destination of
+    `norm` of the sum, as an fp16 operand.
     """
     rows, width = residual.shape
     assert products.shape[1] == width and residual.is_contiguous() and weights.is_contiguous()
@@ -137,6 +140,6 @@ def combine_experts(
         residual if out is None else out.values, residual if out is None else out.row_scale,
         0 if out is None else out.stride, 0.0 if norm is None else norm.eps,
         USED=weights.shape[1], WIDTH=width, BLOCK=max(shape.head, 128), NORM=norm is not None,
-        LAYOUT=0 if out is None else int(out.layout), ASM=uses_assembly(), PDL=pdl, num_warps=shape.warps,
-        launch_pdl=pdl,
+        LAYOUT=0 if out is None else int(out.layout), SHARE=groups.share is not None, ASM=uses_assembly(), PDL=pdl,
+        num_warps=shape.warps, launch_pdl=pdl,
     )  # fmt: skip

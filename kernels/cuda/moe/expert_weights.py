@@ -15,6 +15,7 @@ from quengine.kernels.cuda.weights.packed import (
     pair_rows,
     rows_at_a_time,
 )
+from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.quant_tensor import QuantTensor
 
 MOST_WORDS = 2**31 - 1
@@ -30,6 +31,7 @@ class ExpertWeights:
     zeros fill its last one. In a FloatPart expert e begins at row e * part_rows.
     paired: the expert's rows are gate and up, paired within its tiles (see PackedWeight).
     bias: fp32 [E, expert_rows], gate first, added to an expert's outputs.
+    share: which of a layer's experts they are; None: all.
     """
 
     parts: tuple[PackedPart | FloatPart, ...]
@@ -37,6 +39,17 @@ class ExpertWeights:
     expert_rows: int
     paired: bool = False
     bias: Tensor | None = None
+    share: ExpertShare | None = None
+
+    @property
+    def first(self) -> int:
+        """The number of the first one in a routing."""
+        return 0 if self.share is None else self.share.first
+
+    @property
+    def among(self) -> int:
+        """The number of experts that a routing's slots are spread over."""
+        return self.count if self.share is None else self.share.among
 
     @property
     def part_rows(self) -> int:
@@ -83,14 +96,18 @@ def put_experts(held: ExpertWeights, places: Sequence[int], experts: ExpertWeigh
 
 
 def pack_experts(
-    experts: Sequence[QuantTensor], device: torch.device | str, bias: Tensor | None = None
+    experts: Sequence[QuantTensor],
+    device: torch.device | str,
+    bias: Tensor | None = None,
+    share: ExpertShare | None = None,
 ) -> ExpertWeights:
-    """Repacks the matrices [N, K] of E experts on `device`. bias: [E, N].
+    """Repacks the matrices [N, K] of E experts on `device`. bias: [E, N]. share: see ExpertWeights.
 
     Raises ValueError if formats or shapes differ, or for more weights than kernels can count.
     """
     rows = experts[0].rows
-    return ExpertWeights((_pack(experts, device),), len(experts), rows, bias=_bias(bias, len(experts), rows))
+    own = _bias(bias, len(experts), rows)
+    return ExpertWeights((_pack(experts, device),), len(experts), rows, bias=own, share=share)
 
 
 def pack_gate_up_experts(
@@ -98,6 +115,7 @@ def pack_gate_up_experts(
     up: Sequence[QuantTensor],
     device: torch.device | str,
     bias: Tensor | None = None,
+    share: ExpertShare | None = None,
 ) -> ExpertWeights:
     """Repacks the gate and up matrices [F, K] of E experts on `device`, paired if they have one format. bias: [E, 2F].
 
@@ -110,8 +128,8 @@ def pack_gate_up_experts(
     rows = 2 * gate[0].rows
     bias = _bias(bias, len(gate), rows)
     if pairs_experts(gate[0], up[0]):
-        return ExpertWeights((_pack_paired(gate, up, device),), len(gate), rows, True, bias)
-    return ExpertWeights((_pack(gate, device), _pack(up, device)), len(gate), rows, bias=bias)
+        return ExpertWeights((_pack_paired(gate, up, device),), len(gate), rows, True, bias, share)
+    return ExpertWeights((_pack(gate, device), _pack(up, device)), len(gate), rows, bias=bias, share=share)
 
 
 def pairs_experts(gate: QuantTensor, up: QuantTensor) -> bool:

@@ -219,19 +219,21 @@ class _Places:
     reserved: int
 
 
-def _places(tokens: int, used: int, experts: int, workspace: MatmulWorkspace) -> _Places:
-    layout, block = _layout_and_block(tokens, used, experts, workspace)
-    most = most_blocks(tokens * used, experts, block) * block
+def _places(tokens: int, used: int, weights: ExpertWeights, workspace: MatmulWorkspace) -> _Places:
+    among, count = weights.among, weights.count
+    layout, block = _layout_and_block(tokens, used, among, workspace)
+    most = most_blocks(tokens * used, count, block) * block
     if tokens > FEW_ROWS:
         return _Places(layout, block, most, most)
-    of_few = (_layout_and_block(rows, used, experts, workspace)[1] for rows in range(1, FEW_ROWS + 1))
-    reserved = [most_blocks(rows * used, experts, b) * b for rows, b in enumerate(of_few, 1)]
+    of_few = (_layout_and_block(rows, used, among, workspace)[1] for rows in range(1, FEW_ROWS + 1))
+    reserved = [most_blocks(rows * used, count, b) * b for rows, b in enumerate(of_few, 1)]
     return _Places(layout, block, most, operand_rows(max(reserved)))
 
 
 def _layout_and_block(
     tokens: int, used: int, experts: int, workspace: MatmulWorkspace
 ) -> tuple[OperandLayout, int]:
+    """The layout, and the rows of a block, where the rows' slots are spread over `experts`."""
     block = grouped_block(tokens * used, experts)
     if is_hopper(workspace.device):
         return OperandLayout.WGMMA, block
@@ -242,7 +244,7 @@ def _buffers(
     tokens: int, used: int, gate_up: ExpertWeights, width: int, workspace: MatmulWorkspace
 ) -> tuple[Fp16Operand, GroupedRows]:
     """The buffers of the grouped rows, and of gate and up's results of `width` columns."""
-    places = _places(tokens, used, gate_up.count, workspace)
+    places = _places(tokens, used, gate_up, workspace)
     blocks, reserved = places.most // places.block, places.reserved
 
     def take(name: str, dtype: torch.dtype, *shape: int, least: int) -> Tensor:
@@ -260,6 +262,7 @@ def _buffers(
         take("positions", torch.int32, tokens * used, least=4 * used * FEW_ROWS),
         places.block,
         gate_up.count,
+        gate_up.share,
     )
     # down's products, fp32 of the same width, reuse the rows' memory.
     rows, gated = operand("rows", gate_up.cols, 4), operand("gated", width, 2)

@@ -4,7 +4,8 @@ The P = T * k pairs (row, slot) of a routing are counted by expert and numbered 
 each a unique position: first the blocks of expert 0, then those of expert 1, and so on; each expert's last block is
 padded. Blocks and positions follow from the routing alone, so they are the same in every run; the host has a bound on
 their number (kernels/moe/grouping.py), the device the exact one. Few pairs take one launch, in which every program
-counts them; many take three.
+counts them; many take three. A pair whose expert another device has (kernels/moe/experts.py, ExpertShare) has position
+-1 and is in no block.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
     wgmma_order,
 )
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.moe.share import own_number
 from quengine.kernels.cuda.pdl import launch_then_wait
+from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.moe.grouping import most_blocks
 
 _MOST_COUNTED = 1024
@@ -40,13 +43,20 @@ class PairBlocks:
     """The blocks of a step's pairs.
 
     blocks: int32 [1 + `most`]: the number of blocks, then the expert of each; the rest is undefined. positions: int32
-    [P], for pair t * k + s the place of row t for its slot s, `block` places per block.
+    [P], for pair t * k + s the place of row t for its slot s, `block` places per block. experts: how many are here.
+    share: which of the layer's they are; None: all.
     """
 
     blocks: Tensor
     positions: Tensor
     block: int
     experts: int
+    share: ExpertShare | None = None
+
+    @property
+    def first(self) -> int:
+        """The number of the first expert in a routing."""
+        return 0 if self.share is None else self.share.first
 
     @property
     def most(self) -> int:
@@ -60,41 +70,28 @@ class PairBlocks:
 
 
 @triton.jit
-def _blocks_of_experts(
-    experts_ptr, pairs, E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr
-):  # fmt: skip
-    """The number of blocks of each expert: int32 [BINS], zeros from E on. COUNTED: pairs counted at a time."""
-    counts = tl.zeros([BINS], tl.int32)
-    for start in range(0, pairs, COUNTED):
-        pair = start + tl.arange(0, COUNTED)
-        expert = tl.load(experts_ptr + pair, mask=pair < pairs, other=E)
-        counts += tl.histogram(expert, BINS)
-    return tl.where(tl.arange(0, BINS) < E, (counts + (BLOCK - 1)) // BLOCK, 0)
-
-
-@triton.jit
 def _blocks_before(blocks, expert):
     """The number of the first block of `expert`."""
     return tl.sum(tl.where(tl.arange(0, blocks.shape[0]) < expert, blocks, 0), 0)
 
 
 @DirectLaunch
-@triton.jit
-def _count_pairs_kernel(experts_ptr, counts_ptr, pairs, CHUNK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["first_expert"])
+def _count_pairs_kernel(experts_ptr, counts_ptr, pairs, first_expert, CHUNK: tl.constexpr, PDL: tl.constexpr):
     """One program per expert: the number of its pairs."""
     launch_then_wait(PDL)
-    mine = tl.program_id(0)
+    mine = first_expert + tl.program_id(0)
     count = tl.zeros([CHUNK], tl.int32)
     for start in range(0, pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
         count += (tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == mine).to(tl.int32)
-    tl.store(counts_ptr + mine, tl.sum(count, 0))
+    tl.store(counts_ptr + tl.program_id(0), tl.sum(count, 0))
 
 
 @DirectLaunch
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _number_pairs_kernel(
-    experts_ptr, counts_ptr, blocks_ptr, positions_ptr, rows,
+    experts_ptr, counts_ptr, blocks_ptr, positions_ptr, rows, first_expert,
     E: tl.constexpr, BINS: tl.constexpr, USED: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +110,7 @@ def _number_pairs_kernel(
         row = (start + tl.arange(0, ROWS))[:, None]
         pair = row * USED + slot
         inside = (row < rows) & (slot < USED)
-        found = tl.load(experts_ptr + pair, mask=inside, other=-1) == mine
+        found = tl.load(experts_ptr + pair, mask=inside, other=-1) == first_expert + mine
         one = found.to(tl.int32)
         of_row = tl.sum(one, 1)
         number = (before + tl.cumsum(of_row, 0) - of_row)[:, None] + (tl.cumsum(one, 1) - one)
@@ -126,19 +123,24 @@ def _number_pairs_kernel(
 
 @triton.jit
 def _number_pair(
-    experts_ptr, blocks_ptr, positions_ptr, mine, pairs,
-    E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
+    experts_ptr, blocks_ptr, positions_ptr, mine, pairs, first_expert,
+    E: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """The position of pair number `mine`, of at most COUNTED; the first pair of a block stores the block's expert."""
+    """The position of pair number `mine`, of at most COUNTED; the first pair of a block stores the block's expert, and
+    pair 0, also where its expert is not here, their number.
+    """
     pair = tl.arange(0, COUNTED)
-    others = tl.load(experts_ptr + pair, mask=pair < pairs, other=E)
-    expert = tl.load(experts_ptr + mine)
-    blocks = _blocks_of_experts(experts_ptr, pairs, E, BINS, BLOCK, COUNTED)
-    first = _blocks_before(blocks, expert)
+    others = tl.load(experts_ptr + pair, mask=pair < pairs, other=first_expert + E)
+    others = own_number(others, first_expert, E, SHARE)
+    expert = own_number(tl.load(experts_ptr + mine), first_expert, E, SHARE)
+    blocks = (tl.histogram(others, BINS) + (BLOCK - 1)) // BLOCK
+    blocks = tl.where(tl.arange(0, BINS) < E, blocks, 0)
     number = tl.sum(((others == expert) & (pair < mine)).to(tl.int32), 0)
-    position = first * BLOCK + number
+    position = _blocks_before(blocks, expert) * BLOCK + number
+    here = expert < E
+    position = tl.where(here, position, -1)
     tl.store(positions_ptr + mine, position)
-    if number % BLOCK == 0:
+    if here & (number % BLOCK == 0):
         tl.store(blocks_ptr + 1 + position // BLOCK, expert)
     if mine == 0:
         tl.store(blocks_ptr, tl.sum(blocks, 0))
@@ -170,12 +172,13 @@ def _store_part(
 
 
 @DirectLaunch
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _group_rows_kernel(
     experts_ptr, blocks_ptr, positions_ptr, x_ptr, row_scale_ptr, out_ptr, out_row_scale_ptr, pairs, K, x_stride,
-    stride,
+    stride, first_expert,
     E: tl.constexpr, USED: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
-    PADDED: tl.constexpr, COLUMNS: tl.constexpr, FROM: tl.constexpr, LAYOUT: tl.constexpr, PDL: tl.constexpr,
+    PADDED: tl.constexpr, COLUMNS: tl.constexpr, FROM: tl.constexpr, LAYOUT: tl.constexpr, SHARE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per pair: copies its row from an operand to its position in another, with zeros from column K on.
 
@@ -183,13 +186,23 @@ def _group_rows_kernel(
     """
     launch_then_wait(PDL)
     pair = tl.program_id(0)
+    if SHARE:
+        away = own_number(tl.load(experts_ptr + pair), first_expert, E, SHARE) == E
+        if away:
+            tl.store(positions_ptr + pair, -1)
+        if away & ((pair > 0) | (COUNTED == 0)):
+            return
     row = (pair // USED).to(tl.int64)
     first = _row_part(x_ptr, row, tl.arange(0, COLUMNS), x_stride, K, PADDED, FROM, LAYOUT)
     row_scale = tl.load(row_scale_ptr + row)
     if COUNTED > 0:
-        place = _number_pair(experts_ptr, blocks_ptr, positions_ptr, pair, pairs, E, BINS, BLOCK, COUNTED)
+        place = _number_pair(
+            experts_ptr, blocks_ptr, positions_ptr, pair, pairs, first_expert, E, BINS, BLOCK, COUNTED, SHARE
+        )  # fmt: skip
     else:
         place = tl.load(positions_ptr + pair)
+    if SHARE and place < 0:
+        return
     place = place.to(tl.int64)
     tl.store(out_row_scale_ptr + place, row_scale)
     _store_part(out_ptr, place, tl.arange(0, COLUMNS), stride, first, PADDED, FROM, LAYOUT)
@@ -200,15 +213,23 @@ def _group_rows_kernel(
 
 
 def number_pairs(experts: Tensor, groups: PairBlocks, pdl: bool = False) -> None:
-    """Fills in `groups` for a routing's experts, int32 [T, k]."""
+    """Fills in `groups` for a routing's experts, int32 [T, k], but for the positions of pairs whose experts are not
+    here."""
     rows, used = experts.shape
     slots = int(triton.next_power_of_2(used))
     counts = torch.empty(groups.experts, dtype=torch.int32, device=experts.device)
     _count_pairs_kernel[(groups.experts,)](
-        experts, counts, experts.numel(), CHUNK=_COUNTED.value, PDL=pdl, num_warps=4, launch_pdl=pdl
+        experts,
+        counts,
+        experts.numel(),
+        groups.first,
+        CHUNK=_COUNTED.value,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
     )
     _number_pairs_kernel[(groups.experts,)](
-        experts, counts, groups.blocks, groups.positions, rows,
+        experts, counts, groups.blocks, groups.positions, rows, groups.first,
         E=groups.experts, BINS=bins(groups.experts), USED=used, SLOTS=slots, BLOCK=groups.block,
         ROWS=min(1024, _NUMBERED // slots), PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
@@ -228,10 +249,10 @@ def group_rows(
     padded = padded_cols(cols)
     _group_rows_kernel[(pairs,)](
         experts, groups.blocks, groups.positions, x.values, x.row_scale, out.values, out.row_scale, pairs, cols,
-        x.stride, out.stride,
+        x.stride, out.stride, groups.first,
         E=groups.experts, USED=used, BINS=bins(groups.experts), BLOCK=groups.block, COUNTED=most, PADDED=padded,
-        COLUMNS=min(2048, int(triton.next_power_of_2(padded))), FROM=int(x.layout), LAYOUT=int(out.layout), PDL=pdl,
-        num_warps=4, launch_pdl=pdl,
+        COLUMNS=min(2048, int(triton.next_power_of_2(padded))), FROM=int(x.layout), LAYOUT=int(out.layout),
+        SHARE=groups.share is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ Defined in kernels/moe/experts.py, kernels/q_dot.py.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -23,6 +24,7 @@ from quengine.kernels.cuda.gemv.matvec_program import (
     row_arguments,
 )
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights
+from quengine.kernels.cuda.moe.share import own_number
 from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.weights.geometry import Geometry
 from quengine.kernels.cuda.weights.launch_table import experts_glu_geometry
@@ -53,6 +55,13 @@ def expert_program(
     return replace(program, even=tiles % geometry.tiles == 0 and part.chunks % geometry.k_warps == 0)
 
 
+def share_constants(weights: ExpertWeights) -> dict[str, Any]:
+    """Constants of the kernels that ask for `own_number`. Without a share it does not depend on the number of experts,
+    so neither do the kernels."""
+    share = weights.share is not None
+    return {"COUNT": weights.count if share else 0, "SHARE": share}
+
+
 def check_rows(x: QuantizedActivations, weights: ExpertWeights, rows: int) -> None:
     """Raises ValueError if x is not `rows` rows of the weights' width."""
     if (x.rows, x.cols) != (rows, weights.cols):
@@ -61,28 +70,30 @@ def check_rows(x: QuantizedActivations, weights: ExpertWeights, rows: int) -> No
 
 def check_routing(routing: Routing, weights: ExpertWeights) -> None:
     """Raises ValueError unless the routing is contiguous int32 and fp32 [T, k], with k at most the number of
-    experts."""
+    the layer's experts."""
     experts, factors = routing.experts, routing.weights
-    fits = experts.ndim == 2 and experts.shape == factors.shape and experts.shape[1] <= weights.count
+    fits = experts.ndim == 2 and experts.shape == factors.shape and experts.shape[1] <= weights.among
     kinds = (experts.dtype, factors.dtype) == (torch.int32, torch.float32)
     if not (fits and kinds and experts.is_contiguous() and factors.is_contiguous()):
         raise ValueError(
-            f"a routing is contiguous int32 and fp32 [T, k], k up to {weights.count}, not {experts.dtype} "
+            f"a routing is contiguous int32 and fp32 [T, k], k up to {weights.among}, not {experts.dtype} "
             f"{list(experts.shape)} and {factors.dtype} {list(factors.shape)}"
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _expert_rows_kernel(
     out_ptr, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps, chosen_ptr, bias_ptr,
-    expert_low, expert_high, expert_scales, expert_supers, expert_tiles, rows, first, stride,
-    X_OF_PAIR: tl.constexpr, P: tl.constexpr,
+    expert_low, expert_high, expert_scales, expert_supers, expert_tiles, rows, first, stride, first_expert,
+    COUNT: tl.constexpr, SHARE: tl.constexpr, X_OF_PAIR: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Program (block of tiles, slot, row): outputs first .. first + rows of an expert's `stride` outputs."""
     wait_then_launch(P.pdl)
     pair = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     row = pair if X_OF_PAIR else tl.program_id(2)
-    expert = tl.load(chosen_ptr + pair)
+    expert = own_number(tl.load(chosen_ptr + pair), first_expert, COUNT, SHARE)
+    if SHARE and expert == COUNT:
+        return
     block = tl.program_id(0) * P.tiles
     tile0 = expert * expert_tiles + block
     planes = (expert_low, expert_high, expert_scales, expert_supers)
@@ -102,9 +113,10 @@ def _expert_rows_kernel(
     tl.store(out_ptr + pair * stride + first + column, y, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _expert_floats_kernel(
-    out_ptr, x_high, x_low, t_ptr, squares_ptr, eps, chosen_ptr, bias_ptr, w_ptr, rows, first, stride,
+    out_ptr, x_high, x_low, t_ptr, squares_ptr, eps, chosen_ptr, bias_ptr, w_ptr, rows, first, stride, first_expert,
+    COUNT: tl.constexpr, SHARE: tl.constexpr,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTIALS: tl.constexpr,
     X_OF_PAIR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -112,7 +124,9 @@ def _expert_floats_kernel(
     wait_then_launch(PDL)
     pair = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     row = pair if X_OF_PAIR else tl.program_id(2)
-    expert = tl.load(chosen_ptr + pair)
+    expert = own_number(tl.load(chosen_ptr + pair), first_expert, COUNT, SHARE)
+    if SHARE and expert == COUNT:
+        return
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     y = float_products(
         w_ptr, expert.to(tl.int64) * rows + n, n < rows, x_high + row * K, x_low + row * K, t_ptr + row * (K // 32),
@@ -126,7 +140,8 @@ def _expert_floats_kernel(
 def matvec_expert_rows(
     x: QuantizedActivations, routing: Routing, weights: ExpertWeights, pdl: bool = False
 ) -> Tensor:
-    """Products with bias of each row's k experts, not paired: fp32 [T * k, expert_rows].
+    """Products with bias of each row's k experts, not paired: fp32 [T * k, expert_rows]; undefined of experts that are
+    not here.
 
     x: [T, K], or [T * k, K] with a row for each expert of a row.
     """
@@ -156,7 +171,8 @@ def _launch_packed(
     geometry = experts_glu_geometry(part, tiles, used)
     _expert_rows_kernel[(triton.cdiv(tiles, geometry.tiles), used, rows)](
         out, *row_arguments(x), routing.experts, weights.bias, *part.planes, tiles, weights.part_rows, first,
-        weights.expert_rows, X_OF_PAIR=x.rows != rows, P=expert_program(part, tiles, geometry, x, pdl),
+        weights.expert_rows, weights.first, **share_constants(weights), X_OF_PAIR=x.rows != rows,
+        P=expert_program(part, tiles, geometry, x, pdl),
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -174,7 +190,8 @@ def _launch_floats(
     high, low, scale, _, squares, eps = row_arguments(x)
     _expert_floats_kernel[(triton.cdiv(weights.part_rows, _FLOAT_ROWS), used, rows)](
         out, high, low, scale, squares, eps, routing.experts, weights.bias, part.weight, weights.part_rows, first,
-        weights.expert_rows, K=x.cols, PARTIALS=0 if x.rms is None else x.rms.squares.shape[1],
+        weights.expert_rows, weights.first, **share_constants(weights), K=x.cols,
+        PARTIALS=0 if x.rms is None else x.rms.squares.shape[1],
         BLOCK_N=_FLOAT_ROWS, BLOCK_K=min(512, triton.next_power_of_2(x.cols)), X_OF_PAIR=x.rows != rows, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

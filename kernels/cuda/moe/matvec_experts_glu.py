@@ -27,7 +27,9 @@ from quengine.kernels.cuda.moe.matvec_expert_rows import (
     expert_program,
     matvec_expert_rows,
     quantized_row,
+    share_constants,
 )
+from quengine.kernels.cuda.moe.share import own_number
 from quengine.kernels.cuda.pdl import wait_then_launch
 from quengine.kernels.cuda.weights.launch_table import experts_glu_geometry
 from quengine.kernels.cuda.weights.packed import PackedPart
@@ -35,19 +37,21 @@ from quengine.kernels.glu import Activation
 from quengine.kernels.moe.router import Routing
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _experts_glu_kernel(
     words_ptr, out_high, out_low, out_scale, out_sums, x_high, x_low, t_ptr, sums_ptr, squares_ptr, eps,
-    chosen_ptr, bias_ptr, expert_low, expert_high, expert_scales, expert_supers, expert_tiles, width,
-    ACTIVATION: tl.constexpr, P: tl.constexpr,
+    chosen_ptr, bias_ptr, expert_low, expert_high, expert_scales, expert_supers, expert_tiles, width, first_expert,
+    COUNT: tl.constexpr, SHARE: tl.constexpr, ACTIVATION: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Program (block of tiles, slot, row); 8 outputs a tile. Launches its dependents when the router has ended, so that
-    they may read its result before they wait.
+    they may read its result before they wait. The programs of an expert that is not here end at once.
     """
     wait_then_launch(P.pdl)
     row = tl.program_id(2)
     pair = row * tl.num_programs(1) + tl.program_id(1)
-    expert = tl.load(chosen_ptr + pair)
+    expert = own_number(tl.load(chosen_ptr + pair), first_expert, COUNT, SHARE)
+    if SHARE and expert == COUNT:
+        return
     first = tl.program_id(0) * P.tiles
     tile0 = expert * expert_tiles + first
     planes = (expert_low, expert_high, expert_scales, expert_supers)
@@ -82,7 +86,7 @@ def matvec_experts_glu(
     pdl: bool = False,
 ) -> QuantizedActivations:
     """activation(gate) * up of each row x [T, K] by its k experts [2F, K], quantized: [T * k, F], F a multiple of 32;
-    of an activation without a gate the experts are [F, K].
+    of an activation without a gate the experts are [F, K]. Rows of experts that are not here are undefined.
 
     Paired weights take one launch, others three or four: the matmuls, the activation, quantization. `scratch`, for T *
     k * F values, avoids an allocation. A row's bits follow from its own values. Raises ValueError for other shapes.
@@ -116,7 +120,7 @@ def _launch(
     geometry = experts_glu_geometry(part, tiles, used)
     _experts_glu_kernel[(triton.cdiv(tiles, geometry.tiles), used, rows)](
         room.words, out.high, out.low, out.scale, out.sums, *row_arguments(x), routing.experts,
-        gate_up.bias, *part.planes, tiles, gate_up.expert_rows // 2,
+        gate_up.bias, *part.planes, tiles, gate_up.expert_rows // 2, gate_up.first, **share_constants(gate_up),
         ACTIVATION=EPILOGUES[activation], P=expert_program(part, tiles, geometry, x, pdl),
         num_warps=geometry.warps, maxnreg=geometry.registers or None, launch_pdl=pdl,
     )  # fmt: skip

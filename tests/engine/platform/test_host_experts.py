@@ -94,13 +94,13 @@ PLACED = ExpertPlacement(2, {0: 3200, 1: 6400, 2: 6400}, 0, 32)
     ("options", "room", "held", "streams"),
     [
         ({}, 0, 0, False),
-        ({}, 309 * 5, 4, False),
-        ({}, 309 * 4, 0, False),
+        ({}, 309 * 4, 4, False),
+        ({}, 309 * 4 - 1, 0, False),
         ({}, 25999, 32, False),
         ({}, 26000, 32, True),
         ({"gpu_experts": 5}, 0, 5, False),
-        ({"gpu_experts": 5}, 13000 + 309 * 6, 5, True),
-        ({"gpu_experts": 99}, 309 * 33, 32, False),
+        ({"gpu_experts": 5}, 13000 + 309 * 5, 5, True),
+        ({"gpu_experts": 99}, 309 * 32, 32, False),
         ({"gpu_experts": 0}, 13000, 0, True),
         ({"deterministic": True}, 1 << 20, 0, False),
     ],
@@ -111,7 +111,7 @@ def test_experts_on_the_device_follow_options_and_room(
 ) -> None:
     placed = PLACED.holding(EngineConfig(cpu_moe=True, **options), 4, room)
     assert (placed.held, placed.streams) == (held, streams)
-    assert placed.shared_bytes == (309 * (held + 1) if held else 0) + (13000 if streams else 0)
+    assert placed.shared_bytes == 309 * held + (13000 if streams else 0)
 
 
 def test_experts_of_models_without_a_place_in_host_memory_are_left_alone() -> None:

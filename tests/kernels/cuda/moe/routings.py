@@ -3,6 +3,7 @@
 import torch
 
 from quengine.kernels.cuda.moe.groups import PairBlocks
+from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.moe.grouping import most_blocks
 
 
@@ -14,6 +15,8 @@ def chosen(rows: int, used: int, count: int, seed: int = 0) -> torch.Tensor:
     return scores.topk(used, dim=-1).indices.sort(dim=-1).values.to(torch.int32)
 
 
-def empty_groups(pairs: int, count: int, block: int, device: torch.device) -> PairBlocks:
+def empty_groups(
+    pairs: int, count: int, block: int, device: torch.device, share: ExpertShare | None = None
+) -> PairBlocks:
     blocks = torch.full((1 + most_blocks(pairs, count, block),), -7, dtype=torch.int32, device=device)
-    return PairBlocks(blocks, torch.full((pairs,), -7, dtype=torch.int32, device=device), block, count)
+    return PairBlocks(blocks, torch.full((pairs,), -7, dtype=torch.int32, device=device), block, count, share)

@@ -8,6 +8,7 @@ import torch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_shape
 from quengine.kernels.cuda.moe import groups as module
 from quengine.kernels.cuda.moe.groups import group_rows, number_pairs
+from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.moe.grouping import BLOCKS, default_block, most_blocks
 from tests.kernels.cuda.moe.routings import chosen, empty_groups
 from tests.kernels.cuda.weights import ordinary_activations
@@ -66,14 +67,29 @@ def test_many_pairs_are_sorted_alike(name: str, block: int, device: torch.device
     assert torch.equal(groups.positions.cpu().long(), positions)
 
 
-def test_a_row_may_have_an_expert_several_times(device: torch.device) -> None:
-    """As where one stands for all experts of other ranks."""
-    experts = chosen(300, 4, 9).clamp(max=5)
-    groups = empty_groups(experts.numel(), 6, 32, device)
-    number_pairs(experts.to(device), groups)
-    of_blocks, positions = expected(experts, 6, 32)
+@pytest.mark.parametrize("first", [0, 3, 9])
+@pytest.mark.parametrize("name", ["ragged", "all experts", "more than a program counts"])
+def test_pairs_whose_experts_another_device_has_are_in_no_block(
+    name: str, first: int, device: torch.device
+) -> None:
+    """The experts here are two of those chosen, or, from number 9 on, none of them."""
+    experts, _ = {**ROUTINGS, **MANY}[name]
+    if name == "more than a program counts":
+        experts = experts.clamp(max=8)
+    rows, used = experts.shape
+    groups = empty_groups(rows * used, 2, 8, device, ExpertShare(first, 11))
+    x = Fp16Operand(torch.randn(rows, 128).half().to(device), torch.ones(rows, device=device))
+    out = Fp16Operand.empty(groups.rows, 128, device)
+    out.values.zero_()
+    group_rows(x, 128, experts.to(device), groups, out)
+    flat = experts.flatten().long() - first
+    here = (flat >= 0) & (flat < 2)
+    of_blocks, positions = expected(flat[here], 2, 8)
     assert groups.blocks[: 1 + len(of_blocks)].tolist() == [len(of_blocks), *of_blocks]
-    assert torch.equal(groups.positions.cpu().long(), positions)
+    found = groups.positions.cpu().long()
+    assert torch.equal(found[here], positions) and (found[~here] == -1).all()
+    assert torch.equal(out.values[found[here]].cpu(), x.values.cpu().repeat_interleave(used, 0)[here])
+    assert int(out.values.any(1).sum()) == int(here.sum())
 
 
 @pytest.mark.parametrize(
