@@ -1,10 +1,9 @@
-"""The router of a mixture of experts: norm, router matmul, selection and weights, in fp32, for few rows in one launch.
+"""The router of a mixture of experts: norm, router matmul, selection and weights, in fp32, in one launch.
 
 Programs share the experts of some rows: each computes the logits of a few experts, row after row. With few rows, the
 last program of a row waits for the others' logits, as words (gemv/matvec_program.py), and selects its experts; with
-many, a second launch selects for all rows. A logit is summed
-over 512 lanes, lane j taking columns j, j + 512, ..., then over the lanes: the order follows from the width alone, so
-that a row's bits are the same for any number of rows.
+many, each row has one more program that does. A logit is summed over 512 lanes, lane j taking columns j, j + 512, ...,
+then over the lanes: the order follows from the width alone, so that a row's bits are the same for any number of rows.
 Defined in kernels/moe/router.py, kernels/rms_norm.py.
 """
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch, taken_words
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.moe.router_choice import RouterConstants, choose, places
-from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.rms_norm import RMSNorm
 
@@ -50,8 +48,8 @@ _MOST_ROWS = 16
 class RouterProgram:
     """Compile-time constants of the kernel: a program computes the logits of `rows` rows by `experts` experts
     of `cols` columns. gate: whether there is a shared expert's gate, whose logit follows those of the `count`
-    experts. chooses: the last program of a row selects its experts; rows is then 1. ahead: steps of 512
-    columns of weights held before the rows arrive; all of them with several rows.
+    experts. apart: a row's experts are selected by a program of its own, else, where rows is 1, by the last of the
+    row's. ahead: steps of 512 columns of weights held before the rows arrive; all of them with several rows.
     """
 
     rows: int
@@ -59,7 +57,7 @@ class RouterProgram:
     cols: int
     count: int
     gate: bool
-    chooses: bool
+    apart: bool
     pdl: bool
     ahead: int
 
@@ -74,8 +72,11 @@ class RouterProgram:
 
     @property
     def blocks(self) -> int:
-        """Programs per block of rows: the gate has its own."""
+        """Programs that compute logits, per block of rows: the gate has its own."""
         return -(-self.count // self.experts) + self.gate
+
+    def grid(self, rows: int) -> tuple[int, int]:
+        return triton.cdiv(rows, self.rows), self.blocks + self.rows * self.apart
 
 
 @triton.jit
@@ -126,13 +127,32 @@ def _logits(x_ptr, w_ptr, norm_ptr, line, live, weights, x, row, eps, P: tl.cons
     return tl.sum(acc, axis=1) * tl.rsqrt(tl.sum(squares, axis=1) / P.cols + eps)
 
 
+@triton.jit
+def _choose_row(
+    words_ptr, row, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr,
+    P: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Selects the experts of a row, once its logits are there. Only programs of lower numbers compute them, which have
+    started before this one."""
+    LOGITS: tl.constexpr = P.logits
+    expert, real = places(C)
+    logits = taken_words(words_ptr + row * LOGITS + expert, real)
+    gate = logits
+    if P.gate:
+        gate = taken_words(words_ptr + row * LOGITS + P.count + tl.arange(0, 1), tl.arange(0, 1) == 0)
+    choose(
+        logits, gate, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr, row,
+        P.gate, C,
+    )  # fmt: skip
+
+
 @DirectLaunch
 @triton.jit
 def _route_kernel(
-    x_ptr, norm_ptr, w_ptr, gate_ptr, bias_ptr, selection_ptr, forced_ptr, scale_ptr, logits_ptr, words_ptr,
+    x_ptr, norm_ptr, w_ptr, gate_ptr, bias_ptr, selection_ptr, forced_ptr, scale_ptr, words_ptr,
     experts_ptr, weights_ptr, shared_ptr, rows, eps, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of rows, block of experts)."""
+    """Program (block of rows, block of experts), or, from the last block of experts on, (block of rows, row in it)."""
     if P.pdl:
         tl.extra.cuda.gdc_launch_dependents()
     ROWS: tl.constexpr = P.rows
@@ -140,6 +160,17 @@ def _route_kernel(
     LOGITS: tl.constexpr = P.logits
     HELD: tl.constexpr = min(P.steps, P.ahead)
     block = tl.program_id(1)
+    row0 = tl.program_id(0) * ROWS
+    if P.apart and block >= P.blocks:
+        mine = row0 + block - P.blocks
+        if P.pdl:
+            tl.extra.cuda.gdc_wait()
+        if mine < rows:
+            _choose_row(
+                words_ptr, mine, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr,
+                P, C,
+            )  # fmt: skip
+        return
     of_gate = block < 0
     if P.gate:
         of_gate = block == P.blocks - 1
@@ -155,50 +186,18 @@ def _route_kernel(
         weights = weights + (_weight_step(w_ptr, norm_ptr, line, live, step, P),)
     if P.pdl:
         tl.extra.cuda.gdc_wait()
-    row0 = tl.program_id(0) * ROWS
     x = _row_steps(x_ptr, row0, rows, P)
     for row in range(row0, tl.minimum(row0 + ROWS, rows)):
         later = x
         if ROWS > 1:
             later = _row_steps(x_ptr, row + 1, rows, P)
         y = _logits(x_ptr, w_ptr, norm_ptr, line, live, weights, x, row, eps, P)
-        if P.chooses:
-            tl.store(words_ptr + row * LOGITS + column, y.to(tl.int32, bitcast=True), mask=number < end)
-        else:
-            tl.store(logits_ptr + row * LOGITS + column, y, mask=number < end)
+        tl.store(words_ptr + row * LOGITS + column, y.to(tl.int32, bitcast=True), mask=number < end)
         x = later
-    if P.chooses and block == P.blocks - 1:
-        # It waits only for programs of lower numbers, which have started before it.
-        expert, real = places(C)
-        logits = taken_words(words_ptr + row0 * LOGITS + expert, real)
-        gate = logits
-        if P.gate:
-            gate = taken_words(words_ptr + row0 * LOGITS + P.count + tl.arange(0, 1), tl.arange(0, 1) == 0)
-        choose(
-            logits, gate, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr,
-            row0, P.gate, C,
+    if not P.apart and block == P.blocks - 1:
+        _choose_row(
+            words_ptr, row0, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr, P, C
         )  # fmt: skip
-
-
-@DirectLaunch
-@triton.jit
-def _choose_kernel(
-    logits_ptr, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr,
-    P: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """One program per row."""
-    launch_then_wait(P.pdl)
-    row = tl.program_id(0)
-    logits_ptr += row * P.logits
-    expert, real = places(C)
-    logits = tl.load(logits_ptr + expert, mask=real, other=0.0)
-    gate = logits
-    if P.gate:
-        gate = tl.load(logits_ptr + P.count + tl.arange(0, 1))
-    choose(
-        logits, gate, bias_ptr, selection_ptr, forced_ptr, scale_ptr, experts_ptr, weights_ptr, shared_ptr, row,
-        P.gate, C,
-    )  # fmt: skip
 
 
 def route(
@@ -209,8 +208,7 @@ def route(
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,
 ) -> Routing:
-    """The routing of the norm of fp32 rows x [T, K], see kernels/moe/router.py. Takes one launch, or two for many
-    rows.
+    """The routing of the norm of fp32 rows x [T, K], see kernels/moe/router.py.
 
     The router's tensors are fp32. `experts`, int32 [T, k], ascending: use these, without selection. `scratch`, for
     `scratch_width` values, avoids an allocation. Raises ValueError for other shapes.
@@ -224,17 +222,11 @@ def route(
     shared = None if joined or router.shared_gate is None else made(rows, dtype=torch.float32)
     routing = Routing(chosen, made(rows, router.width, dtype=torch.float32), shared, joined)
     constants = RouterConstants.of(router.kind, count, joined)
-    _route_kernel[(triton.cdiv(rows, program.rows), program.blocks)](
+    _route_kernel[program.grid(rows)](
         x, norm.weight, router.weight, router.shared_gate, router.bias, router.selection_bias, experts,
-        router.expert_scale, room.values, room.words, routing.experts, routing.weights, routing.shared, rows,
-        norm.eps, P=program, C=constants,
-        num_warps=_WARPS, launch_pdl=pdl,
+        router.expert_scale, room.words, routing.experts, routing.weights, routing.shared, rows, norm.eps,
+        P=program, C=constants, num_warps=_WARPS, launch_pdl=pdl,
     )  # fmt: skip
-    if not program.chooses:
-        _choose_kernel[(rows,)](
-            room.values, router.bias, router.selection_bias, experts, router.expert_scale, routing.experts,
-            routing.weights, routing.shared, P=program, C=constants, num_warps=_WARPS, launch_pdl=pdl,
-        )  # fmt: skip
     return routing
 
 
@@ -247,16 +239,16 @@ def _program(rows: int, router: Router, pdl: bool) -> RouterProgram:
     count, cols = router.weight.shape
     gate = router.shared_gate is not None
     if rows == 1:
-        return RouterProgram(1, 1, cols, count, gate, True, pdl, _AHEAD)
+        return RouterProgram(1, 1, cols, count, gate, False, pdl, _AHEAD)
     experts = 8 if count > _MANY_EXPERTS else 4
     if rows * -(-count // experts) <= _AT_A_TIME:
         ahead = 8 if rows * count <= _FEW_LOGITS else 4 if rows <= 16 else 2
-        return RouterProgram(1, experts, cols, count, gate, True, pdl, ahead)
+        return RouterProgram(1, experts, cols, count, gate, False, pdl, ahead)
     experts = min(8, 1 << max(0, (_HELD // cols).bit_length() - 1))
     together = 1
     while together < _MOST_ROWS and rows // together * -(-count // experts) >= _AT_A_TIME:
         together *= 2
-    return RouterProgram(together, experts, cols, count, gate, False, pdl, -(-cols // int(_LANES.value)))
+    return RouterProgram(together, experts, cols, count, gate, True, pdl, -(-cols // int(_LANES.value)))
 
 
 def _check(x: Tensor, norm: RMSNorm, router: Router, experts: Tensor | None) -> None:

@@ -170,7 +170,7 @@ def test_a_rows_bits_are_its_own(device: torch.device) -> None:
 
 
 def test_many_rows_have_the_bits_of_few(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs take some rows one after the other, the last of them fewer, and a launch of its own chooses."""
+    """Programs take some rows one after the other, the last of them fewer, and programs of their own choose."""
     monkeypatch.setattr(module, "_AT_A_TIME", 24)
     router, cols = random_router(RouterKind(5), 24, 1056, device, "shared_gate"), 1056
     x, norm = rows_of(13, cols), random_norm(cols, device)
@@ -183,7 +183,12 @@ def test_many_rows_have_the_bits_of_few(device: torch.device, monkeypatch: pytes
         assert torch.equal(few.shared, many.shared[rows])
 
 
-def test_the_scratch_is_free_between_launches(device: torch.device) -> None:
+@pytest.mark.parametrize("at_a_time", [256, 4])
+def test_the_scratch_is_free_between_launches(
+    at_a_time: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with programs that take several rows."""
+    monkeypatch.setattr(module, "_AT_A_TIME", at_a_time)
     router = random_router(KINDS["qwen3"], 24, 64, device)
     x, norm = rows_of(5, 64).to(device), random_norm(64, device)
     scratch = QuantizationScratch.empty(scratch_width(5, router), device)
