@@ -1,16 +1,19 @@
 """Each launch of a layer's experts in batches, beside the time that the bytes of its weights take.
 
-    python -m benchmarks.cuda.expert_kernels [-m MODEL ...] [--rows 8 32 64]
+    python -m benchmarks.cuda.expert_kernels [-m MODEL ...] [--rows 8 32 64] [--geometry 8,2,0,96,256,0,1 ...]
 
 For random routings, in a CUDA graph of layers with weights of their own: microseconds of a layer's experts from the
 router to the sum with the next norm, then of each launch as torch's profiler sees it (the time that a launch adds, and
-in parentheses from its first start to its last end), and what the chosen experts' weights take at 4.2 TB/s.
+in parentheses from its first start to its last end), and what the chosen experts' weights take at 4.2 TB/s. --geometry:
+also with programs of other makes, whatever a block's rows: warps, stages, overlap, registers, columns, ring, per_warp
+(weights/geometry.py, WgmmaGeometry).
 """
 
 import argparse
 import json
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cuda.cuda_timing import captured, graph_time
-from benchmarks.cuda.grouped_blocks import BYTES_PER_US, MODELS, ExpertSizes, experts_of
+from benchmarks.cuda.grouped_blocks import BLOCKS, BYTES_PER_US, MODELS, ExpertSizes, experts_of, geometry_of
 from quengine.diagnostics.bench.profile import Profile, read_profile
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.workspace import FEW_ROWS, MatmulWorkspace
@@ -126,17 +129,31 @@ def report(name: str, rows: int, chain: Chain) -> str:
     )
 
 
+def made_as(geometry: str) -> ExitStack:
+    """A context in which every block's programs have this geometry, as of the command line."""
+    warps, stages, overlap, registers, columns, ring, per_warp = map(int, geometry.split(","))
+    stack = ExitStack()
+    for block in BLOCKS:
+        made = [warps, 1, stages, bool(overlap), registers, columns, ring, bool(per_warp)]
+        stack.enter_context(geometry_of(block, made))
+    return stack
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-m", "--model", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 32, 64])
+    parser.add_argument("--geometry", nargs="+", default=[], metavar="WARPS,STAGES,...")
     arguments = parser.parse_args()
     for name in arguments.model:
         layers = layers_of(MODELS[name])
         for rows in arguments.rows:
             print(report(name, rows, Chain(MODELS[name], rows, layers)), flush=True)
+            for geometry in arguments.geometry:
+                with made_as(geometry):
+                    print(geometry, report(name, rows, Chain(MODELS[name], rows, layers)), flush=True)
         del layers
 
 

@@ -39,7 +39,7 @@ class WgmmaProgram:
     `columns` columns in shared memory. With few rows, `splits` programs share the columns; with many, one program
     computes `splits` splits in turn, and the number of programs that share a block's columns is an argument. `at_once`
     partial sums are read at a time. `overlap`: the matrix units multiply while weights are dequantized. `groups`: see
-    WgmmaGeometry; `warps` are then those of one group.
+    WgmmaGeometry; `warps` are then those of one group. `per_warp`: see there.
     """
 
     layout: PackedLayout
@@ -53,6 +53,7 @@ class WgmmaProgram:
     overlap: bool
     flags: WgmmaFlags
     groups: bool = False
+    per_warp: bool = False
 
     @property
     def chunks(self) -> int:
@@ -141,13 +142,17 @@ def wgmma_plan_grouped(
         return _plan(geometry, program, grid, 0, more={"EARLY": early})
     turns = -(-cols // geometry.columns)
     stages = min(geometry.stages, turns + 1)
-    program = replace(program, columns=geometry.columns, stages=stages, overlap=False)
+    program = replace(
+        program, columns=geometry.columns, stages=stages, overlap=False, per_warp=geometry.per_warp
+    )
     return _plan(geometry, program, grid, 0, more={"EARLY": early, "SLOTS": min(geometry.ring, turns + 1)})
 
 
 def takes_turns(geometry: WgmmaGeometry, layout: PackedLayout, cols: int) -> bool:
     """Whether a grouped matmul takes `geometry.columns` columns at a time, also of several chunks."""
-    return geometry.ring > 0 or (layout.chunk < geometry.columns < cols)
+    return geometry.columns < cols and (
+        geometry.ring > 0 or geometry.per_warp or layout.chunk < geometry.columns
+    )
 
 
 def _plan_many(geometry: WgmmaGeometry, program: WgmmaProgram, blocks: int) -> WgmmaPlan:

@@ -10,7 +10,7 @@ from functools import partial
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
@@ -19,7 +19,7 @@ from quengine.kernels.cuda.gemm.matmul_wgmma import STAGED, subnormal_weight_sca
 from quengine.kernels.cuda.gemm.weight_ring import allocate_ring, copy_chunk, read_chunk
 from quengine.kernels.cuda.gemm.wgmma_loop import load_turn, multiply, of_chunk
 from quengine.kernels.cuda.gemm.wgmma_operand import weights_operand
-from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, takes_turns, wgmma_plan_grouped
+from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, WgmmaProgram, takes_turns, wgmma_plan_grouped
 from quengine.kernels.cuda.gemm.wgmma_program import allocate_stages, begin_block, wgmma_matrix
 from quengine.kernels.cuda.gemm.wgmma_store import (
     WgmmaOutput,
@@ -164,12 +164,23 @@ def _multiply_few(
             if half == 0:
                 mbarrier.wait(ready.index(stage), phase)
             columns = x if HALVES == 1 else x.slice(half * 128, 128, 1)
-            acc = warpgroup_mma(a, columns.permute((1, 0)), acc)
+            if P.per_warp:
+                acc = mma_v2(a, columns.permute((1, 0)).load(gl.DotOperandLayout(1, MMA, 2)), acc)
+            else:
+                acc = warpgroup_mma(a, columns.permute((1, 0)), acc)
         slot_before, stage_before = slot, stage
         slot = gl.where(slot == SLOTS - 1, 0, slot + 1)
         phase = gl.where(stage == STAGES - 1, phase ^ 1, phase)
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
     return acc
+
+
+@gluon.constexpr_function
+def _few_layout(program: WgmmaProgram) -> gl.NVMMADistributedLayout:
+    """The layout of the sums of few rows."""
+    if program.per_warp:
+        return gl.NVMMADistributedLayout([2, 0], [program.warps, 1], [16, 8])
+    return gl.NVMMADistributedLayout([3, 0], [program.warps, 1], [16, program.block, 16])
 
 
 @partial(DirectLaunch, layout=STAGED)
@@ -182,7 +193,7 @@ def _grouped_few_kernel(
     """`_grouped_wgmma_kernel` for blocks of few rows, P.columns columns at a time: weights pass through a ring
     buffer of SLOTS slots in shared memory, a few iterations ahead, or, with none, through registers, one ahead.
     """
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [P.warps, 1], [16, P.block, 16])
+    MMA: gl.constexpr = _few_layout(P)
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     CHUNKS: gl.constexpr = P.columns // P.layout.chunk
     AHEAD: gl.constexpr = P.stages - 1

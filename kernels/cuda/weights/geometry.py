@@ -50,7 +50,8 @@ class WgmmaGeometry:
     `stages` sets of `columns` columns of the rows (128 or 256, at most a chunk) are in shared memory; `overlap`: the
     matrix units work on 128 columns while the next are dequantized. `registers` limits registers per thread (0: no
     limit). `ring`: slots of a shared-memory ring buffer for weights, each of `columns` columns (0: weights pass
-    through registers). `groups`: 8 warps form two groups of 4 that dequantize and multiply without waiting for each
+    through registers). `per_warp`: in a grouped matmul of few rows each warp multiplies by itself, with m16n8k16, which
+    gives the same bits. `groups`: 8 warps form two groups of 4 that dequantize and multiply without waiting for each
     other.
 
     `splits` programs share the columns of every block but the first `whole`, or, with `in_turn`, each program takes
@@ -64,6 +65,7 @@ class WgmmaGeometry:
     registers: int = 0
     columns: int = 128
     ring: int = 0
+    per_warp: bool = False
     block: int = 0
     whole: int = 0
     groups: bool = False

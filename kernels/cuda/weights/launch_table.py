@@ -146,11 +146,11 @@ def _grouped_few(layout: PackedLayout, cols: int, block: int, exact: bool) -> Wg
 
     A ring buffer is used for 8 rows if four programs with one, and two sets of rows, fit a multiprocessor; if five
     fit, a register limit lets them (4-bit signed codes would spill with it). Of more rows it takes longer; MXFP4 gains
-    by neither: it is bound by instructions.
+    by neither: it is bound by instructions. Its blocks of 8 rows gain by warps that wait for no others.
     """
     few = WgmmaGeometry(4, 1, 2, False, 128, 256, block=block)
     if layout.format == "MXFP4":
-        return replace(few, registers=0)
+        return replace(few, registers=80 if block == 8 else 0, per_warp=block == 8)
     ring = 3
     slot = few.warps * layout.chunk_bytes * few.columns // layout.chunk
     programs = _SHARED_BYTES // (_RESERVED_BYTES + few.stages * 2 * few.columns * block + ring * slot)

@@ -81,19 +81,20 @@ def test_every_block_is_right_and_gives_the_same_bits(
 def test_a_ring_of_weights_gives_the_bits_that_registers_give(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Columns that fill no turn of 256 where the type allows it."""
+    """By either instruction. Columns that fill no turn of 256 where the type allows it."""
     layer = Layer((name, name, name), (768 if FORMATS[name].block == 256 else 640, 40, 16), 5, width=256)
     gate_up, made = layer.packed_gate_up(device), []
     x, routing = (
         ordinary_activations(9, layer.gate[0].cols).to(device),
         on(routing_of(chosen(9, 2, 5)), device),
     )
-    for ring in (0, 3):
-        geometry = WgmmaGeometry(4, 1, 2, False, 128, 256, ring, block=8)
+    for ring, per_warp in ((0, False), (3, False), (0, True), (3, True)):
+        geometry = WgmmaGeometry(4, 1, 2, False, 128, 256, ring, per_warp, block=8)
         monkeypatch.setattr(grouped_wgmma, "grouped_wgmma_geometry", lambda *_, geometry=geometry: geometry)
         gated = grouped_glu(x, routing, gate_up, MatmulWorkspace(0, device), "silu", True, False)
         made.append(gated.rows.dequantize(40)[gated.groups.positions.long()])
-    assert torch.equal(made[0], made[1]) and made[0].isfinite().all() and made[0].any()
+    assert all(torch.equal(each, made[0]) for each in made)
+    assert made[0].isfinite().all() and made[0].any()
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "MXFP4"])
