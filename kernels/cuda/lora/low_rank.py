@@ -144,7 +144,7 @@ def _rows_to_rank(
             x = _load_rows(
                 x_ptr, low_ptr, x_scale_ptr, row[:, None], k[None, :], stride, inside, K, KIND, LAYOUT
             )
-            a = tl.load(a_ptr + rank[None, :] * K + k[:, None], mask=(k < K)[:, None], other=0.0)
+            a = tl.load(a_ptr + rank[None, :].to(tl.int64) * K + k[:, None], mask=(k < K)[:, None], other=0.0)
             if x.dtype == tl.float16 and a.dtype == tl.float16:
                 total = tl.dot(x, a, total)
             else:

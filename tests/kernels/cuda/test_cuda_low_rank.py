@@ -143,3 +143,20 @@ def test_a_row_has_the_bits_that_it_has_in_any_batch(device: torch.device) -> No
         return added(y[:count], x[:count], changes, own, fixed_splits=True)
 
     assert torch.equal(computed(5), computed(80)[:5])
+
+
+def test_more_values_of_a_than_int32_counts(device: torch.device) -> None:
+    """The last of many adapters, of the last of three matrices: only its values are written, and read."""
+    parts, cols, count = (16, 16, 16), 65536, 700
+    a = torch.empty(len(parts), count, 16, cols, dtype=torch.float16, device=device)
+    assert a.numel() - 16 * cols > 2**31
+    b = torch.zeros(sum(parts), count, 16, dtype=torch.float16, device=device)
+    a[-1, -1], b[:, -1] = 2.0**-10, 1.0
+    a[:-1, -1] = 0.0
+    like = changes_of(list(parts), 64, [16], device)
+    changes = replace(like, a=a, b=b)
+    scales = torch.zeros(count, 1, device=device)
+    scales[-1] = 2.0
+    y, x = torch.zeros(1, sum(parts), device=device), torch.ones(1, cols, device=device)
+    found = added(y, x, changes, scales, fixed_splits=True)
+    assert found[0].tolist() == [0.0] * 32 + [2.0 * 16 * cols * 2.0**-10] * 16
