@@ -41,7 +41,7 @@ from quengine.kernels.cuda.attention.attention_operands import (
     value_words,
     weight_operand,
 )
-from quengine.kernels.cuda.attention.hadamard import hadamard_terms
+from quengine.kernels.cuda.attention.hadamard import REMAINDERS, hadamard_terms
 from quengine.kernels.cuda.attention.kv_store import (
     BLOCK,
     BLOCK_BITS,
@@ -287,11 +287,11 @@ def _with_new_key(row_max, row_sum, out, queries, rows, scale, sink, SINKS: gl.c
 
 @gluon.jit
 def _transformed(out):
-    """Heads fp32 [HEADS, HEAD_DIM] transformed, in the same layout. The factor keeps remainders within fp16."""
+    """Heads fp32 [HEADS, HEAD_DIM], sums of stored values, transformed, in the same layout."""
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     terms = gl.allocate_shared_memory(gl.float16, [2 * out.shape[0], out.shape[1]], SHARED)
-    terms.store(two_terms(out * 16.0))
-    return gl.convert_layout(hadamard_terms(terms, gl.num_warps()) * 0.0625, out.type.layout)
+    terms.store(two_terms(out, REMAINDERS))
+    return gl.convert_layout(hadamard_terms(terms, gl.num_warps()), out.type.layout)
 
 
 @gluon.jit
@@ -513,8 +513,8 @@ def _attention_warps_kernel(
             new = gl.reshape(gl.permute(gl.join(k_new, v_new), [0, 2, 1]), [2, HEAD_DIM])
             for _ in gl.static_range(HEADS // 4):  # repeated, to as many as the queries
                 new = gl.reshape(gl.permute(gl.join(new, new), [2, 0, 1]), [2 * new.shape[0], HEAD_DIM])
-            every.slice(0, 2 * HEADS).store(two_terms(q))
-            every.slice(2 * HEADS, 2 * HEADS).store(two_terms(new))
+            every.slice(0, 2 * HEADS).store(two_terms(q, REMAINDERS))
+            every.slice(2 * HEADS, 2 * HEADS).store(two_terms(new, REMAINDERS))
             rotated.store(hadamard_terms(every, WARPS))
             q = queries.load(R)
         else:
