@@ -45,7 +45,7 @@ def added(
     """By a launch that leaves the counters as it found them."""
     scratch = LowRankScratch(y.device)
     found = add_low_rank(y.clone(), x, changes, scales, scratch, **options)
-    assert not scratch.arrivals.any()
+    assert scratch.is_clear
     return found
 
 
