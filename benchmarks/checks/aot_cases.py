@@ -330,7 +330,7 @@ def exchange_steps() -> Iterator[Step]:
     pdl = has_dependent_launch(META)
     for rows, width, used in ((1, 2048, 8), (16, 2880, 4), (130, 2048, 6)):
         memory = empty(rows, width), empty(rows, used, dtype=torch.int32), empty(rows, used)
-        counts, launches = empty(32, dtype=torch.int64), empty(2, dtype=torch.int64)
+        counts, launches = empty(40, dtype=torch.int64), empty(2, dtype=torch.int64)
         exchange = Exchange(memory[0], memory[0], memory[1], memory[2], counts, launches)
         experts = empty(64, dtype=torch.int32)
         positions = empty(rows, dtype=torch.int32)
