@@ -190,6 +190,7 @@ def _option_cases() -> Iterator[Case]:
     for name, cache_type in (
         *(("gpt-oss-20b", "q8_0"), ("gemma-4-31b", "q8_0"), ("mistral-small-4", "q8_0")),
         *(("gpt-oss-20b", "q4_0"), ("gemma-4-31b", "q4_0")),
+        *(("gemma-4-tiny", "q8_0"), ("gemma-4-tiny", "q4_0")),  # normalized values of heads of 64 and 128
     ):
         steps = partial(model_steps, narrow(PRESETS[name]), FEW, cache_type=cache_type)
         yield Case(f"{name}, a cache of {cache_type}", (90,), steps)
