@@ -202,6 +202,8 @@ def _rank_and_draft_cases() -> Iterator[Case]:
     for ranks in (2, 8):
         steps = partial(rank_steps, narrow(PRESETS["gemma3-4b" if ranks == 2 else "mistral-7b"]), ranks)
         yield Case(f"{ranks} ranks", (80, 90), steps)
+    wide = replace(narrow(PRESETS["gemma-4-31b"]), embedding_length=5376)
+    yield Case("8 ranks, wide rows with post-norms", (90,), partial(rank_steps, wide, 8))
     yield Case(
         "mistral-7b, rows that are given", (80, 90), partial(given_steps, narrow(PRESETS["mistral-7b"]))
     )
