@@ -102,6 +102,7 @@ def imatrix(
         dataset = ", ".join(map(str, flags.files))
         runs = collect(
             *(llm, chunks, flags.output, flags.ctx, dataset),
+            first=flags.from_chunk,
             before=before,
             resume=flags.resume,
             save_every=flags.save_every,
