@@ -14,7 +14,12 @@ from functools import cache
 from quengine.cli import interrupts
 from quengine.errors import CannotRunError
 
-COMPUTING = frozenset({"generate", "chat", "run", "serve", "bench", "parity", "doctor"})
+COMPUTING = frozenset(
+    {
+        *("generate", "chat", "run", "serve", "bench", "parity", "doctor"),
+        *("perplexity", "compare", "convert", "imatrix", "quantize", "merge"),
+    }
+)
 """The commands that start threads and read weights."""
 
 LEAST_STACK, USUAL_STACK = 1 << 20, 8 << 20

@@ -47,7 +47,7 @@ from quengine.kernels.cuda.launch.kernel import DirectLaunch
 
 T = TypeVar("T")
 
-OWN = frozenset(("own_sums_ptr", "own_arrivals_ptr"))
+OWN = frozenset(("own_sums_ptr", "own_counters_ptr", "own_arrivals_ptr"))
 """Pointers through which launches of one kernel alone read and write, of which the one before has ended when the
 producer lets the next one start (kernels/cuda/lora/low_rank.py)."""
 

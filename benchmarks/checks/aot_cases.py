@@ -190,6 +190,7 @@ def _option_cases() -> Iterator[Case]:
     for name, cache_type in (
         *(("gpt-oss-20b", "q8_0"), ("gemma-4-31b", "q8_0"), ("mistral-small-4", "q8_0")),
         *(("gpt-oss-20b", "q4_0"), ("gemma-4-31b", "q4_0")),
+        *(("gemma-4-tiny", "q8_0"), ("gemma-4-tiny", "q4_0")),  # normalized values of heads of 64 and 128
     ):
         steps = partial(model_steps, narrow(PRESETS[name]), FEW, cache_type=cache_type)
         yield Case(f"{name}, a cache of {cache_type}", (90,), steps)
@@ -204,6 +205,8 @@ def _rank_and_draft_cases() -> Iterator[Case]:
     for name in ("qwen3-30b-a3b", "gpt-oss-20b"):
         steps = partial(rank_steps, PRESETS[name], 2, by_expert=True)
         yield Case(f"{name}, 2 ranks with experts each", ARCHS, steps)
+    wide = replace(narrow(PRESETS["gemma-4-31b"]), embedding_length=5376)
+    yield Case("8 ranks, wide rows with post-norms", (90,), partial(rank_steps, wide, 8))
     yield Case(
         "mistral-7b, rows that are given", (80, 90), partial(given_steps, narrow(PRESETS["mistral-7b"]))
     )
@@ -333,7 +336,7 @@ def exchange_steps() -> Iterator[Step]:
     pdl = has_dependent_launch(META)
     for rows, width, used in ((1, 2048, 8), (16, 2880, 4), (130, 2048, 6)):
         memory = empty(rows, width), empty(rows, used, dtype=torch.int32), empty(rows, used)
-        counts, launches = empty(32, dtype=torch.int64), empty(2, dtype=torch.int64)
+        counts, launches = empty(40, dtype=torch.int64), empty(2, dtype=torch.int64)
         exchange = Exchange(memory[0], memory[0], memory[1], memory[2], counts, launches)
         experts = empty(64, dtype=torch.int32)
         positions = empty(rows, dtype=torch.int32)

@@ -1,13 +1,13 @@
 """Experts in host memory: tokens a second by the share of experts that the GPU holds, with a router that prefers some.
 
     python -m benchmarks.cuda.hot_experts [-m qwen3-30b-a3b-8l] [--skew 30] [--shares 0 10 20 40] [--batch 1 8]
-        [--prompt 512] [--tokens 64] [--rounds 3] [--copies] [--folder DIR]
+        [--prompt 512] [--rounds 3] [--copies] [--folder DIR]
 
 Writes a synthetic model whose routers prefer every tenth expert: with a skew of 30 these have some 80% of the uses,
-with 1 a tenth. For each share it is loaded with --cpu-moe, generates until the experts on the GPU have settled, and
-then in rounds; at last with all experts on the GPU. Printed are milliseconds of a step and of a prompt, and the share
-of uses whose experts the GPU had. --copies also measures experts that exchange rows with the GPU by copies of the
-host, launch by launch.
+with 1 a tenth. For each share it is loaded with --cpu-moe, generates until the experts on the GPU have settled and
+steps take as long as before, and then in rounds; at last with all experts on the GPU. Answers are as long as a third of
+a second takes. Printed are milliseconds of a step and of a prompt, and the share of uses whose experts the GPU had.
+--copies also measures experts that exchange rows with the GPU by copies of the host, launch by launch.
 """
 
 import argparse
@@ -32,6 +32,11 @@ from quengine.request.sampling_params import SamplingParams
 
 SETTLING = 256
 """Tokens that are generated before anything is timed."""
+LEAST_SECONDS, MOST_TOKENS = 0.33, 1024
+"""Of an answer that is timed: a step of all experts on the GPU takes a third of a millisecond, and what comes before
+the first is known to some milliseconds."""
+ALIKE, MOST_TURNS = 0.05, 12
+"""Two timings of a step that differ by less are those of one that compiles nothing any more."""
 
 
 def sampled(tokens: int, seed: int) -> SamplingParams:
@@ -44,14 +49,28 @@ def prompts(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
     return torch.randint(10, vocab - 10, (count, length), generator=made).tolist()
 
 
-def step_ms(llm: LLM, batch: int, tokens: int, seed: int) -> float:
+def step_ms(llm: LLM, batch: int, seed: int) -> float:
     """Milliseconds of a decode step of `batch` sequences: of those that a longer answer takes more than a shorter."""
-    taken = []
-    for count in (tokens // 4, tokens):
+
+    def seconds(tokens: int) -> float:
         began = time.perf_counter()
-        llm.generate(prompts(llm, batch, 8, seed), sampled(count, seed))
-        taken.append(time.perf_counter() - began)
-    return 1e3 * (taken[1] - taken[0]) / (tokens - tokens // 4)
+        llm.generate(prompts(llm, batch, 8, seed), sampled(tokens, seed))
+        return time.perf_counter() - began
+
+    tokens = 32
+    while (whole := seconds(tokens)) < LEAST_SECONDS and tokens < MOST_TOKENS:
+        tokens *= 2
+    return 1e3 * (whole - seconds(tokens // 4)) / (tokens - tokens // 4)
+
+
+def settle(llm: LLM, batch: int) -> None:
+    """Generates until the experts on the GPU have settled, and steps take as long as the time before."""
+    llm.generate(prompts(llm, batch, 8, 1), sampled(SETTLING // batch, 1))
+    before = step_ms(llm, batch, 1)
+    for _ in range(MOST_TURNS):
+        before, last = step_ms(llm, batch, 1), before
+        if abs(before - last) < ALIKE * last:
+            return
 
 
 def prompt_ms(llm: LLM, length: int, seed: int) -> float:
@@ -69,11 +88,11 @@ def measure(llm: LLM, options: argparse.Namespace, label: str) -> None:
     """Prints a row of the table."""
     batches, lengths = options.batch, options.prompt
     for batch in batches:
-        llm.generate(prompts(llm, batch, 8, 1), sampled(SETTLING // batch, 1))
+        settle(llm, batch)
+    for length in lengths:
+        prompt_ms(llm, length, 1)
     before = counts_of(llm)
-    figures = [
-        median(step_ms(llm, batch, options.tokens, 2 + n) for n in range(options.rounds)) for batch in batches
-    ]
+    figures = [median(step_ms(llm, batch, 2 + n) for n in range(options.rounds)) for batch in batches]
     figures += [median(prompt_ms(llm, length, 2 + n) for n in range(options.rounds)) for length in lengths]
     after = counts_of(llm)
     uses = after.device_uses - before.device_uses, after.host_uses - before.host_uses
@@ -98,7 +117,6 @@ def main() -> None:
     parser.add_argument("--shares", type=int, nargs="+", default=[0, 10, 20, 40])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, nargs="*", default=[512])
-    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--copies", action="store_true")
     parser.add_argument("--device", default="cuda")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quengine.cli import interrupts
 from quengine.cli.commands.perplexity import RUN_OPTIONS, TEXT, TextFiles, joined_texts, last_shown, time_left
 from quengine.cli.flags import takes_options
 from quengine.cli.progress import ProgressLine
@@ -114,7 +115,9 @@ def compare(
     text = joined_texts(flags.files) if flags.files else None
     from quengine.cli.loading import load_llm
     from quengine.cli.terminal import json_line, write_line
-    from quengine.evaluation.compare import FileComparison
+
+    with interrupts.at_once():
+        from quengine.evaluation.compare import FileComparison
 
     def load(model: str, ctx: int) -> "LLM":
         return load_llm(model, replace(config, ctx_size=ctx, reuse_prefix=not flags.tensors))

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quengine.cli import interrupts
+
 if TYPE_CHECKING:
     from quengine.models.gguf.writer import TensorInfo
 
@@ -67,8 +69,10 @@ def convert(
     A folder of PEFT becomes a GGUF adapter. OUT appears when it is complete. Other types: engine quantize.
     """
     from quengine.cli.progress import ProgressLine
-    from quengine.models.convert.convert_folder import convert as convert_folder
     from quengine.models.gguf.whole_file import file_size
+
+    with interrupts.at_once():
+        from quengine.models.convert.convert_folder import convert as convert_folder
 
     line = ProgressLine()
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from quengine.cli import interrupts
 from quengine.cli.commands.perplexity import TEXT, MostChunks, TextFiles, joined_texts, last_shown, time_left
 from quengine.cli.flags import Model, takes_options
 from quengine.config import EngineConfig
@@ -76,7 +77,8 @@ def imatrix(
     Values are llama-imatrix's. FILE appears when it is complete; with --save-every also on the way, so that --resume
     goes on from there after an interruption. Without -f, FILE has the sums of all --in-file; no model is needed.
     """
-    from quengine.models.quantize.imatrix import read_sums
+    with interrupts.at_once():
+        from quengine.models.quantize.imatrix import read_sums
 
     assert flags.output is not None
     if flags.files and not model:
@@ -100,6 +102,7 @@ def imatrix(
         dataset = ", ".join(map(str, flags.files))
         runs = collect(
             *(llm, chunks, flags.output, flags.ctx, dataset),
+            first=flags.from_chunk,
             before=before,
             resume=flags.resume,
             save_every=flags.save_every,

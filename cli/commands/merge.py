@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quengine.cli import interrupts
+
 if TYPE_CHECKING:
     from quengine.models.quantize.quantize_file import QuantizedTensor
 
@@ -52,7 +54,9 @@ def merge(
     from quengine.cli.loading import chosen_device
     from quengine.cli.progress import ProgressLine
     from quengine.models.gguf.whole_file import file_size
-    from quengine.models.lora.merge import merge as merge_file
+
+    with interrupts.at_once():
+        from quengine.models.lora.merge import merge as merge_file
 
     line = ProgressLine()
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+from quengine.cli import interrupts
 from quengine.cli.flags import Model, takes_options
 from quengine.cli.progress import ProgressLine
 from quengine.config import EngineConfig
@@ -107,8 +108,10 @@ def perplexity(flags: PerplexityFlags, config: Annotated[EngineConfig, _WITH_ADA
         return
     text = joined_texts(flags.files)
     from quengine.cli.loading import load_llm
-    from quengine.scoring.perplexity import measure, text_chunks
-    from quengine.scoring.prompt_logits import parallel_prompts
+
+    with interrupts.at_once():
+        from quengine.scoring.perplexity import measure, text_chunks
+        from quengine.scoring.prompt_logits import parallel_prompts
 
     size = flags.ctx + flags.stride // 2
     config = replace(config, ctx_size=size, parallel=parallel_prompts(size))
@@ -143,7 +146,8 @@ def time_left(seconds: float) -> str:
 
 
 def _answer(flags: PerplexityFlags, config: EngineConfig, model: str, kind: "TaskKind", path: Path) -> None:
-    from quengine.evaluation.tasks import answer, read_tasks
+    with interrupts.at_once():
+        from quengine.evaluation.tasks import answer, read_tasks
 
     tasks = read_tasks(kind, read_bytes(path, f"cannot read the tasks of --{kind} from"), flags.tasks)
     from quengine.cli.loading import load_llm

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quengine.cli import interrupts
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -90,7 +92,9 @@ def quantize(
     from quengine.cli.loading import chosen_device
     from quengine.cli.terminal import write_line
     from quengine.errors import EngineError
-    from quengine.models.quantize.quantize_file import quantize as quantize_file
+
+    with interrupts.at_once():
+        from quengine.models.quantize.quantize_file import quantize as quantize_file
 
     if output is None and not dry_run:
         raise EngineError("no file to write: -o OUT, or --dry-run for the sizes alone")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -69,6 +69,7 @@ def collect(
     ctx: int,
     dataset: str,
     *,
+    first: int = 0,
     before: Seq[ImatrixSums] = (),
     resume: bool = False,
     save_every: int = 0,
@@ -77,6 +78,7 @@ def collect(
 
     Args:
         dataset: the text's name, for the file.
+        first: chunks of the text that are left out before these.
         before: sums of other files, which these are added to.
         resume: go on where an unfinished file at `path`, of the same text and chunks, ends.
         save_every: chunks after which the file is written; 0: at the end alone.
@@ -91,7 +93,7 @@ def collect(
     inputs = _Inputs(llm)
     earlier = list(before)
     if resume and path.exists():
-        found = _resumed(path, (*(name for each in before for name in each.datasets), dataset), ctx)
+        found = _resumed(path, (*(name for each in before for name in each.datasets), dataset), ctx, first)
         done = found.chunks - sum(each.chunks for each in before)
         if not 0 <= done < len(chunks):
             raise EngineError(
@@ -109,7 +111,7 @@ def collect(
         if last or (save_every and done % save_every == 0):
             sums = inputs.sums()
             mine = ImatrixSums(sums, () if resume and begun else (dataset,), done - begun, ctx)
-            write_sums(path, added_sums([*earlier, mine], ctx))
+            write_sums(path, replace(added_sums([*earlier, mine], ctx), first=first))
         seconds = time.perf_counter() - began
         untouched = _untouched(sums) if last else 0
         yield ImatrixRun(path, done, len(chunks), begun, ctx, len(sums), untouched, seconds)
@@ -162,14 +164,18 @@ def _compute(llm: "LLM", ids: list[int]) -> None:
         llm.cancel(sequence)
 
 
-def _resumed(path: Path, datasets: Seq[str], ctx: int) -> ImatrixSums:
-    """The sums of an unfinished file of these texts, those of added files first."""
+def _resumed(path: Path, datasets: Seq[str], ctx: int, first: int) -> ImatrixSums:
+    """The sums of an unfinished file of these texts from chunk `first` on, those of added files first."""
     found = read_sums(path)
     if found.chunk_size != ctx or found.datasets != tuple(dict.fromkeys(datasets)):
         names = ", ".join(found.datasets) or "no text"
         raise EngineError(
             f"{path}: is of {names} in chunks of {found.chunk_size}, not of {', '.join(datasets)} in chunks of {ctx}: "
             "give another file to write, or leave --resume out"
+        )
+    if found.first != first:
+        raise EngineError(
+            f"{path}: leaves out {found.first} chunks of the text, not {first}: resume with --from-chunk {found.first}"
         )
     return found
 
@@ -249,7 +255,11 @@ def imatrix(
     def run(llm: LLM) -> ImatrixRun:
         parts = chosen_chunks(llm, text, ctx, from_chunk, chunks)
         runs = collect(
-            *(llm, parts, Path(path), ctx, dataset), before=before, resume=resume, save_every=save_every
+            *(llm, parts, Path(path), ctx, dataset),
+            first=from_chunk,
+            before=before,
+            resume=resume,
+            save_every=save_every,
         )
         for found in runs:
             if progress is not None:

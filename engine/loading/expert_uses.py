@@ -1,12 +1,11 @@
 """How often a model's experts were used, kept from one start to the next: a device then holds the most used at once.
 
-A file for each model, among the user's caches. What is wrong with one, or missing, costs a warm-up and nothing else.
+A file for each model, among the user's caches. One that is missing or damaged costs a warm-up and nothing else.
 """
 
 import json
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from quengine.kernels.private_folder import cache_of_file
@@ -25,15 +24,22 @@ def uses_file(model: Path) -> Path | None:
 
 
 def read_uses(model: Path, layers: int, experts: int) -> list[list[int]] | None:
-    """The counts [layers][experts] of a model; None: there are none."""
-    with suppress(OSError, ValueError):
+    """The counts [layers][experts] of a model. None: there are none, those of another number of layers, or damaged
+    ones, of which a line is logged."""
+    try:
         file = uses_file(model)
-        if file is not None:
-            uses: list[list[int]] = json.loads(file.read_text())
-            shaped = isinstance(uses, list) and len(uses) == layers
-            if shaped and all(_is_row(row, experts) for row in uses):
-                return uses
-    return None
+        if file is None or not file.exists():
+            return None
+    except OSError:
+        return None
+    try:
+        uses: list[list[int]] = json.loads(file.read_bytes())
+        if not isinstance(uses, list) or not uses or not all(_is_row(row, experts) for row in uses):
+            raise ValueError(f"no lists of {experts} counts")
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning("uses of experts are counted anew, as %s cannot be read: %s", file, error)
+        return None
+    return uses if len(uses) == layers else None
 
 
 def write_uses(model: Path, uses: Sequence[Sequence[int]]) -> None:

@@ -5,9 +5,8 @@ them.
 """
 
 import json
-import os
 from collections.abc import Callable, Generator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,14 +209,14 @@ class ChatSession:
 
     def save(self, path: Path) -> None:
         """Write the messages as JSON, beside and renamed. Raises EngineError when that fails."""
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        from quengine.models.gguf.whole_file import beside
+
         content = {"model": self.llm.loaded.path.name, "messages": self.messages}
+        text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
         try:
-            beside.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-            beside.replace(path)
+            with beside(path) as file:
+                file.write(text.encode())
         except OSError as error:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
             raise EngineError(f"cannot save to {path}: {error.strerror or error}") from None
 
     def load(self, path: Path) -> None:

@@ -69,14 +69,16 @@ def _post_norm_add_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     weight, other, first_weight, branch_weight = None, None, None, None
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+    if RANKS == 0:
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     y = tl.load(product_ptr + row * WIDTH + column, mask=inside, other=0.0)
-    x = tl.load(residual_ptr + row * WIDTH + column, mask=inside, other=0.0)
+    if RANKS == 0:
+        x = tl.load(residual_ptr + row * WIDTH + column, mask=inside, other=0.0)
     if SCALED:
         y *= tl.load(row_scale_ptr + row) * inverse_weight_scale
     if RANKS > 0:
@@ -86,6 +88,12 @@ def _post_norm_add_kernel(
         words = peers.received + turn(sequence, RANKS, CAPACITY) + at
         y = receive_sum(words, inside, sequence, RANKS, CAPACITY)
         finish_exchange(peers, at, inside, sequence)
+        # Not before it: a wide row's words take most registers.
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + column, mask=inside, other=0.0)
+        x = tl.load(residual_ptr + row * WIDTH + column, mask=inside, other=0.0)
     if bias_ptr is not None:
         y += bias
     if factor_ptr is not None:

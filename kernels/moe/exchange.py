@@ -43,7 +43,7 @@ class Exchange:
             held(capacity, width),
             held(capacity, used, dtype=torch.int32),
             held(capacity, used),
-            held(4 * _LINE, dtype=torch.int64),
+            held(5 * _LINE, dtype=torch.int64),
             torch.zeros(2, dtype=torch.int64, device=device),
         )
 
@@ -70,3 +70,9 @@ class Exchange:
     def stopped(self) -> Tensor:
         """1: the device sends no more, and the host waits for nothing: int64 [1]."""
         return self.counts[3 * _LINE : 3 * _LINE + 1]
+
+    @property
+    def given_up(self) -> Tensor:
+        """1: sums did not come in time, as of a process that was stopped, and the device waits for no others: int64
+        [1]."""
+        return self.counts[4 * _LINE : 4 * _LINE + 1]

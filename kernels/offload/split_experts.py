@@ -184,8 +184,9 @@ class SplitExperts:
             self._unanswered = True
 
     def _settle(self) -> None:
-        """Both sides count alike again after a step that ended early, as one for which the device has no memory."""
-        if not self._unanswered:
+        """Both sides count alike again after a step that ended early, as one for which the device has no memory, or one
+        whose sums came too late: whoever wants its tokens computes it again."""
+        if not self._unanswered and not self.exchange.given_up.item():
             return
         FOLLOWER.finish()
         if self.device.device.type == "cuda":
@@ -193,6 +194,7 @@ class SplitExperts:
         for count in (self.exchange.taken, self.exchange.summed):
             count.copy_(self.exchange.sent)
         self.exchange.stopped.fill_(0)
+        self.exchange.given_up.fill_(0)
         self._unanswered = False
 
     def _give_up(self) -> None:

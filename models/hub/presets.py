@@ -82,14 +82,14 @@ def preset_names() -> list[str]:
 
 def write_preset(name: str, table: Mapping[str, Any]) -> None:
     """Write a preset, beside and renamed. Raises EngineError."""
+    from quengine.models.gguf.whole_file import beside
+
     path = preset_path(name)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(toml_text(table), encoding="utf-8")
-        beside.replace(path)
+        with beside(path) as file:
+            file.write(toml_text(table).encode())
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise EngineError(f"cannot write the preset {path}: {error.strerror or error}") from None
 
 

@@ -21,6 +21,8 @@ from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_by
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _KEYS = ("imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size")
+_FIRST = "imatrix.first_chunk"
+"""A key of ours alone, in files whose first chunk is not that of the text."""
 _ALIGNMENT = 32
 _MOST_CHUNKS = (1 << 32) - 1
 
@@ -50,12 +52,14 @@ class ImatrixSums:
     """What an imatrix file is made of, which more chunks can be added to.
 
     chunk_size: tokens of a chunk; 0: a file of the older format, which does not have it: a chunk counts as one row.
+    first: chunks of the text that were left out before the first.
     """
 
     sums: Mapping[str, Sums]
     datasets: tuple[str, ...]
     chunks: int
     chunk_size: int
+    first: int = 0
 
     def in_chunks_of(self, size: int) -> Mapping[str, Sums]:
         """The sums, those of the older format as of chunks of this size."""
@@ -120,7 +124,8 @@ def read_sums(path: Path) -> ImatrixSums:
             sums[name] = Sums(squares.astype(np.float64), counts[:, 0].astype(np.int64))
         datasets = tuple(gguf.require_strings("imatrix.datasets"))
         chunks, size = (gguf.require_int(key) for key in _KEYS[1:])
-        return ImatrixSums(sums, datasets, chunks, size)
+        first = gguf.require_int(_FIRST) if _FIRST in gguf.metadata else 0
+        return ImatrixSums(sums, datasets, chunks, size, first)
 
 
 def added_sums(files: Sequence[ImatrixSums], chunk_size: int | None = None) -> ImatrixSums:
@@ -167,6 +172,8 @@ def write_sums(path: Path, imatrix: ImatrixSums) -> None:
         "imatrix.chunk_count": Field("uint32", imatrix.chunks),
         "imatrix.chunk_size": Field("uint32", imatrix.chunk_size),
     }
+    if imatrix.first:
+        fields[_FIRST] = Field("uint32", imatrix.first)
     parts = list(_tensors(imatrix.sums))
     infos = [TensorInfo(name, values.shape, "F32") for name, values in parts]
     with whole_file(path, file_bytes(fields, infos, _ALIGNMENT)) as file:

@@ -205,6 +205,8 @@ def test_a_stack_that_threads_would_overflow_is_refused(model: Path) -> None:
     assert done.returncode == 2
     assert "the limit on stacks is 256 KiB" in one_line(done) and "ulimit -s 8192" in done.stderr
     assert engine("list", preexec_fn=small).returncode == 0
+    for command in process.COMPUTING:
+        assert "the limit on stacks is 256 KiB" in one_line(engine(command, preexec_fn=small)), command
 
 
 def test_a_small_stack_is_raised_where_it_may_be(model: Path) -> None:

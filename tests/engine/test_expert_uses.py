@@ -1,5 +1,6 @@
 """Counts of uses that are kept between starts: of the model that they are of, and nothing that is wrong."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -32,14 +33,29 @@ def test_a_model_that_has_changed_has_none(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "[[1, 2, 3]]", "[[1, 2], [3, 4]]", "[[1, -2, 3], [4, 5, 6]]", "{", "[1, 2]"]
+    "text",
+    ["", "[]", "[[1, 2], [3, 4]]", "[[1, -2, 3], [4, 5, 6]]", "{", "[1, 2]", "\xff", "[" * 100_000],
+    ids=range(8),
 )
-def test_what_is_wrong_is_passed_over(model: Path, text: str) -> None:
+def test_damaged_ones_are_passed_over_with_a_line(
+    model: Path, text: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("quengine"), "propagate", True)
     write_uses(model, USES)
     file = uses_file(model)
     assert file is not None
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     assert read_uses(model, 2, 3) is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and str(file) in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_those_of_other_layers_in_host_memory_are_passed_over(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_uses(model, USES[:1])
+    assert read_uses(model, 2, 3) is None and not caplog.records
 
 
 def test_those_of_the_models_used_last_are_kept(

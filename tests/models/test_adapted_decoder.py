@@ -45,15 +45,24 @@ MOST_ERROR = {"reference": 2e-3, "cpu": 5e-3, "cuda": 1e-2}
 """Keys and values are rounded to fp16, and in these random models that grows."""
 
 
+CPU = torch.device("cpu")
+
+
+def device_of(kind: str) -> torch.device:
+    """The interpreter runs CUDA's kernels where there is no GPU."""
+    return torch.device("cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu")
+
+
 def backend_of(kind: str, adapters: Adapters) -> Any:
     if kind == "cuda":
-        return AdaptedCuda(adapters, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return AdaptedCuda(adapters, device_of(kind))
     return AdaptedReference(adapters, keep=True) if kind == "reference" else AdaptedCpu(adapters, 1)
 
 
 def with_adapters(batch: ForwardBatch, scales: list[list[float]]) -> ForwardBatch:
     """scales: of each row."""
-    return dataclasses.replace(batch, adapters=torch.tensor(scales).T.contiguous())
+    device = batch.token_ids.device
+    return dataclasses.replace(batch, adapters=torch.tensor(scales, device=device).T.contiguous())
 
 
 def error(ours: Tensor, wanted: Tensor) -> float:
@@ -75,41 +84,41 @@ class Rig:
             changes = {**self.adapters.changes, **output}
             self.adapters = dataclasses.replace(self.adapters, changes=changes, tied=True)
         assert self.adapters.changes
-        self.backend = backend_of(kind, self.adapters)
+        self.backend, self.device = backend_of(kind, self.adapters), device_of(kind)
         self.decoder = Decoder(self.config, tensors, self.backend, 32, 32)
-        self.cache = self._cache()
+        self.cache = self._cache(self.device)
         self.tables = [table * len(self.config.cache_groups) for table in TABLES]
 
-    def _cache(self) -> KVCache:
+    def _cache(self, device: torch.device) -> KVCache:
         pools = [
             state_pool(self.config, group, 3) if group.is_state else CachePool(3)
             for group in self.config.cache_groups
         ]
-        return KVCache.allocate(self.config, 32, torch.device("cpu"), "f16", pools)
+        return KVCache.allocate(self.config, 32, device, "f16", pools)
 
     def prompts(self, scales: list[list[float]] | None, all_logits: bool = False) -> Tensor:
-        batch = prefill_batch(IDS, [0] * 3, self.tables, torch.device("cpu"), all_logits)
+        batch = prefill_batch(IDS, [0] * 3, self.tables, self.device, all_logits)
         if scales is not None:
             batch = with_adapters(batch, [s for ids, s in zip(IDS, scales, strict=True) for _ in ids])
-        return self.decoder.forward(batch, self.cache.layers)
+        return self.decoder.forward(batch, self.cache.layers).cpu()
 
     def next_tokens(self, scales: list[list[float]]) -> Tensor:
-        batch = decode_batch([9, 8, 7], [len(ids) for ids in IDS], self.tables, torch.device("cpu"))
-        return self.decoder.forward(with_adapters(batch, scales), self.cache.layers)
+        batch = decode_batch([9, 8, 7], [len(ids) for ids in IDS], self.tables, self.device)
+        return self.decoder.forward(with_adapters(batch, scales), self.cache.layers).cpu()
 
     def next_token(self, scales: list[float]) -> Tensor:
         """Of the first sequence alone, whose next token is cached already."""
-        batch = decode_batch([9], [len(IDS[0])], self.tables[:1], torch.device("cpu"))
-        return self.decoder.forward(with_adapters(batch, [scales]), self.cache.layers)
+        batch = decode_batch([9], [len(IDS[0])], self.tables[:1], self.device)
+        return self.decoder.forward(with_adapters(batch, [scales]), self.cache.layers).cpu()
 
     def wanted(self, number: int, scales: list[float]) -> tuple[Tensor, Tensor]:
         """Logits after the prompt of a sequence and after its next token, with its adapters merged, in float64."""
         tensors = merged(self.checkpoint.tensors, self.adapters, scales)
         decoder = Decoder(self.config, tensors, ReferenceBackend(keep=True), 32, 32)
-        cache, table = self._cache(), self.tables[number]
-        prompt = prefill_batch([IDS[number]], [0], [table], torch.device("cpu"))
+        cache, table = self._cache(CPU), self.tables[number]
+        prompt = prefill_batch([IDS[number]], [0], [table], CPU)
         after = decoder.forward(prompt, cache.layers)
-        step = decode_batch([9 - number], [len(IDS[number])], [table], torch.device("cpu"))
+        step = decode_batch([9 - number], [len(IDS[number])], [table], CPU)
         return after[0], decoder.forward(step, cache.layers)[0]
 
 

@@ -21,6 +21,7 @@ from quengine.diagnostics.bench.bench_time import decode_step, decoding
 from quengine.diagnostics.harness import greedy
 from quengine.errors import CannotRunError
 from quengine.llm import LLM, CompletionStream
+from quengine.models.gguf.whole_file import beside
 
 TraceEvent = Mapping[str, Any]
 """One entry of a Chrome trace; `ts` and `dur` in microseconds."""
@@ -173,12 +174,10 @@ class TraceFile:
 
     def write(self) -> None:
         """Write the file beside its place and rename it. Raises CannotRunError where that fails."""
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            beside.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}))
-            beside.replace(self.path)
+            with beside(self.path) as file:
+                file.write(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}).encode())
         except OSError as error:
-            beside.unlink(missing_ok=True)
             raise CannotRunError(f"--trace {self.path}: cannot be written: {error}") from error
 
 

@@ -4,8 +4,10 @@ squared errors that kernels/quantize/importance.py defines."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from llvmlite import ir
+from numba import njit
 
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.ir.vector_code import vector_code
@@ -16,8 +18,23 @@ from quengine.kernels.cpu.quantize.memory import field
 from quengine.kernels.quantize.importance import BY_IMPORTANCE_ALONE, by_row_mean, mean_factor
 
 
+def block_reader(format_name: str, x: int, weights: int) -> Callable[[Any, int, int], None]:
+    """For a kernel: a function of its arguments, a memory and a task, which leaves the blocks of the task and their
+    weights at these offsets of the memory."""
+
+    @njit  # type: ignore[untyped-decorator]
+    def read(args: Any, memory: int, task: int) -> None:
+        _load_blocks(format_name, args, memory + x, task)
+        if args.importance:
+            _weigh_by_importance(format_name, args, memory + x, memory + weights, task)
+        else:
+            _weigh_alone(format_name, memory + x, memory + weights)
+
+    return read  # type: ignore[no-any-return]
+
+
 @vector_code
-def load_blocks(e: Emitter, name: str, args: ir.Value, x: ir.Value, task: ir.Value) -> None:
+def _load_blocks(e: Emitter, name: str, args: ir.Value, x: ir.Value, task: ir.Value) -> None:
     """The weights of a task's blocks to vectors at an address; after the last block that one again."""
     fmt, first = FORMATS[name], e.b.mul(task, e.i64(LANES))
     last = e.b.sub(field(e, BlockArguments, args, "count"), e.i64(1))
@@ -53,7 +70,7 @@ def _transposed(e: Emitter, vectors: list[ir.Value]) -> list[ir.Value]:
 
 
 @vector_code
-def weigh_by_importance(
+def _weigh_by_importance(
     e: Emitter, name: str, args: ir.Value, x: ir.Value, weights: ir.Value, task: ir.Value
 ) -> None:
     """Weights of the squared errors of vectors x, to vectors at an address."""
@@ -93,7 +110,7 @@ def _mean_square(
 
 
 @vector_code
-def weigh_alone(e: Emitter, name: str, x: ir.Value, weights: ir.Value) -> None:
+def _weigh_alone(e: Emitter, name: str, x: ir.Value, weights: ir.Value) -> None:
     """The same without importances."""
     fmt = FORMATS[name]
 

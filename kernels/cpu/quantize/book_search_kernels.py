@@ -19,11 +19,7 @@ from quengine.kernels.cpu.ir.codebook_ir import table_address
 from quengine.kernels.cpu.ir.tile_ir import stack_floats
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import I8, I16, I32, I64, Emitter
-from quengine.kernels.cpu.quantize.block_input_kernels import (
-    load_blocks,
-    weigh_alone,
-    weigh_by_importance,
-)
+from quengine.kernels.cpu.quantize.block_input_kernels import block_reader
 from quengine.kernels.cpu.quantize.book_search import BookSearchArguments
 from quengine.kernels.cpu.quantize.lanes import (
     FLOATS,
@@ -107,7 +103,7 @@ def book_search_kernel(format_name: str) -> bytes:
         places["trial"],
     )
     fits, others = places["fits"], places["others"]
-    x, weights = places["block_x"], places["block_weights"]
+    read = block_reader(format_name, places["block_x"], places["block_weights"])
 
     @njit  # type: ignore[untyped-decorator]
     def nearest(memory: int, scale_at: int, fit_at: int) -> None:
@@ -116,11 +112,7 @@ def book_search_kernel(format_name: str) -> bytes:
 
     def search(args: BookSearchArguments, task: int) -> None:
         memory = stack_floats(floats)
-        load_blocks(format_name, args, memory + x, task)
-        if args.importance:
-            weigh_by_importance(format_name, args, memory + x, memory + weights, task)
-        else:
-            weigh_alone(format_name, memory + x, memory + weights)
+        read(args, memory, task)
         for group in range(groups):
             fit_at = memory + fits + group * fit_bytes
             _take_group(format_name, memory, group)

@@ -14,11 +14,7 @@ from quengine.kernels.cpu.ir.codebook_ir import table_address
 from quengine.kernels.cpu.ir.tile_ir import stack_floats
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I32, Emitter
-from quengine.kernels.cpu.quantize.block_input_kernels import (
-    load_blocks,
-    weigh_alone,
-    weigh_by_importance,
-)
+from quengine.kernels.cpu.quantize.block_input_kernels import block_reader
 from quengine.kernels.cpu.quantize.lanes import FLOATS, LANES, Lanes, largest, least, number, total
 from quengine.kernels.cpu.quantize.memory import BlockMemory, Places, TaskBlocks
 from quengine.kernels.cpu.quantize.range_search import RangeSearchArguments
@@ -41,7 +37,8 @@ def _places(name: str) -> Places:
 def range_search_kernel(format_name: str) -> bytes:
     """Task i searches for blocks 16 * i to 16 * i + 15."""
     places, has_integers, rounds = _places(format_name), FORMATS[format_name].sub_scale_bits > 0, ROUNDS
-    floats, x, weights, neighbours = places.floats, places["x"], places["weights"], len(NEIGHBOURS)
+    floats, neighbours = places.floats, len(NEIGHBOURS)
+    read = block_reader(format_name, places["x"], places["weights"])
 
     @njit  # type: ignore[untyped-decorator]
     def measure(memory: int) -> None:
@@ -49,11 +46,7 @@ def range_search_kernel(format_name: str) -> bytes:
 
     def search(args: RangeSearchArguments, task: int) -> None:
         memory = stack_floats(floats)
-        load_blocks(format_name, args, memory + x, task)
-        if args.importance:
-            weigh_by_importance(format_name, args, memory + x, memory + weights, task)
-        else:
-            weigh_alone(format_name, memory + x, memory + weights)
+        read(args, memory, task)
         _fit_groups(format_name, memory)
         _first_units(format_name, memory)
         measure(memory)

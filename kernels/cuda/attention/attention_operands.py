@@ -289,10 +289,10 @@ def value_operand(v, scale, KEYS: gl.constexpr, WARPS: gl.constexpr, BITS: gl.co
 
 
 @gluon.jit
-def two_terms(q):
-    """fp32 heads [HEADS, HEAD_DIM] as fp16 [2 * HEADS, HEAD_DIM]: each one's value, then its remainder."""
+def two_terms(q, FACTOR: gl.constexpr = 1.0):
+    """fp32 heads [HEADS, HEAD_DIM] as fp16 [2 * HEADS, HEAD_DIM]: each one's value, then its remainder times FACTOR."""
     value = q.to(gl.float16)
-    both = gl.join(value, (q - value.to(gl.float32)).to(gl.float16))
+    both = gl.join(value, ((q - value.to(gl.float32)) * FACTOR).to(gl.float16))
     return gl.reshape(gl.permute(both, [0, 2, 1]), [2 * q.shape[0], q.shape[1]])
 
 

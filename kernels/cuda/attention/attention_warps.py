@@ -41,7 +41,7 @@ from quengine.kernels.cuda.attention.attention_operands import (
     value_words,
     weight_operand,
 )
-from quengine.kernels.cuda.attention.hadamard import hadamard_terms
+from quengine.kernels.cuda.attention.hadamard import REMAINDERS, hadamard_terms
 from quengine.kernels.cuda.attention.kv_store import (
     BLOCK,
     BLOCK_BITS,
@@ -287,11 +287,11 @@ def _with_new_key(row_max, row_sum, out, queries, rows, scale, sink, SINKS: gl.c
 
 @gluon.jit
 def _transformed(out):
-    """Heads fp32 [HEADS, HEAD_DIM] transformed, in the same layout. The factor keeps remainders within fp16."""
+    """Heads fp32 [HEADS, HEAD_DIM], sums of stored values, transformed, in the same layout."""
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     terms = gl.allocate_shared_memory(gl.float16, [2 * out.shape[0], out.shape[1]], SHARED)
-    terms.store(two_terms(out * 16.0))
-    return gl.convert_layout(hadamard_terms(terms, gl.num_warps()) * 0.0625, out.type.layout)
+    terms.store(two_terms(out, REMAINDERS))
+    return gl.convert_layout(hadamard_terms(terms, gl.num_warps()), out.type.layout)
 
 
 @gluon.jit
@@ -343,36 +343,21 @@ def _finish(
 
 
 @gluon.jit
-def _load_keys(
-    ptrs, row, first, begin, end, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, BITS: gl.constexpr
+def _load_tile(
+    ptrs, row, first, begin, end, WORDS: gl.constexpr, SCALES: gl.constexpr, HEAD_DIM: gl.constexpr,
+    KEYS: gl.constexpr, WARPS: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
-    """The words of a warp's KEYS keys from cache row `row` on, and of codes their scales; `first`, `begin`, `end`: as
-    of `_load`. ptrs: to the head's words and scales."""
-    at, key = key_words(row, KEYS, HEAD_DIM, WARPS, BITS)
+    """The words of a warp's KEYS keys or values from cache row `row` on, and of codes their scales; `first`, `begin`,
+    `end`: as of `_load`. ptrs: to the head's words and scales. WORDS, SCALES: the functions that give their places, of
+    q4_0 scales the second."""
+    at, key = WORDS(row, KEYS, HEAD_DIM, WARPS, BITS)
     words = _load(ptrs[0], at, key, first, begin, end, HEAD_DIM // 32 if BITS == 8 else 1)
     scales = words
     if BITS == 8:
         at, key = scale_words(row, KEYS, WARPS)
         scales = _load(ptrs[1], at, key, first, begin, end)
     if BITS == 4:
-        at, key = key_scales(row, KEYS, HEAD_DIM, WARPS)
-        scales = _load(ptrs[1], at, key, first, begin, end)
-    return words, scales
-
-
-@gluon.jit
-def _load_values(
-    ptrs, row, first, begin, end, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, WARPS: gl.constexpr, BITS: gl.constexpr
-):  # fmt: skip
-    """As `_load_keys`, for values."""
-    at, key = value_words(row, KEYS, HEAD_DIM, WARPS, BITS)
-    words = _load(ptrs[0], at, key, first, begin, end, HEAD_DIM // 32 if BITS == 8 else 1)
-    scales = words
-    if BITS == 8:
-        at, key = scale_words(row, KEYS, WARPS)
-        scales = _load(ptrs[1], at, key, first, begin, end)
-    if BITS == 4:
-        at, key = value_scales(row, KEYS, HEAD_DIM, WARPS)
+        at, key = SCALES(row, KEYS, HEAD_DIM, WARPS)
         scales = _load(ptrs[1], at, key, first, begin, end)
     return words, scales
 
@@ -382,7 +367,7 @@ def _scores(
     keys, scales, queries, S: gl.constexpr, KEYS: gl.constexpr, BITS: gl.constexpr, MMA: gl.constexpr
 ):
     """Products of a warp's keys with the queries, [WARPS, KEYS, HEADS]. queries: one operand per part of a
-    head's columns; keys, scales: of `_load_keys`.
+    head's columns; keys, scales: of `_load_tile`.
     """
     WARPS: gl.constexpr = queries[0].shape[0]
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -468,8 +453,12 @@ def _attention_warps_kernel(
         # The first keys and values are fetched before the PDL producer has delivered the queries.
         own = begin + KEYS * threads(1, WARPS)[0]
         row = _cache_row(table_ptr, blocks, own)
-        keys, k_scales = _load_keys(k_ptrs, row, own, oldest, end, HEAD_DIM, KEYS, WARPS, BITS)
-        values, v_scales = _load_values(v_ptrs, row, own, oldest, end, HEAD_DIM, KEYS, WARPS, BITS)
+        keys, k_scales = _load_tile(
+            k_ptrs, row, own, oldest, end, key_words, key_scales, HEAD_DIM, KEYS, WARPS, BITS
+        )  # fmt: skip
+        values, v_scales = _load_tile(
+            v_ptrs, row, own, oldest, end, value_words, value_scales, HEAD_DIM, KEYS, WARPS, BITS
+        )  # fmt: skip
         row = _cache_row(table_ptr, blocks, own + STEP)
         new_row = _cache_row(table_ptr, blocks, position)
         member = gl.arange(0, HEADS, layout=gl.SliceLayout(1, gl.SliceLayout(0, F)))
@@ -513,8 +502,8 @@ def _attention_warps_kernel(
             new = gl.reshape(gl.permute(gl.join(k_new, v_new), [0, 2, 1]), [2, HEAD_DIM])
             for _ in gl.static_range(HEADS // 4):  # repeated, to as many as the queries
                 new = gl.reshape(gl.permute(gl.join(new, new), [2, 0, 1]), [2 * new.shape[0], HEAD_DIM])
-            every.slice(0, 2 * HEADS).store(two_terms(q))
-            every.slice(2 * HEADS, 2 * HEADS).store(two_terms(new))
+            every.slice(0, 2 * HEADS).store(two_terms(q, REMAINDERS))
+            every.slice(2 * HEADS, 2 * HEADS).store(two_terms(new, REMAINDERS))
             rotated.store(hadamard_terms(every, WARPS))
             q = queries.load(R)
         else:
@@ -546,7 +535,9 @@ def _attention_warps_kernel(
             s = _scores(keys, k_scales, operands, S, KEYS, BITS, MMA) * scale
             # The next keys and values are fetched as soon as the registers of these are free.
             own += STEP
-            keys, k_scales = _load_keys(k_ptrs, row, own, oldest, end, HEAD_DIM, KEYS, WARPS, BITS)
+            keys, k_scales = _load_tile(
+                k_ptrs, row, own, oldest, end, key_words, key_scales, HEAD_DIM, KEYS, WARPS, BITS
+            )  # fmt: skip
             s = gl.where((key >= oldest) & (key < end), s, LOWEST)
             height = s
             if BITS == 8:
@@ -564,7 +555,9 @@ def _attention_warps_kernel(
                 v = value_operand(values[n], v_scales[0], KEYS, WARPS, BITS, A)
                 sums = sums + (mma_v2(v, weight_operand(weights, B), acc[n] * of_both_terms(rescale, MMA)),)
             acc = sums
-            values, v_scales = _load_values(v_ptrs, row, own, oldest, end, HEAD_DIM, KEYS, WARPS, BITS)
+            values, v_scales = _load_tile(
+                v_ptrs, row, own, oldest, end, value_words, value_scales, HEAD_DIM, KEYS, WARPS, BITS
+            )  # fmt: skip
             row = _cache_row(table_ptr, blocks, own + STEP)
         if PDL and not SPLIT.early:
             # Not earlier: early consumer blocks would fill the multiprocessors unevenly.

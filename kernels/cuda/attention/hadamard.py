@@ -10,6 +10,10 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import wait_then_launch
 
+REMAINDERS = gl.constexpr(2048.0)
+"""The factor of remainders in `hadamard_terms`: half of a value's last bit is as large as the value then, so that
+neither leaves the range of fp16 before the other."""
+
 
 @triton.constexpr_function
 def _block(head_dim: int) -> int:
@@ -93,7 +97,8 @@ def _sign(common):
 
 @gluon.jit
 def hadamard_terms(terms, WARPS: gl.constexpr):
-    """The transforms, fp32 [R, N], of heads in shared memory, fp16 [2 R, N]: each one's value, then its remainder."""
+    """The transforms, fp32 [R, N], of heads in shared memory, fp16 [2 R, N]: each one's value, then its remainder times
+    REMAINDERS."""
     COUNT: gl.constexpr = terms.shape[0]
     N: gl.constexpr = terms.shape[1]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
@@ -101,4 +106,4 @@ def hadamard_terms(terms, WARPS: gl.constexpr):
     signs = _signs(N, gl.DotOperandLayout(0, MMA, 2))
     sums = mma_v2(signs, heads, gl.zeros([N, COUNT], gl.float32, MMA))
     value, remainder = gl.split(gl.reshape(sums, [N, COUNT // 2, 2]))
-    return gl.permute(value + remainder, [1, 0]) * _norm(N)
+    return gl.permute(value + remainder * (1.0 / REMAINDERS), [1, 0]) * _norm(N)

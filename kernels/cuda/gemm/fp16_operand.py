@@ -24,7 +24,8 @@ from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import launch_then_wait
 
 _TILE_ROWS = 8
-_TILE_COLUMNS = 128
+OPERAND_COLUMNS = 128
+"""Columns that the MMA and WGMMA layouts permute."""
 
 
 class OperandLayout(IntEnum):
@@ -86,19 +87,19 @@ class Fp16Operand:
     def fits(self, cols: int) -> bool:
         """Whether the rows have `cols` columns, padded to 128 unless row-major."""
         if self.is_mma:
-            return self.values.shape[1] == -(-cols // _TILE_COLUMNS)
+            return self.values.shape[1] == -(-cols // OPERAND_COLUMNS)
         return self.values.shape[-1] == (padded_cols(cols) if self.is_wgmma else cols)
 
     def clear_padding(self, cols: int) -> None:
         """Zeros the padding columns of the WGMMA layout, if the last 128 columns are only partly used."""
-        if self.is_wgmma and cols % _TILE_COLUMNS:
-            self.values[:, cols // _TILE_COLUMNS * _TILE_COLUMNS :].zero_()
+        if self.is_wgmma and cols % OPERAND_COLUMNS:
+            self.values[:, cols // OPERAND_COLUMNS * OPERAND_COLUMNS :].zero_()
 
     def as_mma(self) -> "Fp16Operand":
         """Row-major values, copied to the MMA layout."""
         rows, cols = self.values.shape
         tiles, blocks = operand_shape(rows, cols, OperandLayout.MMA)[:2]
-        padding = (0, blocks * _TILE_COLUMNS - cols, 0, tiles * _TILE_ROWS - rows)
+        padding = (0, blocks * OPERAND_COLUMNS - cols, 0, tiles * _TILE_ROWS - rows)
         padded = torch.nn.functional.pad(self.values, padding).view(tiles, 8, blocks, 4, 4, 8)
         return Fp16Operand(padded.permute(0, 2, 4, 1, 3, 5).contiguous(), self.row_scale, OperandLayout.MMA)
 
@@ -119,13 +120,13 @@ class Fp16Operand:
         if not self.is_mma:
             return self.values
         tiles, blocks = self.values.shape[:2]
-        rows = self.values.permute(0, 3, 1, 4, 2, 5).reshape(tiles * _TILE_ROWS, blocks * _TILE_COLUMNS)
+        rows = self.values.permute(0, 3, 1, 4, 2, 5).reshape(tiles * _TILE_ROWS, blocks * OPERAND_COLUMNS)
         return rows[: self.rows, :cols].contiguous()
 
     @property
     def width(self) -> int:
         """K, with what the layout pads."""
-        return self.values.shape[1] * _TILE_COLUMNS if self.is_mma else self.values.shape[-1]
+        return self.values.shape[1] * OPERAND_COLUMNS if self.is_mma else self.values.shape[-1]
 
     def dequantize(self, cols: int | None = None) -> Tensor:
         """fp32 [T, K]. `cols` is needed where the layout pads K, that is, unless K is a multiple of 128."""
@@ -169,7 +170,7 @@ def operand_rows(rows: int) -> int:
 
 def padded_cols(cols: int) -> int:
     """`cols` rounded up to a multiple of 128."""
-    return -(-cols // _TILE_COLUMNS) * _TILE_COLUMNS
+    return -(-cols // OPERAND_COLUMNS) * OPERAND_COLUMNS
 
 
 def operand_shape(rows: int, cols: int, layout: OperandLayout) -> tuple[int, ...]:
@@ -179,7 +180,7 @@ def operand_shape(rows: int, cols: int, layout: OperandLayout) -> tuple[int, ...
     if layout is OperandLayout.ROW_MAJOR:
         return rows, cols
     if layout is OperandLayout.MMA:
-        return operand_rows(rows) // _TILE_ROWS, -(-cols // _TILE_COLUMNS), 4, 8, 4, 8
+        return operand_rows(rows) // _TILE_ROWS, -(-cols // OPERAND_COLUMNS), 4, 8, 4, 8
     return operand_rows(rows), padded_cols(cols)
 
 
@@ -194,6 +195,31 @@ def operand_offset(row, column, stride, LAYOUT: tl.constexpr):
         return row * stride + (place + ((column >> 5) & 3) * 2 + (column & 1))
     else:
         return row * stride + column
+
+
+@triton.jit
+def operand_columns(place, LAYOUT: tl.constexpr):
+    """The columns of a row at places [N], for loads of neighbouring places: in the WGMMA layout those of
+    `operand_offset`, of which pairs are neighbours; else the places."""
+    if LAYOUT == _WGMMA:
+        column = (place & ~127) + ((place >> 4) & 7) * 4 + ((place >> 3) & 1) * 2
+        column += ((place >> 1) & 3) * 32 + (place & 1)
+        column = tl.max_contiguous(tl.multiple_of(column, 2), 2)
+    else:
+        column = place
+    return column
+
+
+@triton.jit
+def places_offset(row, place, stride, LAYOUT: tl.constexpr):
+    """`operand_offset` of rows [T, 1] and the columns at places [1, N], so that neighbours are loaded together."""
+    if LAYOUT == _WGMMA:
+        offset = row * stride + place
+    else:
+        offset = operand_offset(row, place, stride, LAYOUT)
+        if LAYOUT == _MMA:
+            offset = tl.max_contiguous(tl.multiple_of(offset, [1, 8]), [1, 8])
+    return offset
 
 
 @triton.jit
@@ -256,7 +282,7 @@ def _to_fp16_operand_kernel(
 def to_fp16_operand(x: Tensor, out: Fp16Operand | None = None, pdl: bool = False) -> Fp16Operand:
     """Rounds contiguous fp32 rows [T, K] to scaled fp16, in the layout of `out` (row-major by default)."""
     rows = Fp16Operand.empty(x.shape[0], x.shape[1], x.device) if out is None else out
-    block = min(4096, max(_TILE_COLUMNS, int(triton.next_power_of_2(x.shape[1]))))
+    block = min(4096, max(OPERAND_COLUMNS, int(triton.next_power_of_2(x.shape[1]))))
     _to_fp16_operand_kernel[(x.shape[0],)](
         x, rows.values, rows.row_scale, x.shape[1], rows.stride, BLOCK=block, LAYOUT=int(rows.layout), PDL=pdl,
         num_warps=8, launch_pdl=pdl,

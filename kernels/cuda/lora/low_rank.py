@@ -1,13 +1,14 @@
 """Changes by LoRA adapters on CUDA, defined in kernels/lora/low_rank.py, of the product of several rows: one launch.
 
-Its first programs compute A x, each for some rows, ranks and columns:
+Its first programs compute A x, each for some rows, ranks and columns; of those that differ in their columns alone the
+last one adds up:
 
-    s[split, t, (p, m, r)] = sum over a share of K of a[p, m, r, k] x[t, k]
+    s[t, (p, m, r)] = sum over k of a[p, m, r, k] x[t, k]
 
-The others wait until all of these have arrived, add up the splits, and add B of them to the product, or to gate and up
-before their activation:
+The others wait until all of these have arrived, and add B of them to the product, or to gate and up before their
+activation:
 
-    y[t, n] += sum over m of scale[m, t] sum over r of b[n, m, r] (sum over splits of s[split, t, (p, m, r)])
+    y[t, n] += sum over m of scale[m, t] sum over r of b[n, m, r] s[t, (p, m, r)]
 
 After a matmul that lets it start early the launch runs beside it, and waits for its end only before it reads y: x and
 the scales, which it reads ahead of its wait, it reads past the multiprocessor's L1. A
@@ -23,7 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, operand_offset
+from quengine.kernels.cuda.gemm.fp16_operand import (
+    OPERAND_COLUMNS,
+    Fp16Operand,
+    operand_columns,
+    places_offset,
+)
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.glu import EPILOGUES, RESIDUAL, gated
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
@@ -42,10 +48,15 @@ _OUTPUTS = 64
 """Columns of y of a program of B."""
 _MOST_ROWS = 64
 """Rows of a program."""
-_MOST_READ = 256
-"""Rows of partial sums that a program of B reads of an adapter, at most: those of all splits."""
+_MOST_SPLITS = 32
 _FIXED_SPLITS = 4
 """Splits where a row's bits are not to depend on the number of rows."""
+_PROGRAMS = 128
+"""Programs of A for one adapter, at least, until splits have the fewest columns."""
+_COUNTERS = 1 << 16
+"""Counters of a scratch at first: of 2,048 rows, those of 32,768 ranks."""
+_SUMMED = tl.constexpr(8)
+"""Splits whose sums are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -87,109 +98,138 @@ class CudaChanges(Changes):
 
 
 class LowRankScratch:
-    """Partial sums and arrival counters, reusable by every launch of one stream: each begins to write them when the one
+    """Sums, and counters of arrivals, reusable by every launch of one stream: each begins to write them when the one
     before it has ended. Counters are zero between launches."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.arrivals = torch.zeros(2, dtype=torch.int32, device=device)
+        self._counters = [torch.zeros(_COUNTERS, dtype=torch.int32, device=device)]
         self._sums = [torch.empty(0, dtype=torch.float32, device=device)]
 
-    def take(self, size: int) -> tuple[Tensor, Tensor]:
-        """Room for `size` fp32, and the counters. Smaller room stays allocated, as CUDA graphs keep its address."""
-        if self._sums[-1].numel() < size:
-            self._sums.append(torch.empty(size, dtype=torch.float32, device=self.arrivals.device))
-        return self._sums[-1], self.arrivals
+    def take(self, sums: int, counters: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Room for so many fp32, the counters of splits, and those of a launch. Smaller room stays allocated, as CUDA
+        graphs keep its address."""
+        device = self.arrivals.device
+        if self._sums[-1].numel() < sums:
+            self._sums.append(torch.empty(sums, dtype=torch.float32, device=device))
+        if self._counters[-1].numel() < counters:
+            self._counters.append(torch.zeros(counters, dtype=torch.int32, device=device))
+        return self._sums[-1], self._counters[-1], self.arrivals
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether all counters are zero."""
+        return not any(each.any() for each in (self.arrivals, *self._counters))
 
 
 @triton.jit
 def _load_rows(
-    x_ptr, low_ptr, scale_ptr, row, k, stride, inside, K: tl.constexpr, KIND: tl.constexpr, LAYOUT: tl.constexpr
+    x_ptr, low_ptr, scale_ptr, row, place, stride, inside, K: tl.constexpr, KIND: tl.constexpr, LAYOUT: tl.constexpr
 ):  # fmt: skip
-    """Values [T, K] of rows [T, 1] at columns [1, K], in one of the forms of row_forms.py: fp32, or of an fp16 operand
-    fp16 without the rows' scales."""
+    """Values [T, N] of rows [T, 1] at places [1, N] (`operand_columns`), in one of the forms of row_forms.py: fp32, or
+    of an fp16 operand fp16 without the rows' scales."""
     if KIND == QUANTIZED:
-        at = row * K + k
+        at = row * K + place
         high = tl.load(x_ptr + at, mask=inside, other=0, cache_modifier=".cg").to(tl.float32)
         low = tl.load(low_ptr + at, mask=inside, other=0, cache_modifier=".cg").to(tl.float32)
-        scale = tl.load(scale_ptr + row * (K // 32) + k // 32, mask=inside, other=0.0)
+        scale = tl.load(scale_ptr + row * (K // 32) + place // 32, mask=inside, other=0.0)
         x = (high * 256.0 + low) * scale
     elif KIND == FP16:
-        x = tl.load(
-            x_ptr + operand_offset(row, k, stride, LAYOUT), mask=inside, other=0.0, cache_modifier=".cg"
-        )
+        at = places_offset(row, place, stride, LAYOUT)
+        x = tl.load(x_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
     else:
-        x = tl.load(x_ptr + row * stride + k, mask=inside, other=0.0, cache_modifier=".cg")
+        x = tl.load(x_ptr + row * stride + place, mask=inside, other=0.0, cache_modifier=".cg")
     return x
 
 
 @triton.jit
+def _used(row, scales_ptr, rows, ADAPTERS: tl.constexpr):
+    """The adapters that any of these rows has, as bits: that of an adapter is its number modulo 32."""
+    AT_ONCE: tl.constexpr = min(32, triton.next_power_of_2(ADAPTERS))
+    bits = 0
+    for first in range(0, ADAPTERS, AT_ONCE):
+        adapter = first + tl.arange(0, AT_ONCE)
+        there = (adapter < ADAPTERS)[:, None] & (row < rows)[None, :]
+        at = scales_ptr + adapter[:, None] * rows + row[None, :]
+        most = tl.max(tl.abs(tl.load(at, mask=there, other=0.0, cache_modifier=".cg")), 1)
+        bits |= tl.sum(tl.where(most > 0.0, 1 << tl.arange(0, AT_ONCE), 0), 0)
+    return bits
+
+
+@triton.jit
 def _rows_to_rank(
-    row, x_ptr, low_ptr, x_scale_ptr, squares_ptr, a_ptr, scales_ptr, sums_ptr, part, rows, stride, share, eps,
+    row, x_ptr, low_ptr, x_scale_ptr, squares_ptr, a_ptr, scales_ptr, sums_ptr, counter_ptr, arrivals_ptr, part, rows,
+    stride, share, splits, eps,
     K: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr,
     LAYOUT: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """Stores partial sums of 16 ranks: number `part` of ranks and splits, ranks innermost. squares_ptr: sums of squares
-    of PARTIALS pieces of each row, whose norm is still to be finished; None: it is finished."""
+    """Stores the sums of 16 ranks, number `part` of ranks and splits, ranks innermost, and says that they are there:
+    those of one split, and of the last one to finish those of all. squares_ptr: sums of squares of PARTIALS pieces of
+    each row, whose norm is still to be finished; None: it is finished."""
     first = part % (WIDTH // _RANKS) * _RANKS
     split = part // (WIDTH // _RANKS)
-    adapter = first // RANK % ADAPTERS
-    scale = tl.load(scales_ptr + adapter * rows + row, mask=row < rows, other=0.0, cache_modifier=".cg")
-    if tl.max(tl.abs(scale), 0) > 0.0:
-        rank = first + tl.arange(0, _RANKS)
+    rank = first + tl.arange(0, _RANKS)
+    here = (row < rows)[:, None]
+    to = row[:, None] * WIDTH + rank[None, :]
+    if (_used(row, scales_ptr, rows, ADAPTERS) >> first // RANK % ADAPTERS % 32) & 1 != 0:
         begin = split * share
         total = tl.zeros([row.shape[0], _RANKS], tl.float32)
-        for at in range(begin, tl.minimum(begin + share, K), COLUMNS):
-            k = at + tl.arange(0, COLUMNS)
-            inside = (row < rows)[:, None] & (k < K)[None, :]
+        for at in range(begin, tl.minimum(begin + share, (K + 127) // 128 * 128), COLUMNS):
+            place = at + tl.arange(0, COLUMNS)
+            column = operand_columns(place, LAYOUT)
+            present = place < K if K % 128 == 0 else column < K
             x = _load_rows(
-                x_ptr, low_ptr, x_scale_ptr, row[:, None], k[None, :], stride, inside, K, KIND, LAYOUT
-            )
-            a = tl.load(a_ptr + rank[None, :] * K + k[:, None], mask=(k < K)[:, None], other=0.0)
+                x_ptr, low_ptr, x_scale_ptr, row[:, None], place[None, :], stride, here & present[None, :], K, KIND,
+                LAYOUT,
+            )  # fmt: skip
+            a_at = rank[None, :].to(tl.int64) * K + column[:, None]
+            a = tl.load(a_ptr + a_at, mask=present[:, None], other=0.0)
             if x.dtype == tl.float16 and a.dtype == tl.float16:
                 total = tl.dot(x, a, total)
             else:
                 total = tl.dot(x.to(tl.float32), a.to(tl.float32), total, input_precision="tf32x3")
-        if KIND == FP16:
-            total *= tl.load(x_scale_ptr + row, mask=row < rows, other=0.0, cache_modifier=".cg")[:, None]
-        if squares_ptr is not None:
-            piece = tl.arange(0, triton.next_power_of_2(PARTIALS))
-            there = (row < rows)[:, None] & (piece < PARTIALS)[None, :]
-            squares = tl.load(squares_ptr + row[:, None] * PARTIALS + piece[None, :], mask=there, other=0.0)
-            total *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
-        place = (split * rows + row) * WIDTH
-        tl.store(sums_ptr + place[:, None] + rank[None, :], total, mask=(row < rows)[:, None])
-
-
-@triton.jit
-def _any_change(row, scales_ptr, rows, ADAPTERS: tl.constexpr):
-    """Whether any of these rows has an adapter."""
-    most = tl.zeros([row.shape[0]], tl.float32)
-    for adapter in range(ADAPTERS):
-        scale = tl.load(scales_ptr + adapter * rows + row, mask=row < rows, other=0.0, cache_modifier=".cg")
-        most = tl.maximum(most, tl.abs(scale))
-    return tl.max(most, 0) > 0.0
+        tl.store(sums_ptr + (1 + split) * rows * WIDTH + to, total, mask=here)
+        tl.debug_barrier()  # all warps' stores come before the atomic that publishes them
+        if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            tl.store(counter_ptr, 0)
+            total = tl.zeros([row.shape[0], _RANKS], tl.float32)
+            for at in range(1, splits + 1, _SUMMED):
+                for i in tl.static_range(_SUMMED):
+                    # Other programs wrote these: bypass this multiprocessor's L1.
+                    there = here & (at + i <= splits)
+                    of_split = sums_ptr + (at + i) * rows * WIDTH
+                    total += tl.load(of_split + to, mask=there, other=0.0, cache_modifier=".cg")
+            if KIND == FP16:
+                total *= tl.load(x_scale_ptr + row, mask=row < rows, other=0.0, cache_modifier=".cg")[:, None]
+            if squares_ptr is not None:
+                piece = tl.arange(0, triton.next_power_of_2(PARTIALS))
+                there = here & (piece < PARTIALS)[None, :]
+                squares = tl.load(
+                    squares_ptr + row[:, None] * PARTIALS + piece[None, :], mask=there, other=0.0
+                )
+                total *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
+            tl.store(sums_ptr + to, total, mask=here)
+            tl.debug_barrier()
+            tl.atomic_add(arrivals_ptr, 1, sem="release", scope="gpu")
+    elif split == 0:
+        tl.atomic_add(arrivals_ptr, 1, sem="release", scope="gpu")
 
 
 @triton.jit
 def _rows_from_rank(
-    row, n, present, part, b_ptr, scales_ptr, sums_ptr, rows,
-    ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    row, n, present, part, used, b_ptr, scales_ptr, sums_ptr, rows,
+    ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What is added to columns n of these rows, where `present`, of matrix number `part`."""
+    """What is added to columns n of these rows, where `present`, of matrix number `part`. used: of `_used`."""
     there = row < rows
     total = tl.zeros([row.shape[0], n.shape[0]], tl.float32)
     for adapter in range(ADAPTERS):
-        scale = tl.load(scales_ptr + adapter * rows + row, mask=there, other=0.0, cache_modifier=".cg")
-        if tl.max(tl.abs(scale), 0) > 0.0:
+        if (used >> adapter % 32) & 1 != 0:
+            scale = tl.load(scales_ptr + adapter * rows + row, mask=there, other=0.0, cache_modifier=".cg")
             for first in range(0, RANK, _RANKS):
                 rank = first + tl.arange(0, _RANKS)
                 at = row[:, None] * WIDTH + (part * ADAPTERS + adapter) * RANK + rank[None, :]
-                s = tl.zeros([row.shape[0], _RANKS], tl.float32)
-                for split in tl.static_range(SPLITS):
-                    # Other programs wrote these: bypass this multiprocessor's L1.
-                    s += tl.load(
-                        sums_ptr + split * rows * WIDTH + at, mask=there[:, None], other=0.0, cache_modifier=".cg"
-                    )  # fmt: skip
+                s = tl.load(sums_ptr + at, mask=there[:, None], other=0.0, cache_modifier=".cg")
                 place = n[None, :].to(tl.int64) * (ADAPTERS * RANK) + adapter * RANK + rank[:, None]
                 b = tl.load(b_ptr + place, mask=present[None, :], other=0.0)
                 total = tl.dot(s * scale[:, None], b.to(tl.float32), total, input_precision="tf32x3")
@@ -197,11 +237,11 @@ def _rows_from_rank(
 
 
 @DirectLaunch
-@triton.jit(do_not_specialize=["rows", "of_rank"])
+@triton.jit(do_not_specialize=["rows", "of_rank", "splits"])
 def _low_rank_kernel(
     y_ptr, out_ptr, known_x_ptr, known_low_ptr, known_x_scale_ptr, known_squares_ptr, a_ptr, b_ptr, known_scales_ptr,
-    tiles_ptr, own_sums_ptr, own_arrivals_ptr, rows, of_rank, stride, share, width, eps,
-    K: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    tiles_ptr, own_sums_ptr, own_counters_ptr, own_arrivals_ptr, rows, of_rank, stride, share, splits, width, eps,
+    K: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
     KIND: tl.constexpr, LAYOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OUTPUTS: tl.constexpr,
     PARTIALS: tl.constexpr, EPILOGUE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -213,16 +253,14 @@ def _low_rank_kernel(
         if not EARLY:
             tl.extra.cuda.gdc_wait()
     blocks = tl.cdiv(rows, ROWS)
-    program = tl.program_id(0)
+    program, groups = tl.program_id(0), blocks * (WIDTH // _RANKS)
     row = (program % blocks * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     if program < of_rank:
         _rows_to_rank(
             row, known_x_ptr, known_low_ptr, known_x_scale_ptr, known_squares_ptr, a_ptr, known_scales_ptr,
-            own_sums_ptr, program // blocks, rows, stride, share, eps, K, ADAPTERS, RANK, WIDTH, KIND, LAYOUT, COLUMNS,
-            PARTIALS,
+            own_sums_ptr, own_counters_ptr + program % groups, own_arrivals_ptr, program // blocks, rows, stride, share,
+            splits, eps, K, ADAPTERS, RANK, WIDTH, KIND, LAYOUT, COLUMNS, PARTIALS,
         )  # fmt: skip
-        tl.debug_barrier()  # all warps' stores come before the atomic that publishes them
-        tl.atomic_add(own_arrivals_ptr, 1, sem="release", scope="gpu")
         if PDL and EARLY:
             tl.extra.cuda.gdc_wait()
     else:
@@ -230,17 +268,17 @@ def _low_rank_kernel(
         tile = tiles_ptr + (program - of_rank) // blocks * 3
         n = tl.load(tile + 1) + tl.arange(0, OUTPUTS)
         present = n < tl.load(tile + 2)
-        changed = _any_change(row, known_scales_ptr, rows, ADAPTERS)
+        used = _used(row, known_scales_ptr, rows, ADAPTERS)
         arrived = tl.atomic_add(own_arrivals_ptr, 0, sem="acquire", scope="gpu")
-        while arrived < of_rank:
+        while arrived < groups:
             arrived = tl.atomic_add(own_arrivals_ptr, 0, sem="acquire", scope="gpu")
         inside = (row < rows)[:, None] & present[None, :]
         at = row[:, None] * width + n[None, :]
         if EPILOGUE == RESIDUAL:
-            if changed:
+            if used != 0:
                 total = _rows_from_rank(
-                    row, n, present, tl.load(tile), b_ptr, known_scales_ptr, own_sums_ptr, rows,
-                    ADAPTERS, RANK, WIDTH, SPLITS,
+                    row, n, present, tl.load(tile), used, b_ptr, known_scales_ptr, own_sums_ptr, rows,
+                    ADAPTERS, RANK, WIDTH,
                 )  # fmt: skip
                 if PDL and EARLY:
                     tl.extra.cuda.gdc_wait()
@@ -249,11 +287,11 @@ def _low_rank_kernel(
                 tl.extra.cuda.gdc_wait()
         else:
             gate = _rows_from_rank(
-                row, n, present, 0, b_ptr, known_scales_ptr, own_sums_ptr, rows, ADAPTERS, RANK, WIDTH, SPLITS
+                row, n, present, 0, used, b_ptr, known_scales_ptr, own_sums_ptr, rows, ADAPTERS, RANK, WIDTH
             )
             up = _rows_from_rank(
-                row, n + width // 2, present, 1, b_ptr, known_scales_ptr, own_sums_ptr, rows,
-                ADAPTERS, RANK, WIDTH, SPLITS,
+                row, n + width // 2, present, 1, used, b_ptr, known_scales_ptr, own_sums_ptr, rows,
+                ADAPTERS, RANK, WIDTH,
             )  # fmt: skip
             if PDL and EARLY:
                 tl.extra.cuda.gdc_wait()
@@ -296,16 +334,16 @@ def add_low_rank(
     assert squares is None or squares.is_contiguous()
     form = form_of(x, rows, cols)
     block = min(_MOST_ROWS, max(16, triton.next_power_of_2(rows)))
-    share, splits = _shares(rows, cols, fixed_splits)
-    blocks = triton.cdiv(rows, block)
-    of_rank = blocks * (ranks // RANKS_AT_ONCE) * splits
+    blocks, groups = triton.cdiv(rows, block), ranks // RANKS_AT_ONCE
+    share, splits = _shares(blocks * groups // adapters, cols, fixed_splits)
+    of_rank = blocks * groups * splits
     tiles = len(changes.tiles) if activation is None else len(changes.tiles) // 2
     values, low, scale, _ = form.planes
     out = y if activation is None else torch.empty(rows, width // 2, dtype=torch.float32, device=y.device)
     _low_rank_kernel[(of_rank + blocks * tiles,)](
         y, out, values, low, scale, squares, changes.a, changes.b, scales, changes.tiles,
-        *scratch.take(splits * rows * ranks), rows, of_rank, form.stride, share, width, eps,
-        K=cols, ADAPTERS=adapters, RANK=rank, WIDTH=ranks, SPLITS=splits, KIND=form.kind, LAYOUT=form.layout,
+        *scratch.take((1 + splits) * rows * ranks, blocks * groups), rows, of_rank, form.stride, share, splits, width,
+        eps, K=cols, ADAPTERS=adapters, RANK=rank, WIDTH=ranks, KIND=form.kind, LAYOUT=form.layout,
         ROWS=block, COLUMNS=_COLUMNS if form.kind == FP16.value else _COLUMNS // 2, OUTPUTS=_OUTPUTS,
         PARTIALS=1 if squares is None else squares.shape[1],
         EPILOGUE=RESIDUAL.value if activation is None else EPILOGUES[activation], EARLY=early, PDL=pdl,
@@ -314,9 +352,9 @@ def add_low_rank(
     return out
 
 
-def _shares(rows: int, cols: int, fixed: bool) -> tuple[int, int]:
-    """Columns of a split, and the number of splits."""
-    splits = _FIXED_SPLITS if fixed else max(1, _MOST_READ // max(16, rows))
+def _shares(groups: int, cols: int, fixed: bool) -> tuple[int, int]:
+    """Columns of a split, and the number of splits, of so many groups of rows and ranks of one adapter."""
+    splits = _FIXED_SPLITS if fixed else min(_MOST_SPLITS, _PROGRAMS // groups)
     splits = max(1, min(splits, cols // _LEAST_COLUMNS))
-    share = triton.cdiv(triton.cdiv(cols, splits), _COLUMNS) * _COLUMNS
+    share = triton.cdiv(triton.cdiv(cols, splits), OPERAND_COLUMNS) * OPERAND_COLUMNS
     return share, triton.cdiv(cols, share)

@@ -18,7 +18,8 @@ from quengine.kernels.moe.held_experts import HeldExperts
 from quengine.kernels.moe.router import Routing
 
 MOST_POLLS = 1 << 25
-"""Reads of the host's count, 1 us each or more, after which sums are given up: half a minute."""
+"""Reads of the host's count, 1 us each or more, after which sums are given up, with those of the layers that follow:
+half a minute."""
 
 _COLUMNS = 2048
 
@@ -74,7 +75,7 @@ def _send_rows_kernel(
 @DirectLaunch
 @triton.jit
 def _add_sums_kernel(
-    residual_ptr, sums_ptr, summed_ptr, launches_ptr, K,
+    residual_ptr, sums_ptr, summed_ptr, given_up_ptr, launches_ptr, K,
     COLUMNS: tl.constexpr, POLLS: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row, which becomes NaN where the host's sums do not come."""
@@ -84,8 +85,11 @@ def _add_sums_kernel(
     late = tl.load(summed_ptr, volatile=True) < number
     polls = 0
     while late & (polls < POLLS):
+        given_up = tl.load(given_up_ptr, volatile=True) != 0
         late = tl.load(summed_ptr, volatile=True) < number
-        polls += 1
+        polls = tl.where(given_up, POLLS, polls + 1)
+    if late:
+        tl.store(given_up_ptr, 1)
     _system_fence(tl.arange(0, 32 * WARPS), ASM)
     tl.debug_barrier()
     for start in range(0, K, COLUMNS):
@@ -127,12 +131,12 @@ def send_rows(
 
 def add_sums(residual: Tensor, exchange: Exchange, pdl: bool = False, polls: int = MOST_POLLS) -> Tensor:
     """Adds the host's sums of the rows sent last to `residual`, contiguous fp32 [T, K], in place, once they are there.
-    Rows become NaN where they are not after `polls` reads.
+    Rows become NaN where they are not after `polls` reads, and without a wait once that has happened.
     """
     rows, width = residual.shape
     assert residual.is_contiguous() and width == exchange.sums.shape[1] and rows <= exchange.capacity
     _add_sums_kernel[(rows,)](
-        residual, exchange.sums, exchange.summed, exchange.launches, width,
+        residual, exchange.sums, exchange.summed, exchange.given_up, exchange.launches, width,
         COLUMNS=min(_COLUMNS, triton.next_power_of_2(width)), POLLS=polls, WARPS=4, ASM=uses_assembly(), PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -124,7 +124,7 @@ def receive(words_ptr, inside, sequence):
 def receive_sum(words_ptr, inside, sequence, RANKS: tl.constexpr, CAPACITY: tl.constexpr):
     """The sum over the ranks of `receive`; words_ptr [N]: the words of the first rank."""
     total = receive(words_ptr, inside, sequence)
-    for peer in tl.static_range(1, RANKS):
+    for peer in range(1, RANKS):
         total += receive(words_ptr + peer * CAPACITY, inside, sequence)
     return total
 

@@ -138,6 +138,21 @@ def test_an_interrupted_run_is_resumed(dense: LLM, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.gguf", "whole.gguf"]
 
 
+def test_a_run_is_resumed_from_the_chunk_that_it_began_with(dense: LLM, tmp_path: Path) -> None:
+    chunks, whole, cut = text_chunks(dense, TEXT, 32), tmp_path / "whole.gguf", tmp_path / "cut.gguf"
+    list(collect(dense, chunks[1:4], whole, 32, "text", first=1))
+    runs = collect(dense, chunks[1:4], cut, 32, "text", first=1, save_every=1)
+    next(runs)
+    runs.close()
+    with pytest.raises(
+        EngineError, match="leaves out 1 chunks of the text, not 0: resume with --from-chunk 1"
+    ):
+        list(collect(dense, chunks[:3], cut, 32, "text", resume=True))
+    list(collect(dense, chunks[1:4], cut, 32, "text", first=1, resume=True))
+    same(whole, cut)
+    assert read_sums(cut).first == read_sums(whole).first == 1
+
+
 def test_a_run_with_other_files_added_is_not_resumed(dense: LLM, tmp_path: Path) -> None:
     chunks, out = text_chunks(dense, TEXT, 32), tmp_path / "out.gguf"
     list(collect(dense, chunks[:1], out, 32, "text"))

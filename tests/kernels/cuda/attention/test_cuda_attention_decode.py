@@ -189,6 +189,24 @@ def test_q4_0_values_of_any_size(head_dim: int, heads: int) -> None:
     assert (out[0].double() - expected).norm() / expected.norm() < 1e-5
 
 
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, 4), (128, 8), (96, 4)])
+def test_q4_0_values_near_the_largest_of_fp16(head_dim: int, heads: int) -> None:
+    """Values are stored transformed, and so are their sums until the end."""
+    spec, position = spec_of(heads, 1, head_dim), 300
+    cache = cache_of(1, 1, head_dim, "q4_0")
+    assert cache.layer.v_scale is not None
+    cache.layer.v_scale.fill_(8160.0)
+    k_old, v_old = cache.read()
+    qkv = torch.randn(1, (heads + 2) * head_dim, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    workspace = DecodeWorkspace.allocate(1, heads, 1, head_dim, DEVICE)
+    at = torch.tensor([position], dtype=torch.int32, device=DEVICE)
+    out = torch.empty(1, heads * head_dim, device=DEVICE)
+    attention_decode(qkv, spec, cache.layer, at, cache.tables, workspace, out)
+    expected, _, _ = expected_row(qkv[0], spec, k_old[0], v_old[0], position, "q4_0")
+    assert hadamard(expected.view(-1, head_dim)).abs().max() > 4094
+    assert (out[0].double() - expected).norm() / expected.norm() < 1e-5
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_q8_0_values_of_any_size(head_dim: int) -> None:
     """Scales from 1e-7, which fp16 rounds, to 400: where scores are equal, the large values are what is left."""

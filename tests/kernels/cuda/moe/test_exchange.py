@@ -57,6 +57,17 @@ def test_rows_whose_sums_do_not_come_are_no_numbers(device: torch.device) -> Non
     exchange, x = exchange_of(4, 96, device), torch.randn(2, 96, device=device)
     send_rows(x, routing_of(2, device), torch.ones(2, dtype=torch.int32, device=device), None, exchange)
     assert add_sums(torch.zeros(2, 96, device=device), exchange, polls=4).isnan().all()
+    assert exchange.given_up.item() == 1
+
+
+def test_one_wait_in_vain_is_the_last(device: torch.device) -> None:
+    """Layers that follow would each wait as long, while the process of the host is stopped."""
+    exchange, x = exchange_of(4, 96, device), torch.randn(2, 96, device=device)
+    send_rows(x, routing_of(2, device), torch.ones(2, dtype=torch.int32, device=device), None, exchange)
+    exchange.given_up.fill_(1)
+    assert add_sums(torch.zeros(2, 96, device=device), exchange, polls=1 << 30).isnan().all()
+    exchange.summed.fill_(1)
+    assert add_sums(torch.ones(2, 96, device=device), exchange, polls=1 << 30).eq(1).all()
 
 
 def test_more_rows_than_there_is_room_for_are_refused(device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Experts in host memory, some of them on the device too: logits are the definition's, wherever experts are."""
 
 import time
+from collections.abc import Callable
 from threading import Event
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from quengine.kernels.cpu.backend import CpuBackend
 from quengine.kernels.cpu.moe.exchange import await_rows_launch, sums_ready_launch
+from quengine.kernels.cpu.runtime.threads import Launch, Program
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.moe.exchange import add_sums
@@ -116,13 +118,15 @@ def test_replaced_experts_are_those_of_the_file(device: torch.device) -> None:
     assert not torch.equal(after, before)
 
 
-def test_the_cpus_list_follows_a_captured_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter a captured step is the step itself, which waits for the sums of the list's thread."""
-    split = Split("dense layer first", "Q8_0", device, 2)
-    cache = KVCache.allocate(split.config, 96, device).layers
-    batch = decode_batch(*DECODED, device)
+def followed_step(
+    split: Split, results: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Callable[[], None], torch.Tensor]:
+    """A call of a step that the CPU follows, whose logits it appends to `results`; and what they are. In place of a
+    captured step it is the step itself, which waits for the sums of the list's thread."""
+    cache = KVCache.allocate(split.config, 96, split.experts.device.device).layers
+    batch = decode_batch(*DECODED, split.experts.device.device)
     expected = split.decoder.forward(batch, cache).cpu().clone()
-    exchange = split.experts.exchange
+    exchange, launches = split.experts.exchange, list[Launch]()
 
     def step() -> torch.Tensor:
         with split.experts.recording() as made:
@@ -130,16 +134,44 @@ def test_the_cpus_list_follows_a_captured_step(device: torch.device, monkeypatch
         launches[:] = made
         return logits
 
-    launches, results = [], list[torch.Tensor]()
     with monkeypatch.context() as without_sums:
         without_sums.setattr(split_experts, "add_sums", lambda total, *_: total)
         step()
     for counts in (exchange.counts, exchange.launches):
         counts.zero_()
-    run = split.experts.followed(lambda: results.append(step().cpu().clone()), list(launches))
+    return split.experts.followed(lambda: results.append(step().cpu().clone()), list(launches)), expected
+
+
+def test_the_cpus_list_follows_a_captured_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = list[torch.Tensor]()
+    run, expected = followed_step(Split("dense layer first", "Q8_0", device, 2), results, monkeypatch)
     for _ in range(3):
         run()
     assert len(results) == 3 and all(torch.equal(each, expected) for each in results)
+
+
+def test_steps_go_on_after_one_whose_sums_came_too_late(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a process that was stopped for a minute."""
+    monkeypatch.setattr(split_experts, "add_sums", lambda *given: add_sums(*given, polls=100))
+    split, goes_on, results = Split("dense layer first", "Q8_0", device, 2), Event(), list[torch.Tensor]()
+    run, expected = followed_step(split, results, monkeypatch)
+    with monkeypatch.context() as stopped:
+        compute = Program.run
+
+        def late(program: Program) -> None:
+            goes_on.wait()
+            compute(program)
+
+        stopped.setattr(Program, "run", late)
+        run()
+        goes_on.set()
+        FOLLOWER.finish()
+    assert results[0].isnan().all() and split.experts.exchange.given_up.item() == 1
+    monkeypatch.setattr(split_experts, "add_sums", add_sums)
+    run()
+    assert torch.equal(results[1], expected) and split.experts.exchange.given_up.item() == 0
 
 
 def test_held_experts_are_loaded_some_at_a_time(
