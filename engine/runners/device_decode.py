@@ -31,6 +31,7 @@ class DeviceDecoder:
         self._drafts = graphs.shares_sequences
         self._graphs, self._rows = graphs, DeviceRows(graphs)
         self._decoding = list[Slot]()
+        self._kind_before: SamplingKind | None = None  # that of the last decode step
 
     def launch(self, plan: StepPlan) -> bool:
         """Launches a decode step without waiting; returns False for one of too many rows, which is not launched."""
@@ -42,7 +43,7 @@ class DeviceDecoder:
             count += sum(len(sequence.draft) + sequence.replay for sequence in plan.sequences)
         if count > self.most_rows:
             for slot in plan.slots:
-                slot.has_token, slot.undrafted = False, 0
+                slot.has_token, slot.undrafted, slot.reach = False, 0, 0
             return False
         self._decoding = plan.slots
         for slot in plan.slots if self.drafting is not None else ():
@@ -100,7 +101,9 @@ class DeviceDecoder:
         have, with the kinds of sampling that they want."""
         given, unset = dict[int, SamplingKind | None](), list[int]()
         kind = self._rows.kind
-        for number, (sequence, slot) in enumerate(zip(plan.sequences, plan.slots, strict=True)):
+        as_before = kind is self._kind_before and self.drafting is None and not self._drafts
+        for number in plan.changed if as_before else range(len(plan.slots)):
+            sequence, slot = plan.sequences[number], plan.slots[number]
             tables = sequence.block_tables
             if not slot.written or len(tables) > 1 or len(tables[0]) != slot.written[0]:
                 self._send_tables(sequence, slot)
@@ -110,6 +113,7 @@ class DeviceDecoder:
                 unset.append(number)
         if unset:
             self._set_sampling(plan, unset, given)
+        self._kind_before = self._rows.kind
         return given
 
     def _send_tables(self, sequence: Sequence, slot: Slot) -> None:
@@ -150,6 +154,8 @@ class DeviceDecoder:
             slot.waits = kind is None or len(ids) > 1
             slot.has_token = kind is not None and not draft
             slot.undrafted = 0
+            if slot.waits:
+                slot.reach = 0
         sampled, on_host, first = list[int | None](), list[int](), 0
         for number, sequence in enumerate(plan.sequences):
             if number not in given:

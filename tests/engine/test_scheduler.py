@@ -38,7 +38,7 @@ class FakeSequence:
     started: float = 0.0
     error: Exception | None = None
     pool: None = None
-    context_full: bool = False
+    ctx_size: int = 10**6
     scores: PromptScores | None = None
     images: None = None
     adapters: None = None
@@ -56,7 +56,13 @@ class FakeSequence:
 
     @property
     def finished(self) -> bool:
-        return self.error is not None or len(self.token_ids) >= self.max_positions
+        return self.finish_reason is not None
+
+    @property
+    def finish_reason(self) -> str | None:
+        if self.error is not None:
+            return "error"
+        return "length" if len(self.token_ids) >= self.max_positions else None
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
