@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_NEVER = Moment(0.0, 0.0)
+
+
 class BegunCheckpoint(NamedTuple):
     """Blocks, one of each cache group, that a step writes the states to which a sequence has after `end` tokens."""
 
@@ -96,7 +99,7 @@ class Sequence:
     arrived: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     first_token: float = 0.0
-    last: Moment = Moment(0.0, 0.0)
+    last: Moment = _NEVER
     compiled: list[float] = field(default_factory=lambda: [0.0] * 2)
     pool: Pool | None = None
     scores: PromptScores | None = None
