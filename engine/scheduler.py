@@ -54,7 +54,8 @@ class Scheduler:
         below. None: no limit.
         deterministic: tokens that were computed one by one are never reused as part of a prompt, nor recomputed in
         chunks.
-        packed: a step may hold the chunks of several prompts.
+        packed: a step may hold the chunks of several prompts, of at most `backlog_chunk` tokens if that is given:
+        longer steps, which are not captured, are launched kernel by kernel.
         shares: blocks that already hold the beginning of a prompt are used for it.
         backlog_chunk: `mixed_chunk` while more tokens of prompts wait than `chunk_size`.
         copy_blocks: copies blocks, in stream order after the steps launched so far (ModelRunner.copy_blocks).
@@ -83,6 +84,7 @@ class Scheduler:
         self.mixed_chunk = min(mixed_chunk, chunk_size)
         self.backlog_chunk = min(max(mixed_chunk, backlog_chunk), chunk_size)
         self.packed = packed
+        self._most_packed = self.backlog_chunk if backlog_chunk else chunk_size
         self._copy_blocks = copy_blocks or (lambda _copies: None)
         self.blocks = BlockManager(cache.pools, lambda copies: self._copy_blocks(copies))
         self._ahead, self._most_ahead = ahead, most_ahead
@@ -361,7 +363,7 @@ class Scheduler:
                 if not self._has_room(sequence, len(sequence.token_ids)):
                     break
                 chunks.append(self._chunk(sequence, left))
-                left -= len(chunks[-1].ids)
+                left = min(left, self._most_packed) - len(chunks[-1].ids)
             elif self._can_join() and self._admit():
                 under_way = self._under_way()
             else:

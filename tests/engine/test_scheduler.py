@@ -336,6 +336,15 @@ def test_a_step_is_filled_with_the_prompts_that_wait() -> None:
     assert all(s.finished for s in added) and scheduler.blocks.num_used == 0
 
 
+def test_several_prompts_take_no_longer_step_than_a_captured_one() -> None:
+    scheduler = Scheduler(KVCache([], 1000, (CachePool(40),)), 6, 64, 16, packed=True, backlog_chunk=32)
+    for number, length in enumerate((10, 6, 10, 60)):
+        scheduler.add(FakeSequence(prompt(length, number), 1))
+    steps = [[len(chunk.ids) for chunk in batch.chunks] for batch in run(scheduler) if batch.chunks]
+    # Of 32 tokens 6 are left, too few for a part of the last prompt, which alone may take all 64.
+    assert steps == [[10, 6, 10], [60]]
+
+
 def test_short_prompts_join_the_end_of_a_long_one() -> None:
     scheduler = make(packed=True)
     added = [FakeSequence(prompt(length, i), 1) for i, length in enumerate((100, 9, 8, 30))]
