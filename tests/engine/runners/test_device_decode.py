@@ -283,17 +283,22 @@ class Engine:
         sequence.num_cached_tokens = 0
 
     def launch(self, sequences: list[FakeSequence]) -> None:
-        """The next step of those whose input is known, or will be on the device."""
-        ready = []
+        """The next step of those whose input is known, or will be on the device. As by the scheduler, the device is
+        told of those that may lack something."""
+        ready, changed, ahead = list[FakeSequence](), list[int](), bool(self.in_flight)
         for each in sequences:
             launched = each.slot.launched
             sampled = each.num_cached_tokens < len(each.token_ids) or each.slot.has_token
             reaches = each.num_cached_tokens + launched + 1 < each.max_positions
             if sampled and (not launched or (not each.slot.waits and reaches)):
-                self.grow(each, each.num_cached_tokens + launched + 1)
+                if not (ahead and launched and each.num_cached_tokens + launched < each.slot.reach):
+                    self.grow(each, each.num_cached_tokens + launched + 1)
+                    changed.append(len(ready))
+                    covered = len(each.block_tables[0]) * BLOCK_SIZE
+                    each.slot.reach = 0 if each.slot.waits or not ahead else min(covered, each.max_positions - 1)
                 ready.append(each)
         if ready:
-            plan = StepPlan.decode(ready)  # type: ignore[arg-type]
+            plan = StepPlan.decode(ready, changed if ahead else None)  # type: ignore[arg-type]
             assert self.decoder.launch(plan)
             self.in_flight.append(plan)
 
