@@ -31,7 +31,6 @@ class DeviceDecoder:
         self._drafts = graphs.shares_sequences
         self._graphs, self._rows = graphs, DeviceRows(graphs)
         self._decoding = list[Slot]()
-        self._kind_before: SamplingKind | None = None  # that of the last decode step
 
     def launch(self, plan: StepPlan) -> bool:
         """Launches a decode step without waiting; returns False for one of too many rows, which is not launched."""
@@ -101,8 +100,9 @@ class DeviceDecoder:
         have, with the kinds of sampling that they want."""
         given, unset = dict[int, SamplingKind | None](), list[int]()
         kind = self._rows.kind
-        as_before = kind is self._kind_before and self.drafting is None and not self._drafts
-        for number in plan.changed if as_before else range(len(plan.slots)):
+        # The others go on from a decode step in flight, the newest launch: what they have is of this kind.
+        drafts = self._drafts or self.drafting is not None
+        for number in range(len(plan.slots)) if drafts else plan.changed:
             sequence, slot = plan.sequences[number], plan.slots[number]
             tables = sequence.block_tables
             if not slot.written or len(tables) > 1 or len(tables[0]) != slot.written[0]:
@@ -113,7 +113,6 @@ class DeviceDecoder:
                 unset.append(number)
         if unset:
             self._set_sampling(plan, unset, given)
-        self._kind_before = self._rows.kind
         return given
 
     def _send_tables(self, sequence: Sequence, slot: Slot) -> None:
