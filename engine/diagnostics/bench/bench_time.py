@@ -89,9 +89,8 @@ def _repeated(
             once()
     for repetition in range(repetitions):
         progress(f"{repetition + 1} of {repetitions}")
-        with (
-            collector.paused()
-        ):  # one through all that was loaded takes as long as a hundred steps of a small model
+        # A collection through all that was loaded takes as long as a hundred steps of a small model.
+        with collector.paused():
             taken = once()
         yield taken
 
