@@ -216,6 +216,18 @@ class KVCache:
         """Number of sequences of `positions` positions that the cache holds at once."""
         return min(pool.num_blocks // pool.most_blocks(positions) for pool in self.pools)
 
+    def spare_bytes(self, sequences: int, positions: int) -> int:
+        """Bytes of the blocks, those for checkpoints aside, that `sequences` sequences of `positions` positions never
+        own."""
+        spare = 0
+        for group, pool in enumerate(self.pools):
+            needed = sequences * pool.most_blocks(positions) + pool.checkpoints
+            unused = max(0, pool.num_blocks - needed)
+            held = sum(tensor.nbytes for layer in self.groups[group] for tensor in self.layers[layer].tensors)
+            held += self.hidden.nbytes if group == 0 and self.hidden is not None else 0
+            spare += unused * (held // (pool.num_blocks + 1))
+        return spare
+
     @property
     def nbytes(self) -> int:
         hidden = 0 if self.hidden is None else self.hidden.nbytes

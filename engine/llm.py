@@ -61,7 +61,7 @@ from quengine.request.sampling_params import SamplingParams, params_of_each
 from quengine.request.sequence import Sequence
 from quengine.request.sequence_factory import SequenceFactory
 from quengine.runners.device_turns import DeviceTurns
-from quengine.sampler import NO_CHOICE, Sample, Verified
+from quengine.sampler import NO_CHOICE, Result, Sample, Verified
 from quengine.scheduler import PENDING, Scheduler
 from quengine.scoring.choices import ChoiceScore, score_choices
 from quengine.scoring.perplexity import Perplexity, last, text_chunks, whole_text
@@ -586,17 +586,10 @@ class LLM(Configured):
     def _commit(self, step: StepPlan) -> list[tuple[Sequence, str]]:
         """Takes the results of a step; returns its sequences, but for cancelled ones, each with its new text."""
         try:
-            results = [
-                (sequence, self.runner.explain(step, sequence) if result is NO_CHOICE else result)
-                for sequence, slot, result in zip(step.sequences, step.slots, step.results(), strict=True)
-                if sequence.slot is slot
-            ]
+            results = self._results(step)
         except BaseException:
             self.scheduler.failed(step)
             raise
-        for sequence, result in results:
-            if isinstance(result, Exception):
-                sequence.fail(result)
         self.scheduler.commit(step)
         if self.speculation is not None:
             self.speculation.committed(step)
@@ -615,6 +608,20 @@ class LLM(Configured):
         if logger.isEnabledFor(logging.INFO):
             self._log_ends(step.sequences)
         return texts
+
+    def _results(self, step: StepPlan) -> list[tuple[Sequence, Result]]:
+        """Waits for a step; its sequences, but for cancelled ones, with their results. Those with an error fail."""
+        results, errors = list[tuple[Sequence, Result]](), list[tuple[Sequence, Exception]]()
+        for sequence, slot, given in zip(step.sequences, step.slots, step.results(), strict=True):
+            if sequence.slot is not slot:
+                continue
+            result = self.runner.explain(step, sequence) if given is NO_CHOICE else given
+            results.append((sequence, result))
+            if isinstance(result, Exception):
+                errors.append((sequence, result))
+        for sequence, error in errors:
+            sequence.fail(error)
+        return results
 
     def _log_ends(self, sequences: Seq[Sequence]) -> None:
         for sequence in sequences:

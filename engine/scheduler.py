@@ -17,9 +17,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from itertools import chain
 
-from quengine.block_manager import BlockManager
+from quengine.block_manager import Allocation, BlockManager
 from quengine.block_pool import BlockCopy
 from quengine.errors import EngineError
 from quengine.kernels.forward_batch import BlockTables
@@ -53,7 +54,8 @@ class Scheduler:
         below. None: no limit.
         deterministic: tokens that were computed one by one are never reused as part of a prompt, nor recomputed in
         chunks.
-        packed: a step may hold the chunks of several prompts.
+        packed: a step may hold the chunks of several prompts, of at most `backlog_chunk` tokens if that is given:
+        longer steps, which are not captured, are launched kernel by kernel.
         shares: blocks that already hold the beginning of a prompt are used for it.
         backlog_chunk: `mixed_chunk` while more tokens of prompts wait than `chunk_size`.
         copy_blocks: copies blocks, in stream order after the steps launched so far (ModelRunner.copy_blocks).
@@ -82,6 +84,7 @@ class Scheduler:
         self.mixed_chunk = min(mixed_chunk, chunk_size)
         self.backlog_chunk = min(max(mixed_chunk, backlog_chunk), chunk_size)
         self.packed = packed
+        self._most_packed = self.backlog_chunk if backlog_chunk else chunk_size
         self._copy_blocks = copy_blocks or (lambda _copies: None)
         self.blocks = BlockManager(cache.pools, lambda copies: self._copy_blocks(copies))
         self._ahead, self._most_ahead = ahead, most_ahead
@@ -108,6 +111,7 @@ class Scheduler:
         self._decode_is_due = False
         self._preempts = True
         self._keeps_all = all(pool.window is None for pool in cache.pools)
+        self._only_grows = self._keeps_all and len(cache.pools) == 1 and not cache.pools[0].is_state
         self._alone: deque[Sequence] = deque()
         self._restarted: set[Sequence] = set()  # those of `_alone` that begin again
 
@@ -187,7 +191,7 @@ class Scheduler:
         if plan.phase == "decode":
             has_states = self.blocks.has_states
             for sequence, slot, drafted in zip(plan.sequences, plan.slots, plan.drafted, strict=True):
-                if sequence.slot is not slot or sequence.finished:
+                if sequence.slot is not slot or sequence.finish_reason is not None:
                     continue
                 slot.launched -= 1
                 slot.waits = False
@@ -220,6 +224,7 @@ class Scheduler:
         if self.states.copy_is_due(sequence):
             end = min(end, blocks_for(after) * BLOCK_SIZE)
         slot.drafted += most
+        slot.reach = 0
         return DraftRoom(most, end)
 
     def draft_room(self, sequence: Sequence, most: int) -> int:
@@ -240,9 +245,9 @@ class Scheduler:
         for sequence in [each for each in self._restarted if each.finished]:
             self.cancel(sequence)
         for sequence in self._running:
-            if sequence.finished:
+            if sequence.finish_reason is not None:
                 self._remove(sequence)
-            elif sequence.context_full:
+            elif len(sequence.token_ids) >= sequence.ctx_size:
                 self._preempt(sequence)
                 sequence.shift_context()
 
@@ -265,7 +270,7 @@ class Scheduler:
                     continue
                 slot.launched -= 1
                 slot.drafted -= drafted
-                slot.has_token, slot.undrafted, slot.waits = False, 0, slot.launched > 0
+                slot.has_token, slot.undrafted, slot.waits, slot.reach = False, 0, slot.launched > 0, 0
         restarts = self.blocks.has_states and not self.blocks.rewinds
         for sequence in reversed(self._running):
             if sequence not in plan.sequences:
@@ -358,7 +363,7 @@ class Scheduler:
                 if not self._has_room(sequence, len(sequence.token_ids)):
                     break
                 chunks.append(self._chunk(sequence, left))
-                left -= len(chunks[-1].ids)
+                left = min(left, self._most_packed) - len(chunks[-1].ids)
             elif self._can_join() and self._admit():
                 under_way = self._under_way()
             else:
@@ -385,15 +390,7 @@ class Scheduler:
         sequence = self.waiting[0]
         if sequence.pool is not None:
             sequence.pool.clear()
-        most = self.prefixes.most_shared(sequence)
-        # Reserve a block for each running sequence that may grow: otherwise this one would soon be preempted.
-        allocation = self.blocks.allocate(
-            self.prefixes.keys(sequence, most),
-            min(len(sequence.token_ids) + 1, sequence.max_positions),  # with the first token after them
-            reserve=sum(map(self._may_grow, self._running)),
-            tokens=sequence.key_ids,
-            most=most,
-        )
+        allocation = self._allocated(sequence)
         if allocation is None:
             return False
         self.waiting.popleft()
@@ -412,6 +409,19 @@ class Scheduler:
             self.decoding.append(sequence)
             self.states.add_copies(sequence)
         return True
+
+    def _allocated(self, sequence: Sequence) -> Allocation | None:
+        """Blocks for a waiting sequence; None if there are too few. A block is reserved for each running sequence that
+        may grow: otherwise this one would soon be preempted. Nearly always there is one for each that runs."""
+        most, running = self.prefixes.most_shared(sequence), self._running
+        allocate = partial(
+            self.blocks.allocate,
+            self.prefixes.keys(sequence, most),
+            min(len(sequence.token_ids) + 1, sequence.max_positions),  # with the first token after them
+            tokens=sequence.key_ids,
+            most=most,
+        )
+        return allocate(reserve=len(running)) or allocate(reserve=sum(map(self._may_grow, running)))
 
     def _may_grow(self, sequence: Sequence) -> bool:
         return self.blocks.covered(sequence.block_tables) < sequence.max_positions
@@ -452,25 +462,25 @@ class Scheduler:
         of them has no blocks for it, or there are too many rows.
         """
         ready = list[Sequence]()
-        usual = ahead and self._keeps_all and self.holds_back is None
+        usual, changed = ahead and self._only_grows and self.holds_back is None, list[int]()
         for sequence in self.decoding:
             slot = sequence.slot
-            after = sequence.num_cached_tokens + slot.launched + 1
-            # Nearly always all of this holds, and in steps of many sequences two calls for each take the host long.
-            if usual and slot.launched and not (slot.waits or slot.drafted) and after < slot.end:
-                if len(sequence.block_tables[0]) * BLOCK_SIZE >= after or self._has_room(sequence, after):
-                    ready.append(sequence)
-                    continue
-                return None
+            # Nearly always this holds, and in steps of many sequences a call for each takes the host long.
+            if usual and slot.launched and sequence.num_cached_tokens + slot.launched < slot.reach:
+                ready.append(sequence)
+                continue
             if ahead and not self._is_known(sequence):
                 continue
             if self._has_reach(sequence):
+                changed.append(len(ready))
                 ready.append(sequence)
+                if usual and not (slot.waits or slot.drafted):
+                    slot.reach = min(len(sequence.block_tables[0]) * BLOCK_SIZE, slot.end - 1)
             elif ahead:
                 return None
         if ahead and self._is_too_large(ready):
             return None
-        return StepPlan.decode(ready) if ready else None
+        return StepPlan.decode(ready, changed) if ready else None
 
     def _is_too_large(self, sequences: Seq[Sequence]) -> bool:
         """Whether a decode step of these sequences has more rows than one that is launched ahead may have."""

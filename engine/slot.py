@@ -16,6 +16,8 @@ class Slot:
         end: number of positions that the sequence may come to need.
         row: slot, target, token and position of a row whose input the device has, as in `batch_rows.StepRows`.
         launched: decode steps with a row of it that have not been committed.
+        reach: number of positions up to which steps launched ahead of their results need nothing of the host for it; 0:
+            not known, or they do.
         waits: whether the host has to see the result of such a step before it knows the input of the next one.
         has_token: whether the device has the input of the next step, as it samples the newest token.
         drafted: most tokens beyond one each that those steps may add, as they draft on the device.
@@ -30,6 +32,7 @@ class Slot:
     index: int = -1
     end: int = 0
     launched: int = 0
+    reach: int = 0
     waits: bool = False
     has_token: bool = False
     drafted: int = 0

@@ -74,6 +74,7 @@ class StepPlan:
         slots: the slot of each sequence when the step was planned. One that has another by now was preempted or
             cancelled meanwhile: it has no part in the results.
         starts: the position of each sequence's first row; -1: the device alone knows it.
+        changed: the numbers of the sequences for which the device may lack something.
         chunks: in prefill, the rows. In decode they follow from the sequences, as far as the host knows them.
         drafting: in a decode step that drafts on the device, the draft of each sequence; else empty.
 
@@ -91,6 +92,7 @@ class StepPlan:
     sequences: list[Sequence]
     slots: list[Slot]
     starts: list[int]
+    changed: Seq[int] = ()
     chunks: list[SequenceRows] = field(default_factory=list)
     drafting: list[DraftRoom] = field(default_factory=list)
     sampled: Seq[int | None] | None = None
@@ -102,19 +104,20 @@ class StepPlan:
     @classmethod
     def prefill(cls, sequences: list[Sequence], chunks: list[SequenceRows]) -> "StepPlan":
         slots, starts = [sequence.slot for sequence in sequences], [chunk.start for chunk in chunks]
-        return cls("prefill", sequences, slots, starts, chunks)
+        return cls("prefill", sequences, slots, starts, chunks=chunks)
 
     @classmethod
-    def decode(cls, sequences: list[Sequence]) -> "StepPlan":
+    def decode(cls, sequences: list[Sequence], changed: Seq[int] | None = None) -> "StepPlan":
         """The next step of these sequences. The first row of one is its first token that is neither in the cache nor
-        in a step in flight, after those that its states lack."""
-        slots = [sequence.slot for sequence in sequences]
-        starts = [
-            -1 if s.slot.drafted else s.num_cached_tokens + s.slot.launched - s.replay for s in sequences
-        ]
-        for slot in slots:
+        in a step in flight, after those that its states lack. changed: None: all of them."""
+        slots, starts = list[Slot](), list[int]()
+        for sequence in sequences:
+            slot = sequence.slot
+            slots.append(slot)
+            known = sequence.num_cached_tokens + slot.launched - sequence.replay
+            starts.append(-1 if slot.drafted else known)
             slot.launched += 1
-        return cls("decode", sequences, slots, starts)
+        return cls("decode", sequences, slots, starts, range(len(slots)) if changed is None else changed)
 
     @property
     def rows(self) -> list[SequenceRows]:

@@ -10,7 +10,8 @@
 
 Every stream asks for `--tokens` tokens behind a prompt of `--prompt` random ones, all at the same time, and again when
 all are done. The clients are a process of their own that counts events and does not parse them; the fake engine is one,
-too. Prints a line for each round, and one JSON object at the end, with the CPU time of the server's process a token.
+too. Prints a line for each round, and one JSON object at the end, with the CPU time that a token takes of the server's
+process, of the engine's (and others that the server started), and of the clients'.
 """
 
 import argparse
@@ -157,8 +158,22 @@ async def ask(port: int, route: str, sent: bytes) -> tuple[float, int]:
     return first, events
 
 
-def cpu_seconds(pid: int) -> float:
-    """Of a process on all cores, user and system, since it began (Linux)."""
+def cpu_seconds(pid: int) -> dict[str, float]:
+    """User and system time on all cores of the server's process, of those that it started, and of this one, since each
+    began (Linux)."""
+    started = [
+        int(each)
+        for part in Path(f"/proc/{pid}/task").glob("*/children")
+        for each in part.read_text().split()
+    ]
+    return {
+        "cpu_us": _seconds(pid),
+        "engine_cpu_us": sum(map(_seconds, started)),
+        "client_cpu_us": _seconds(os.getpid()),
+    }
+
+
+def _seconds(pid: int) -> float:
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -168,7 +183,7 @@ async def clients(port: int, pid: int, given: argparse.Namespace) -> list[dict[s
     rounds = []
     for number in range(100, 101 + given.rounds):
         bodies = [body(given, number, stream) for stream in range(given.streams)]
-        cpu, began = cpu_seconds(pid), time.perf_counter()
+        before, began = cpu_seconds(pid), time.perf_counter()
         answers = await asyncio.gather(*(ask(port, given.route, sent) for sent in bodies))
         seconds = time.perf_counter() - began
         first = sorted(first for first, _ in answers)
@@ -177,7 +192,10 @@ async def clients(port: int, pid: int, given: argparse.Namespace) -> list[dict[s
                 "tok_s": given.streams * given.tokens / seconds,
                 "ttft_ms_median": 1e3 * statistics.median(first),
                 "events": sum(events for _, events in answers),
-                "cpu_us": 1e6 * (cpu_seconds(pid) - cpu) / (given.streams * given.tokens),
+                **{
+                    name: 1e6 * (used - before[name]) / (given.streams * given.tokens)
+                    for name, used in cpu_seconds(pid).items()
+                },
             }
         )
         print({key: round(value, 1) for key, value in rounds[-1].items()}, file=sys.stderr)
@@ -237,6 +255,8 @@ def main() -> int:
         "ttft_ms_median": median["ttft_ms_median"],
         "events_per_token": median["events"] / (given.streams * given.tokens),
         "server_cpu_us_per_token": median["cpu_us"],
+        "engine_cpu_us_per_token": median["engine_cpu_us"],
+        "client_cpu_us_per_token": median["client_cpu_us"],
         "first_round": {"tok_s": first["tok_s"], "ttft_ms_median": first["ttft_ms_median"]},
     }
     print(json.dumps(result))

@@ -84,6 +84,9 @@ class Graphs:
     def configure(self, *settings: Any) -> None:
         """Settings of a slot, which are sent once a sequence."""
 
+    def set_adapters(self, *settings: Any) -> None:
+        """Those of a model without adapters."""
+
 
 def measure(given: argparse.Namespace, streams: int) -> None:
     tokens = given.steps + 2 * streams  # the first go on while the last prompts are taken

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_NEVER = Moment(0.0, 0.0)
+
+
 class BegunCheckpoint(NamedTuple):
     """Blocks, one of each cache group, that a step writes the states to which a sequence has after `end` tokens."""
 
@@ -62,10 +65,13 @@ class Sequence:
         draft_bytes: bytes read for drafts.
         shift: what it discards when its context is full; None: it ends then.
         shifts, discarded_tokens: how often it has done so, and what.
-        compiled: `compile_clock` at its start, its first token and its last.
+        discarded_late: of each discarded token how many were generated before, together.
+        compiled: `compile_clock` at its start and at its first token.
+        last: when its last token came.
         images: of the prompt, whose rows are given as embeddings; None: there are none.
         adapters: the scales of the model's LoRA adapters for its rows; None: it has none.
         num_prefill_tokens: tokens that were not generated token by token: the prompt, or what the last shift has left.
+        plain: nothing but a token of `end_ids`, `max_tokens` and the context ends it, and it has no log-probabilities.
     """
 
     token_ids: list[int]
@@ -93,9 +99,8 @@ class Sequence:
     arrived: float = field(default_factory=time.perf_counter)
     started: float = 0.0
     first_token: float = 0.0
-    last_token: float = 0.0
-    compiled: list[float] = field(default_factory=lambda: [0.0] * 3)
-    cached_at_token: int = 0
+    last: Moment = _NEVER
+    compiled: list[float] = field(default_factory=lambda: [0.0] * 2)
     pool: Pool | None = None
     scores: PromptScores | None = None
     draft: Seq[int] = ()
@@ -105,13 +110,17 @@ class Sequence:
     shift: ContextShift | None = None
     shifts: int = 0
     discarded_tokens: int = 0
+    discarded_late: int = 0
     images: PromptImages | None = None
     adapters: Scales | None = None
     num_prompt_tokens: int = field(init=False)
     num_prefill_tokens: int = field(init=False)
+    plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prefill_tokens = len(self.token_ids)
+        limited = self.sampler.constraint is not None or self.params.t_max_predict_ms > 0
+        self.plain = self.stream.is_plain and not limited and self.params.logprobs is None
 
     @property
     def key_ids(self) -> list[int]:
@@ -149,11 +158,13 @@ class Sequence:
     def start(self) -> None:
         """Its first step is about to run."""
         self.started = time.perf_counter()
-        self.compiled = [compile_clock.seconds()] * 3
+        self.compiled = [compile_clock.seconds()] * 2
+        self.last = Moment(0.0, self.compiled[0])
 
     def end_pooled(self) -> None:
         """End with the prompt."""
-        self.first_token = self.last_token = time.perf_counter()
+        self.last = compile_clock.moment()
+        self.first_token, self.compiled[1] = self.last
         self.finish_reason = "stop"
 
     def embedding(self) -> list[float]:
@@ -179,24 +190,28 @@ class Sequence:
 
         moment: when it came; None: now. In a step of many sequences every line here costs the host time.
         """
-        moment = moment or compile_clock.moment()
+        self.last = moment = moment or compile_clock.moment()
         if not self.first_token:
             self.first_token, self.compiled[1] = moment
-        self.last_token, self.compiled[2] = moment
         most = self.params.max_tokens
         if most == 0:  # the prompt's logits give a token all the same
             return self._finish("length")
-        ids, (token, logprobs), stream = self.token_ids, sample, self.stream
+        ids, generated, (token, logprobs) = self.token_ids, self.generated, sample
         if token in self.end_ids:
             self.end_tokens = 1
-            self.cached_at_token += len(ids) + 1
             return self._finish("stop")
         ids.append(token)
-        self.generated.append(token)
-        self.cached_at_token += len(ids)
+        generated.append(token)
+        text = self.stream.push(token)
+        if self.plain and len(generated) != most and len(ids) < self.ctx_size:
+            return text
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        text = stream.push(token)
+        return self._ended(token, text)
+
+    def _ended(self, token: int, text: str) -> str:
+        """`text`, which the newest token has made certain, with what was held back if the sequence ends with it."""
+        most, stream = self.params.max_tokens, self.stream
         constraint = self.sampler.constraint
         if constraint is not None:
             constraint.advance(token)
@@ -206,7 +221,7 @@ class Sequence:
             text += self._finish("stop")
         elif (
             len(self.generated) == most
-            or (len(ids) >= self.ctx_size and not self._discarded)
+            or (self.context_full and not self._discarded)
             or stream.dedented
             or ("\n" in text and self._late)
         ):
@@ -217,7 +232,7 @@ class Sequence:
     def _late(self) -> bool:
         """Whether its time is over, so that the text ends with its line."""
         allowed = self.params.t_max_predict_ms
-        return allowed > 0 and 1e3 * (self.last_token - self.first_token) > allowed
+        return allowed > 0 and 1e3 * (self.last.now - self.first_token) > allowed
 
     @property
     def _discarded(self) -> range:
@@ -238,6 +253,7 @@ class Sequence:
         self.sampler.change_stream()
         self.shifts += 1
         self.discarded_tokens += len(gone)
+        self.discarded_late += len(gone) * len(self.generated)
 
     def fail(self, error: Exception) -> None:
         """End here, without a further token."""
@@ -263,8 +279,7 @@ class Sequence:
         """
         scores, params = self.scores, self.params
         count = len(self.generated) + self.end_tokens
-        mean_context = self.cached_at_token // count if count else 0
-        compiled_before, compiled_prompt, compiled = self.compiled
+        (compiled_before, compiled_prompt), compiled = self.compiled, self.last.compiled
         timings = Timings(
             load_s=load_s,
             compile_s=max(0.0, compiled - compiled_before),
@@ -274,9 +289,9 @@ class Sequence:
             ttft_s=max(0.0, self.first_token - self.arrived),
             generated_tokens=count,
             end_tokens=self.end_tokens,
-            decode_s=max(0.0, self.last_token - self.first_token - (compiled - compiled_prompt)),
+            decode_s=max(0.0, self.last.now - self.first_token - (compiled - compiled_prompt)),
             bytes_per_token=self._weight_bytes(step_bytes, count) // max(1, count)
-            + cache_bytes(mean_context),
+            + cache_bytes(self._mean_context(count)),
             peak_bytes=peak,
             drafts=self.drafts_by_length.total(),
             drafted_tokens=sum(length * steps for length, steps in self.drafts_by_length.items()),
@@ -298,6 +313,12 @@ class Sequence:
                 else with_texts(scores.logprobs, text)
             ),
         )
+
+    def _mean_context(self, count: int) -> int:
+        """Tokens in front of each of `count` generated ones and with it, on average; 0 without any."""
+        gone = count * self.discarded_tokens - self.discarded_late
+        tokens = count * self.num_prompt_tokens + count * (count + 1) // 2 - gone
+        return tokens // count if count else 0
 
     def _weight_bytes(self, step_bytes: Callable[[int], int], count: int) -> int:
         """What all of its steps for `count` tokens read, and what read for its drafts. Rows of a step, its newest

@@ -32,7 +32,7 @@ class TextStream:
         self._spaces: int | None = None  # of a line that has nothing else yet
         self._token_bytes = token_bytes
         self._stop = sorted(stop, key=len, reverse=True)
-        self._is_plain = not self._stop and not indent  # all text is shown at once, and nothing ends it
+        self.is_plain = not self._stop and not indent  # all text is shown at once, and nothing ends it
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._partial = False  # bytes of a character that is not whole yet
         self._held = ""
@@ -55,7 +55,7 @@ class TextStream:
         raw = self._token_bytes(token_id)
         if raw.isascii() and not self._partial:
             text = raw.decode("ascii")
-            if self._is_plain:
+            if self.is_plain:
                 if text:
                     self._shown.append(text)
                 return text

@@ -42,7 +42,7 @@ class DeviceDecoder:
             count += sum(len(sequence.draft) + sequence.replay for sequence in plan.sequences)
         if count > self.most_rows:
             for slot in plan.slots:
-                slot.has_token, slot.undrafted = False, 0
+                slot.has_token, slot.undrafted, slot.reach = False, 0, 0
             return False
         self._decoding = plan.slots
         for slot in plan.slots if self.drafting is not None else ():
@@ -100,7 +100,10 @@ class DeviceDecoder:
         have, with the kinds of sampling that they want."""
         given, unset = dict[int, SamplingKind | None](), list[int]()
         kind = self._rows.kind
-        for number, (sequence, slot) in enumerate(zip(plan.sequences, plan.slots, strict=True)):
+        # The others go on from a decode step in flight, the newest launch: what they have is of this kind.
+        drafts = self._drafts or self.drafting is not None
+        for number in range(len(plan.slots)) if drafts else plan.changed:
+            sequence, slot = plan.sequences[number], plan.slots[number]
             tables = sequence.block_tables
             if not slot.written or len(tables) > 1 or len(tables[0]) != slot.written[0]:
                 self._send_tables(sequence, slot)
@@ -150,6 +153,8 @@ class DeviceDecoder:
             slot.waits = kind is None or len(ids) > 1
             slot.has_token = kind is not None and not draft
             slot.undrafted = 0
+            if slot.waits:
+                slot.reach = 0
         sampled, on_host, first = list[int | None](), list[int](), 0
         for number, sequence in enumerate(plan.sequences):
             if number not in given:

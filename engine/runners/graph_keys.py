@@ -1,6 +1,7 @@
 """The sizes of captured steps, in one table, and the key that identifies a captured step."""
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import NamedTuple
 
 from quengine.kernels.forward_batch import Phase
@@ -17,8 +18,11 @@ than 500 to 1000 rows the GPU waits for them. Matmuls take 8, 16, 32, 64 or 128 
 a time, so padding rows cost nearly nothing.
 """
 
-PREFILL_SEQUENCES = (1, 4, 16)
-"""Sequences of a captured prefill step."""
+PREFILL_SEQUENCES = (1, 4, 16, 64)
+"""Sequences of a captured prefill step: a burst of chat messages has some 20 in 1024 rows."""
+
+_FEW_SEQUENCES = 16
+"""Sequences of the steps of prompts that are captured however few run at once."""
 
 CAPTURED_AT = 2
 """Occurrences of a prefill step's size until it is captured, unless it was captured ahead or, for several
@@ -120,8 +124,8 @@ def expected_keys(most_decode_rows: int, chunk_size: int, *mixed_rows: int) -> l
     bias; chunks of one prompt of up to `chunk_size` tokens, and of several prompts in steps of `mixed_rows`.
     """
     keys = [GraphKey("prefill", rows, 1) for rows in PREFILL_ROWS if rows <= chunk_size]
-    mixed = [rows for rows in mixed_rows if rows in PREFILL_ROWS]
-    keys += [GraphKey("prefill", rows, sequences) for rows in mixed for sequences in PREFILL_SEQUENCES[1:]]
+    mixed, several = [rows for rows in mixed_rows if rows in PREFILL_ROWS], _several(most_decode_rows)
+    keys += [GraphKey("prefill", rows, sequences) for rows in mixed for sequences in several]
     keys.reverse()
     keys += decode_keys(most_decode_rows, SamplingParams(temperature=0), SamplingParams())
     return keys + [key for key in biased_keys(most_decode_rows) if key.rows == padded_rows(most_decode_rows)]
@@ -133,11 +137,17 @@ def rarer_keys(most_decode_rows: int, prefill_tokens: int) -> list[GraphKey]:
     """
     keys = [
         GraphKey("prefill", rows, sequences)
-        for sequences in PREFILL_SEQUENCES[1:]
+        for sequences in _several(most_decode_rows)
         for rows in PREFILL_ROWS
-        if rows <= prefill_tokens
+        if sequences <= rows <= prefill_tokens
     ]
     return keys + biased_keys(most_decode_rows)
+
+
+def _several(most_sequences: int) -> list[int]:
+    """The sizes in sequences of captured steps of several prompts, where so many run at once at most."""
+    most = max(most_sequences, _FEW_SEQUENCES)
+    return [size for before, size in pairwise(PREFILL_SEQUENCES) if before < most]
 
 
 def biased_keys(most_rows: int) -> list[GraphKey]:

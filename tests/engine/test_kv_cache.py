@@ -37,6 +37,15 @@ def test_what_is_allocated_is_what_was_estimated(cache_type: CacheType) -> None:
     assert row_bytes(cache_type, 64) == {"f16": 128, "q8_0": 68, "q4_0": 36}[cache_type]
 
 
+def test_the_bytes_that_fewer_sequences_spare_are_those_of_a_smaller_cache() -> None:
+    config = dataclasses.replace(small_config(), head_dim=64)
+    three, two = (
+        KVCache.allocate(config, 100, torch.device("cpu"), pools=[CachePool(4 * n)]) for n in (3, 2)
+    )
+    assert three.nbytes - three.spare_bytes(2, 100) == two.nbytes
+    assert three.spare_bytes(3, 100) == three.spare_bytes(4, 100) == 0
+
+
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
 def test_rows_come_back_rounded_and_others_stay(cache_type: CacheType) -> None:
     config = dataclasses.replace(small_config(), head_dim=64)

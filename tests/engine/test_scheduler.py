@@ -38,7 +38,7 @@ class FakeSequence:
     started: float = 0.0
     error: Exception | None = None
     pool: None = None
-    context_full: bool = False
+    ctx_size: int = 10**6
     scores: PromptScores | None = None
     images: None = None
     adapters: None = None
@@ -56,7 +56,13 @@ class FakeSequence:
 
     @property
     def finished(self) -> bool:
-        return self.error is not None or len(self.token_ids) >= self.max_positions
+        return self.finish_reason is not None
+
+    @property
+    def finish_reason(self) -> str | None:
+        if self.error is not None:
+            return "error"
+        return "length" if len(self.token_ids) >= self.max_positions else None
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -328,6 +334,15 @@ def test_a_step_is_filled_with_the_prompts_that_wait() -> None:
     assert seen[0] == [(0, 30), (1, 20)]
     assert [part for part in seen[1:] if part][:5] == [[(3, 16)], [(3, 16)], [(3, 8)], [(4, 5)], [(5, 16)]]
     assert all(s.finished for s in added) and scheduler.blocks.num_used == 0
+
+
+def test_several_prompts_take_no_longer_step_than_a_captured_one() -> None:
+    scheduler = Scheduler(KVCache([], 1000, (CachePool(40),)), 6, 64, 16, packed=True, backlog_chunk=32)
+    for number, length in enumerate((10, 6, 10, 60)):
+        scheduler.add(FakeSequence(prompt(length, number), 1))
+    steps = [[len(chunk.ids) for chunk in batch.chunks] for batch in run(scheduler) if batch.chunks]
+    # Of 32 tokens 6 are left, too few for a part of the last prompt, which alone may take all 64.
+    assert steps == [[10, 6, 10], [60]]
 
 
 def test_short_prompts_join_the_end_of_a_long_one() -> None:

@@ -196,16 +196,23 @@ def _timed(
     """One row of one test."""
     facts, many = model_facts(llm.loaded.checkpoint), f" x {batch}" if batch > 1 else ""
     label = f"{facts.name}, {llm.loaded.threads} threads: {test.name}{many}"
+    spare = _spare_bytes(llm, _positions(plan, test, batch, llm.loaded.device.type), batch)
     time_of = llm, test, batch, plan.repetitions, plan.warm_up, lambda what: progress(f"{label}, {what}")
     if plan.config.speculates:
         seconds, drafts, nbytes = time_drafts(*time_of)
-        row = _row(llm, facts, test, batch, seconds, limits)
+        row = _row(llm, facts, test, batch, seconds, limits, spare)
         return replace(row, bytes_per_token=0 if test.prompt or batch > 1 else nbytes, drafts=drafts)
-    row = _row(llm, facts, test, batch, tuple(time_batch(*time_of)), limits)
+    row = _row(llm, facts, test, batch, tuple(time_batch(*time_of)), limits, spare)
     if not plan.profiled:
         return row
     progress(f"{label}, profiling")
     return replace(row, profile=_profiles(llm, test, batch, label, trace))
+
+
+def _spare_bytes(llm: LLM, positions: int, batch: int) -> int:
+    """Bytes of the cache that only other rows, of more or longer sequences, need. On the CPU what is not used takes no
+    memory."""
+    return 0 if llm.loaded.device.type == "cpu" else llm.loaded.cache.spare_bytes(batch, positions)
 
 
 def _checked_trace(plan: BenchPlan, device: torch.device) -> TraceFile | None:
@@ -251,9 +258,16 @@ def _check_fits(model: str | Path, plan: BenchPlan, device: str) -> None:
 
 
 def _row(
-    llm: LLM, facts: ModelFacts, test: BenchTest, batch: int, seconds: tuple[float, ...], limits: _Limits
+    llm: LLM,
+    facts: ModelFacts,
+    test: BenchTest,
+    batch: int,
+    seconds: tuple[float, ...],
+    limits: _Limits,
+    spare: int,
 ) -> BenchRow:
-    host = llm.loaded.experts.host
+    """The row of a test. spare: bytes of the cache that it does not need."""
+    host, weights = llm.loaded.experts.host, facts.nbytes
     return BenchRow(
         model=facts,
         test=test,
@@ -264,8 +278,8 @@ def _row(
         bytes_per_token=0 if test.prompt else bytes_per_token(llm, test.depth, test.generate, batch),
         bandwidth=limits.bandwidth,
         load_s=llm.loaded.load_s,
-        peak_bytes=peak(llm.loaded.device),
-        held_bytes=(facts.nbytes - sum(host.values())) // llm.config.ranks + llm.loaded.cache.nbytes,
+        peak_bytes=peak(llm.loaded.device) - spare,
+        held_bytes=(weights - sum(host.values())) // llm.config.ranks + llm.loaded.cache.nbytes - spare,
         operations=0 if test.generate else prompt_operations(llm, test.depth, test.prompt),
         matrix_rate=limits.matrix_rate,
         kernels_per_step=llm.runner.kernels_per_step if test.generate else None,

@@ -37,11 +37,11 @@ class BenchRow:
     weights, and where several sequences have drafts, of which a step has other numbers each time.
     bandwidth: bytes per second that the device's memory gives. operations: floating-point ones of a single
     prompt; 0 where tokens are generated. matrix_rate: those per second that the device's matrix units give; None
-    on the CPU. peak_bytes: the most memory the device, or on the CPU the process, held since this model was loaded, of
-    which weights and cache take held_bytes. kernels_per_step: kernels in the captured decode step; None without one.
-    drafts: what was drafted and accepted; None without drafts. host_layers: layers whose experts are in host
-    memory beside a CUDA device, where they take host_bytes. placement: a line that describes this, where it was
-    requested.
+    on the CPU. peak_bytes: the most memory the device, or on the CPU the process, held since this model was loaded,
+    without what of the cache only other rows need; weights and cache take held_bytes of it. kernels_per_step: kernels
+    in the captured decode step; None without one. drafts: what was drafted and accepted; None without drafts.
+    host_layers: layers whose experts are in host memory beside a CUDA device, where they take host_bytes. placement: a
+    line that describes this, where it was requested.
     ranks: devices that share the model; bytes, operations and memory are then those of one. split: what each has of it.
     """
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -35,6 +36,14 @@ from quengine.serve.processes.shared_model import ServedModel, TextSide
 from quengine.structured.constraint import ConstraintError
 
 logger = logging.getLogger("quengine.serve")
+
+
+@dataclass(slots=True)
+class _Sent:
+    """How many tokens of a request have been reported."""
+
+    request_id: int
+    tokens: int = 0
 
 
 class LLMEngine:
@@ -73,6 +82,7 @@ class LLMEngine:
         )
         self.capacity = llm.config.parallel
         self._requests: dict[int, LLMSequence] = {}
+        self._sent: dict[LLMSequence, _Sent] = {}
         self._slots = EngineSlots(llm)
         self._prompts: dict[int, Prompt] = {}  # those with images, from when these are encoded
         self._progress: dict[int, int] = {}  # tokens processed of prompts whose progress is reported
@@ -125,6 +135,7 @@ class LLMEngine:
     def _start(self, request_id: int, sequence: LLMSequence, slot: int = -1) -> None:
         self._llm.scheduler.add(sequence)
         self._requests[request_id] = sequence
+        self._sent[sequence] = _Sent(request_id)
         self._slots.begun(sequence, slot)
 
     def cancel(self, request_id: int) -> None:
@@ -132,9 +143,14 @@ class LLMEngine:
         self._prompts.pop(request_id, None)
         if self._sender is not None:
             self._sender.cancel(request_id)
-        if (sequence := self._requests.pop(request_id, None)) is not None:  # else an action on a slot
-            self._llm.scheduler.cancel(sequence)
-            self._slots.ended(sequence)
+        if request_id in self._requests:  # else an action on a slot
+            self._llm.scheduler.cancel(self._requests[request_id])
+            self._ended(request_id)
+
+    def _ended(self, request_id: int) -> None:
+        sequence = self._requests.pop(request_id)
+        del self._sent[sequence]
+        self._slots.ended(sequence)
 
     def step(self) -> list[Event]:
         alone = not self._requests
@@ -142,15 +158,19 @@ class LLMEngine:
         return events if self._sender is None else self._sender.after_step(events)
 
     def _step(self) -> list[Event]:
-        before = {each: (number, len(each.generated)) for number, each in self._requests.items()}
         try:
             advanced = self._llm.step()
         except Exception as error:
             return self._step_failed(error)
-        events: list[Event] = []
+        events, sent_of = list[Event](), self._sent
         for sequence, text in advanced:
-            request_id, start = before[sequence]
-            events += self._events(request_id, sequence, start, text)
+            sent, generated = sent_of[sequence], sequence.generated
+            start, sent.tokens = sent.tokens, len(generated)
+            # Nearly always this is all, and in steps of many sequences each line here costs the host time.
+            if start and sent.tokens == start + 1 and sequence.plain and not sequence.finish_reason:
+                events.append(Piece(sent.request_id, (generated[start],), text))
+            else:
+                events += self._events(sent.request_id, sequence, start, text)
         return events
 
     def _events(self, request_id: int, sequence: LLMSequence, start: int, text: str) -> list[Event]:
@@ -158,7 +178,7 @@ class LLMEngine:
         if sequence.error is not None:
             self._check_device()
             self._progress.pop(request_id, None)
-            self._slots.ended(self._requests.pop(request_id))
+            self._ended(request_id)
             fault: Literal["request", "engine"]
             fault = "request" if isinstance(sequence.error, ConstraintError) else "engine"
             return [failed(request_id, sequence.error, fault)]
@@ -172,7 +192,7 @@ class LLMEngine:
             logprobs = tuple(sequence.logprobs[start:]) if sequence.logprobs else ()
             events.append(Piece(request_id, tokens, text, logprobs, scores, progress))
         if sequence.finish_reason is not None:
-            self._slots.ended(self._requests.pop(request_id))
+            self._ended(request_id)
             timings = self._llm.completion(sequence).timings
             stop_text, seed = sequence.stream.stopped, sequence.sampler.seed
             embedding = None if sequence.pool is None else tuple(sequence.pool.embedding())

@@ -32,7 +32,7 @@ GUIDED: Mapping[str, Callable[[Any], ConstraintSpec | None]] = {
     "regex": ConstraintSpec.regex,
     "grammar": ConstraintSpec.grammar,
     "choice": lambda texts: ConstraintSpec.regex("|".join(map(re.escape, texts))),
-    "json_object": lambda wanted: ConstraintSpec.json_object() if wanted else None,
+    "json_object": lambda _: ConstraintSpec.json_object(),
 }
 """vLLM's: guided_NAME, or NAME in structured_outputs."""
 
@@ -50,6 +50,7 @@ async def read_constraint(body: Generation) -> ConstraintSpec | None:
         (name, partial(make, value))
         for name, holder, key, make in fields
         if (value := getattr(holder, key)) not in (None, "")
+        and (value is not False or not key.endswith("json_object"))  # a schema may be `false`
     ]
     found = {name: spec for name, make in given if (spec := await off_loop(make)) is not None}
     if len(found) > 1:

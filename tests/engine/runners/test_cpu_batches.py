@@ -50,6 +50,7 @@ class Listener:
     """Stands for a sampler: keeps the logits, and takes the likeliest token."""
 
     heard: list[Tensor] = field(default_factory=list)
+    constraint: None = None
 
     def sample(self, logits: Tensor, history: list[int], position: int) -> Sample:
         assert len(history) == position

@@ -249,7 +249,8 @@ def test_long_chunks_on_the_kernels_of_a_real_size(
         ([16], (16, 1)),
         ([17], (32, 1)),
         ([60, 60, 9], (256, 4)),
-        ([3] * 17, None),  # more sequences than a step has
+        ([3] * 17, (64, 64)),
+        ([3] * 65, None),  # more sequences than a step has
         ([1], None),  # few launches more than a step of decode
         ([90] * 12, None),  # the GPU does not wait for the host
         ([80], (128, 1)),
@@ -346,7 +347,10 @@ def test_static_inputs_hold_what_a_batch_does_and_where_the_padding_goes(
     assert tiles.tiles.shape == (7, TILE_FIELDS) and not tiles.tiles[count:].any()
     assert batch.token_ids[:53].tolist() == [*chunks[0].ids, *chunks[1].ids]
     assert batch.logits_rows.tolist() == [19, 52, 0, 0]
-    assert set(tiles.sequences[53:].tolist()) == {16} and batch.positions[53:].max() < BLOCK_SIZE
+    assert (
+        set(tiles.sequences[53:].tolist()) == {PREFILL_SEQUENCES[-1]}
+        and batch.positions[53:].max() < BLOCK_SIZE
+    )
     assert batch.block_tables[0, 16].tolist() == [PADDING_BLOCK] * STATE_ENTRIES
     assert batch.block_tables[0, :2, :2].tolist() == [[2, 5], [1, 0]]
 

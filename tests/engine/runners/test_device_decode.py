@@ -101,6 +101,8 @@ class FakeSlot:
     history: dict[int, int] = field(default_factory=dict)
     counted: int | None = None
     """How many tokens its penalties count."""
+    kind: SamplingKind | None = None
+    """What it has settings for."""
 
 
 class FakeDevice:
@@ -140,7 +142,8 @@ class FakeDevice:
     def extend(self, slot: int, group: int, first: int, blocks: list[int]) -> None:
         assert group == 0 and first + len(blocks) <= self.blocks
         held = self.of_slots[slot]
-        held.counted = held.counted if first else None  # of the sequence before
+        if not first:  # else those of the sequence before
+            held.counted = held.kind = None
         held.table.update(enumerate(blocks, first))
         self.sent.append("blocks")
 
@@ -155,7 +158,7 @@ class FakeDevice:
     ) -> None:
         assert not params.penalizes or kind.penalties
         held = self.of_slots[slot]
-        held.counted = None
+        held.counted, held.kind = None, kind
         if params.penalizes:
             held.history.update(enumerate(ids))
             held.counted = len(ids) + in_flight
@@ -191,6 +194,8 @@ class FakeDevice:
         on_host: Seq[int] = (),
     ) -> LaunchedStep:
         rows = step_rows(slots, given, self.slots)
+        going_on = [slot.index for number, slot in enumerate(slots) if number not in given]
+        assert all(self.of_slots[index].kind == kind for index in going_on)
         if rows != self.step:
             self.sent.append("rows")
         self.step = rows
@@ -283,17 +288,24 @@ class Engine:
         sequence.num_cached_tokens = 0
 
     def launch(self, sequences: list[FakeSequence]) -> None:
-        """The next step of those whose input is known, or will be on the device."""
-        ready = []
+        """The next step of those whose input is known, or will be on the device. As by the scheduler, the device is
+        told of those that may lack something."""
+        ready, changed, ahead = list[FakeSequence](), list[int](), bool(self.in_flight)
         for each in sequences:
             launched = each.slot.launched
+            if ahead and launched and each.num_cached_tokens + launched < each.slot.reach:
+                ready.append(each)
+                continue
             sampled = each.num_cached_tokens < len(each.token_ids) or each.slot.has_token
             reaches = each.num_cached_tokens + launched + 1 < each.max_positions
             if sampled and (not launched or (not each.slot.waits and reaches)):
                 self.grow(each, each.num_cached_tokens + launched + 1)
+                if ahead and not each.slot.waits:
+                    each.slot.reach = min(len(each.block_tables[0]) * BLOCK_SIZE, each.max_positions - 1)
+                changed.append(len(ready))
                 ready.append(each)
         if ready:
-            plan = StepPlan.decode(ready)  # type: ignore[arg-type]
+            plan = StepPlan.decode(ready, changed if ahead else None)  # type: ignore[arg-type]
             assert self.decoder.launch(plan)
             self.in_flight.append(plan)
 
@@ -455,6 +467,19 @@ def test_penalties_count_what_is_in_flight_when_another_kind_of_sampling_joins()
     held = engine.device.of_slots[old.slot.index]
     assert held.counted == len(old.token_ids) + 1
     assert [held.history[n] for n in range(len(old.token_ids))] == old.token_ids == as_alone([1, 2], 10)
+
+
+def test_a_prompt_of_another_kind_of_sampling_gives_settings_of_it_to_those_that_go_on() -> None:
+    engine = Engine()
+    old, new = engine.start([1, 2]), FakeSequence([3, 4, 5], PENALIZED)
+    for _ in range(3):
+        engine.step([old])
+    engine.prompts([new])
+    for _ in range(6):
+        engine.step([old, new])
+    assert old.token_ids == as_alone([1, 2], len(old.token_ids) - 2) and len(old.token_ids) > 6
+    kinds = {engine.device.of_slots[each.slot.index].kind for each in (old, new)}
+    assert kinds == {SamplingKind.of(PENALIZED)}
 
 
 def test_a_row_without_finite_logits_fails_alone() -> None:
