@@ -237,7 +237,9 @@ def test_what_models_launch_is_compiled() -> None:
 
     blocks, forms = ("8", "16", "32", "64", "128"), ("0", "1", "2")
     truths = ("False", "True")
-    assert met("wgmma_kernel", "TB", "EPILOGUE", "EXACT") >= set(product(blocks, forms, truths))
+    # To 65 rows and more the norm that follows adds the residual, unless no columns are shared.
+    assert met("wgmma_kernel", "TB", "EPILOGUE", "EXACT") >= set(product(blocks[:-1], forms, truths))
+    assert met("wgmma_kernel", "TB", "EPILOGUE", "EXACT") >= set(product(("128",), ("0", "2"), truths))
     assert met("wgmma_two_parts_kernel", "TB", "EXACT") == set(product(blocks, truths))
     assert met("fused_kernel", "EXACT", arch=80) == {(x,) for x in truths} and not met("fused_kernel")
     both = {(first, second) for first in truths for second in truths}
