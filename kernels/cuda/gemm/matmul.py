@@ -62,7 +62,7 @@ def matmul_product(
     y = matmul(operand, weight, workspace, pdl=pdl, exact=exact, out=out)
     if not operand.is_wgmma or workspace.batch_invariant:
         return y  # attention keeps more bits of these rows than fp16 has
-    return ScaledProduct(y, workspace.ones(operand.rows), 1.0)
+    return ScaledProduct(y, workspace.ones(operand.rows), 1.0, scaled=False)
 
 
 def matmul(
