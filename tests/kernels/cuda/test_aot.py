@@ -253,8 +253,9 @@ def test_what_models_launch_is_compiled() -> None:
         epilogue for (epilogue,) in met("wgmma_kernel", "EPILOGUE") | met("wgmma_blocks_kernel", "EPILOGUE")
     }
     assert gelu == {"-1", "0", "1", "2", "3", "4"}, gelu
-    outs = {("torch.float16",), ("torch.float32",)}
-    assert met("attention_prefill_kernel", "BITS", "OUT") == {(b, *out) for b in bits for out in outs}
+    # Few rows over q4_0 are transformed in fp32, and those of batch-invariant kernels keep it.
+    outs = {(b, "torch.float16") for b in bits} | {("4", "torch.float32"), ("16", "torch.float32")}
+    assert met("attention_prefill_kernel", "BITS", "OUT") == outs
     assert met("attention_tiles_kernel", "BITS", "PDL") == set(product(bits, truths))
     assert ("416",) in met("attention_tiles_kernel", "LEAST")
     assert met("attention_warps_kernel", "BITS", "PDL") == set(product(bits, truths))
