@@ -82,8 +82,8 @@ SOME = Sizes((*FEW.keys, GraphKey("prefill", 16, 1)), (130,))
 
 ALL = Sizes(
     (
-        *SOME.keys, *(decode_key(rows, DEFAULT) for rows in (2, 32, 64, 128)), *(decode_key(1, kind) for kind in RARE),
-        *(GraphKey("prefill", rows, 1) for rows in (32, 64, 128)),
+        *SOME.keys, *(decode_key(rows, DEFAULT) for rows in (2, 32, 64, 128, 256)),
+        *(decode_key(1, kind) for kind in RARE), *(GraphKey("prefill", rows, 1) for rows in (32, 64, 128)),
     ),
     (*SOME.prompts, 8, CHUNK),
 )  # fmt: skip

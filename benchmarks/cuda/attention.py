@@ -1,10 +1,11 @@
 """Decode and prefill attention at Mistral-7B's shapes: 32 query heads over 8 of 128, against bytes and SDPA.
 
-    python -m benchmarks.cuda.attention [decode|prefill|batch|deep] [--json FILE] [--sweep] [--cache TYPE ...]
+    python -m benchmarks.cuda.attention [decode|prefill|batch|rooms|deep] [--json FILE] [--sweep] [--cache TYPE ...]
         [--depth N ...]
 
-`deep` is decode of one sequence in a long context with the large heads of other models. Times are per launch inside a
-CUDA graph of up to 16 layers, each with its own cache.
+`rooms` are batches of short sequences with block tables of longer contexts. `deep` is decode of one sequence in a long
+context with the large heads of other models. Times are per launch inside a CUDA graph of up to 16 layers, each with its
+own cache.
 """
 
 import argparse
@@ -44,6 +45,8 @@ DEPTHS = (2048, 16384, 65536)
 CONTEXT = DEPTHS[-1] + 64
 CHUNK = 2048
 BATCHES = ((8, 192), (32, 192), (64, 130), (64, 192), (128, 192), (8, 2048), (32, 2048), (64, 1024))
+ROOMS = (256, 1536, 4096, 32768)
+"""Positions that block tables have room for."""
 SWEPT_CODES = ((128, 8, 2), (64, 8, 2), (64, 4, 2), (32, 4, 2), (32, 4, 3))
 DEVICE = torch.device("cuda")
 
@@ -79,14 +82,22 @@ def ones_layer(rows: int, cache_type: CacheType, spec: AttentionSpec | None = No
 
 
 def time_decode(
-    spec: AttentionSpec, depth: int, batch: int, cache_type: CacheType, single: bool, pdl: bool = True
+    spec: AttentionSpec,
+    depth: int,
+    batch: int,
+    cache_type: CacheType,
+    single: bool,
+    pdl: bool = True,
+    context: int = 0,
 ) -> float:
     """Microseconds of one launch over blocks in no order, each layer with a cache of its own: quantized activations in
-    fine KV splits (`single`), or an fp16 operand in coarse ones."""
+    fine KV splits (`single`), or an fp16 operand in coarse ones. context: positions that the block tables have entries
+    for, if they are more than the sequences take."""
     blocks = depth // BLOCK_SIZE + 1
     count = min(LAYERS, max(2, (8 << 30) // (batch * blocks * BLOCK_SIZE * 4096)))
     layers = [ones_layer(batch * blocks * BLOCK_SIZE, cache_type) for _ in range(count)]
     tables = torch.randperm(batch * blocks, device=DEVICE).to(torch.int32).view(batch, blocks)
+    tables = torch.nn.functional.pad(tables, (0, max(0, context // BLOCK_SIZE - blocks)))
     qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * HEAD_DIM, device=DEVICE)
     positions = torch.full((batch,), depth, dtype=torch.int32, device=DEVICE)
     workspace = arguments.DecodeWorkspace.allocate(batch, HEADS, KV_HEADS, HEAD_DIM, DEVICE)
@@ -126,6 +137,17 @@ def batch_table(spec: AttentionSpec, types: Sequence[CacheType]) -> list[dict[st
         }  # fmt: skip
         print(f"batch {batch} {cache_type} depth={depth}: {us:.2f} us, floor {floor:.2f}", flush=True)
         results.append(row)
+    return results
+
+
+def room_table(spec: AttentionSpec, types: Sequence[CacheType]) -> list[dict[str, object]]:
+    results: list[dict[str, object]] = []
+    for cache_type, batch in itertools.product(types, (64, 128, 256, 512)):
+        us = {room: time_decode(spec, 192, batch, cache_type, False, context=room) for room in ROOMS}
+        floor = batch * decode_floor(192, cache_type)
+        times = ", ".join(f"{room} {us[room]:.1f}" for room in ROOMS)
+        print(f"rooms {cache_type}, {batch} sequences of 192: {times} us, floor {floor:.1f}", flush=True)
+        results.append({"cache_type": cache_type, "batch": batch, "us": us, "floor": floor})
     return results
 
 
@@ -311,7 +333,7 @@ def prefill_sweep(spec: AttentionSpec) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="?", choices=["decode", "prefill", "batch", "deep"])
+    parser.add_argument("what", nargs="?", choices=["decode", "prefill", "batch", "rooms", "deep"])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--cache", nargs="+", choices=CACHE_TYPES, default=CACHE_TYPES)
@@ -321,6 +343,8 @@ def main() -> None:
     report: dict[str, object] = {"device": torch.cuda.get_device_name(), "unit": "us"}
     if args.what in (None, "batch"):
         report["batch"] = [batch_sweep(spec, t) for t in types] if args.sweep else batch_table(spec, types)
+    if args.what == "rooms":
+        report["rooms"] = room_table(spec, types)
     if args.what in (None, "decode"):
         report["decode"] = (
             [decode_sweep(spec, t) for t in types]

@@ -23,6 +23,7 @@ from quengine.kernels.cuda.sampling.sampling import (
     SamplingSettings,
     sample_step,
 )
+from quengine.kernels.cuda.sampling.sampling_state import send
 from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
@@ -220,16 +221,20 @@ class CudaGraphs:
         kind: SamplingKind,
         on_host: Seq[int] = (),
         given: GivenRows = TOKENS_ALONE,
+        configure: Callable[[], None] = lambda: None,
     ) -> LaunchedStep:
         """Starts a step of prompts' chunks, captured or not, and samples after their last rows; returns without
         waiting.
 
-        slots: of each chunk, the slot that takes the token; `inputs.slots`: none. They are set by `configure` for
-        `kind`. Where no slot takes a token, there is none to wait for. on_host: the chunks after which the host
-        samples. given: rows that images give.
+        slots: of each chunk, the slot that takes the token; `inputs.slots`: none. `configure` sets them for `kind`,
+        while the device computes the rows, but where there are other ranks, which sample in the same step, before it.
+        Where no slot takes a token, there is none to wait for. on_host: the chunks after which the host samples. given:
+        rows that images give.
         """
         number = self._launched_prompts % len(self._prompt_events)
         self._launched_prompts += 1
+        if self.together is not alone:
+            configure()
         step = PlannedStep("prefill", rows, "tokens", slots=slots, kind=kind)
         with self.together(step.giving(given, self.decoder.config.embedding_length)):
             angles = angles_of_step(self.decoder, self.cache.ctx_size, rows, given)
@@ -240,6 +245,8 @@ class CudaGraphs:
                 logits = self.decoder.forward(batch, self.cache.layers)
             else:
                 logits = self.replay(key, rows, embeds, angles)
+            if self.together is alone:
+                configure()
             if any(slot != self.inputs.slots for slot in slots):
                 self._ends.send(slots, [part.end - 1 for part in rows], number)
                 self._sample_ends(logits, kind)
@@ -321,7 +328,7 @@ class CudaGraphs:
         """
         history = self._history[slot, :total]
         if ids:
-            history[: len(ids)] = torch.tensor(ids, dtype=torch.int32)
+            send(ids, history[: len(ids)])
         self.sampling_buffers(kind).set(slot, settings, history, bias)
 
     @torch.no_grad()

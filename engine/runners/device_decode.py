@@ -85,12 +85,17 @@ class DeviceDecoder:
         taking = [self._graphs.inputs.slots] * len(plan.slots)  # none
         if any(kind is not None for kind in kinds.values()):
             self._rows.choose_kind(self._decoding, kinds.values())
-        for number in (number for number, kind in kinds.items() if kind is not None):
-            sequence, slot = plan.sequences[number], plan.slots[number]
-            self._rows.configure(slot, sequence.params, sequence.sampler, sequence.token_ids)
-            taking[number] = slot.index
+        on_device = [number for number, kind in kinds.items() if kind is not None]
+        for number in on_device:
+            taking[number] = plan.slots[number].index
+
+        def configure() -> None:
+            for number in on_device:
+                sequence, slot = plan.sequences[number], plan.slots[number]
+                self._rows.configure(slot, sequence.params, sequence.sampler, sequence.token_ids)
+
         on_host = [number for number, kind in kinds.items() if kind is None]
-        launched = self._graphs.prefill(plan.chunks, taking, self._rows.kind, on_host, given)
+        launched = self._graphs.prefill(plan.chunks, taking, self._rows.kind, on_host, given, configure)
         for number, kind in kinds.items():
             plan.slots[number].has_token = kind is not None
         plan.sampled, (plan.tokens, plan.arrived, plan.logits) = rows, launched

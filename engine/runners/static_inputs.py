@@ -285,10 +285,10 @@ class PrefillInputs:
             tables = self._pinned(pad_block_tables([part.block_tables for part in rows], STATE_ENTRIES))
             self.tables[:, : len(rows), : tables.shape[2]].copy_(tables, non_blocking=True)
         layout = self.layout(key)
-        entries = [0] * layout.entries
+        entries = torch.zeros(layout.entries, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         for (first, _), part in zip(layout.parts, self._entries(key, layout, rows, angles), strict=True):
             entries[first : first + len(part)] = part
-        self._all[: len(entries)].copy_(self._pinned(entries), non_blocking=True)
+        self._all[: len(entries)].copy_(entries, non_blocking=True)
         if key.adapted:
             made = torch.zeros(self._adapter_count, key.rows)
             if (scales := adapter_scales(rows)) is not None:
@@ -304,18 +304,22 @@ class PrefillInputs:
 
     def _entries(
         self, key: GraphKey, layout: PrefillLayout, rows: Seq[SequenceRows], angles: Seq[int] | None
-    ) -> tuple[list[int], ...]:
-        """The parts, each without trailing zeros."""
+    ) -> tuple[Tensor, ...]:
+        """The parts, int32, each without trailing zeros."""
         lengths = [len(part.ids) for part in rows]
+        count = sum(lengths)
         sequences, tiles = tile_entries([part.start for part in rows], lengths, layout.tile_rows)
-        positions = [part.start + row for part in rows for row in range(len(part.ids))]
-        padding = key.rows - len(positions)
-        positions += [min(row % BLOCK_SIZE, self._ctx_size - 1) for row in range(padding)]
-        sequences += [PREFILL_SEQUENCES[-1]] * padding
+        spans = [_int32s(range(part.start, part.end)) for part in rows]
+        padding = _int32s(range(key.rows - count)) % BLOCK_SIZE
+        positions = torch.cat([*spans, padding.clamp_(max=self._ctx_size - 1)])
+        of_padding = torch.full((key.rows - count,), PREFILL_SEQUENCES[-1], dtype=torch.int32)
         last = [end - 1 for end in accumulate(lengths)]
         ids = [token for part in rows for token in part.ids]
-        turned = [*(positions if angles is None else angles)] if self._turns else []
-        return _halves(ids), _halves(last), positions, sequences, tiles, turned
+        turned = positions if angles is None else _int32s(angles)
+        return (
+            _halves(ids), _halves(last), positions, torch.cat([_int32s(sequences), of_padding]), _int32s(tiles),
+            turned if self._turns else positions[:0],
+        )  # fmt: skip
 
     def _pinned(self, values: list[int] | list[list[list[int]]]) -> Tensor:
         made = torch.tensor(values, dtype=torch.int32)
@@ -343,6 +347,13 @@ class PromptEnds:
         self._all.copy_(made.pin_memory() if self._all.is_cuda else made, non_blocking=True)
 
 
-def _halves(values: Seq[int]) -> list[int]:
-    """Numbers below 2^31 as the int32 halves of int64 values."""
-    return [half for value in values for half in (value, 0)]
+def _int32s(values: Seq[int]) -> Tensor:
+    """Numbers as int32."""
+    if isinstance(values, range):
+        return torch.arange(values.start, values.stop, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _halves(values: Seq[int]) -> Tensor:
+    """Numbers as the int32 halves of int64 values."""
+    return torch.tensor(values, dtype=torch.int64).view(torch.int32)

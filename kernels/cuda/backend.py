@@ -603,29 +603,23 @@ class CudaBackend:
         if both_ways and isinstance(qkv, ScaledProduct):
             qkv = qkv.finish()
         gates = qkv if spec.gated else None
-        if not isinstance(qkv, ScaledProduct):
-            q = rope_store(
-                qkv, spec, layer, positions, tables, tiles.sequences, None, self.pdl, batch.angle_rows
-            )
-            out = torch.empty(tokens, width, dtype=torch.float32, device=self.device)
-            attention_prefill(
-                q, spec, layer, tables, tiles, out, self.batch_invariant, pdl=self.pdl, gates=gates
-            )
-            return attend_within_images(out, q.float(), spec, layer, batch) if both_ways else out
-        room = self._room()
+        room, scaled = self._room(), isinstance(qkv, ScaledProduct)
         q = rope_store(
-            qkv, spec, layer, positions, tables, tiles.sequences, room.wide(tokens, width), self.pdl,
-            batch.angle_rows,
+            qkv, spec, layer, positions, tables, tiles.sequences, room.wide(tokens, width) if scaled else None,
+            self.pdl, batch.angle_rows,
         )  # fmt: skip
-        out, form = q.view(tokens, width), OperandLayout.ROW_MAJOR
+        form = OperandLayout.ROW_MAJOR
+        out = q.view(tokens, width) if scaled else torch.empty(tokens, width, device=self.device)
         wgmma = width % 128 == 0 and room.layout(tokens) is OperandLayout.WGMMA
-        if wgmma and stores_wgmma_layout(spec, layer, tiles):
+        if wgmma and not both_ways and not self.batch_invariant and stores_wgmma_layout(spec, layer, tiles):
             out, form = room.fp16_operand(tokens, width).values, OperandLayout.WGMMA
         in_layout = form is OperandLayout.WGMMA
         attention_prefill(
-            q, spec, layer, tables, tiles, out, wgmma_layout=in_layout, pdl=self.pdl, gates=gates
-        )
-        return room.without_row_scales(out, tokens, form)
+            q, spec, layer, tables, tiles, out, self.batch_invariant, in_layout, self.pdl, gates
+        )  # fmt: skip
+        if both_ways:
+            return attend_within_images(out, q.float(), spec, layer, batch)
+        return room.without_row_scales(out, tokens, form) if scaled or in_layout else out
 
     def _tiles_of(self, batch: ForwardBatch) -> PrefillTiles:
         """The step's tiles, made once for all layers."""

@@ -58,9 +58,12 @@ def normed_row(x, weight, eps, WIDTH: gl.constexpr, PADDED: gl.constexpr):
 @DirectLaunch
 @gluon.jit
 def _norm_wgmma_kernel(
-    x_ptr, weight_ptr, out_ptr, row_scale_ptr, x_stride, eps,
-    WIDTH: gl.constexpr, BLOCKS: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+    x_ptr, splits_ptr, weight_ptr, out_ptr, row_scale_ptr, x_stride, eps,
+    WIDTH: gl.constexpr, BLOCKS: gl.constexpr, PADDED: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
+    """The norm of rows x; with SPLITS above 0 of their sums with a product's rows [SPLITS, programs, WIDTH], which are
+    stored in their place."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = gl.program_id(0).to(gl.int64)
@@ -69,7 +72,16 @@ def _norm_wgmma_kernel(
     weight = gl.load(weight_ptr + column, mask=live, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    x = gl.load(x_ptr + row * x_stride + column, mask=live, other=0.0)
+    x_ptr += row * x_stride
+    x = gl.load(x_ptr + column, mask=live, other=0.0)
+    if SPLITS > 0:
+        splits_ptr += row * WIDTH
+        total = gl.load(splits_ptr + column, mask=live, other=0.0)
+        for split in gl.static_range(1, SPLITS):
+            at = splits_ptr + (split * WIDTH) * gl.num_programs(0).to(gl.int64)
+            total += gl.load(at + column, mask=live, other=0.0)
+        x += total
+        gl.store(x_ptr + column, x, mask=live)
     y, row_scale = normed_row(x, weight, eps, WIDTH, PADDED)
     gl.store(row_scale_ptr + row, row_scale)
     store_wgmma_layout(out_ptr + row * (BLOCKS * 128), y, BLOCKS, WARPS)
@@ -104,13 +116,22 @@ def row_geometry(width: int) -> tuple[int, int, int]:
 
 
 def launch_norm_wgmma(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, out: Fp16Operand, pdl: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: Fp16Operand,
+    pdl: bool = False,
+    product: torch.Tensor | None = None,
+    splits: int = 0,
 ) -> None:
-    """RMSNorm of fp32 rows x [T, D] with fp32 weights [D], to the WGMMA layout, padded with zeros."""
+    """RMSNorm of fp32 rows x [T, D] with fp32 weights [D], to the WGMMA layout, padded with zeros.
+
+    product: rows fp32 [splits, T, D] at its start, which are added in order, and their sum to x, in place, first.
+    """
     blocks, padded, warps = row_geometry(x.shape[1])
     assert out.is_wgmma and x.dtype == weight.dtype == torch.float32
     _norm_wgmma_kernel[(x.shape[0],)](
-        x, weight, out.values, out.row_scale, x.stride(0), eps,
-        WIDTH=x.shape[1], BLOCKS=blocks, PADDED=padded, WARPS=warps, PDL=pdl,
+        x, x if product is None else product, weight, out.values, out.row_scale, x.stride(0), eps,
+        WIDTH=x.shape[1], BLOCKS=blocks, PADDED=padded, WARPS=warps, SPLITS=splits, PDL=pdl,
         num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip

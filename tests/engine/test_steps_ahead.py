@@ -3,7 +3,7 @@
 The device of these tests computes a step when it is launched, and says its tokens when they are waited for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import pairwise
@@ -120,10 +120,12 @@ class Device:
         _kind: Any,
         on_host: Seq[int] = (),
         given: GivenRows = TOKENS_ALONE,
+        configure: Callable[[], None] = lambda: None,
     ) -> LaunchedStep:
         embeds = embeds_of(self._decoder, given)
         batch = forward_batch("prefill", rows, torch.device("cpu"), embeds=embeds)
         logits = self._decoder.forward(batch, self._cache.layers)
+        configure()
         tokens = [0] * len(rows)
         for number, (part, slot, row) in enumerate(zip(rows, slots, logits.float(), strict=True)):
             if slot != self.inputs.slots:

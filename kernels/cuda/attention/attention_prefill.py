@@ -36,7 +36,7 @@ from quengine.kernels.cuda.attention.kv_store import (
 )
 from quengine.kernels.cuda.attention.output_gate import gate_arguments, gate_rows, load_gates
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, cut_tiles
-from quengine.kernels.cuda.gemm.fp16_operand import OperandLayout, ScaledProduct
+from quengine.kernels.cuda.gemm.fp16_operand import OperandLayout, ScaledProduct, store_operand
 from quengine.kernels.cuda.gemm.mma import uses_assembly
 from quengine.kernels.cuda.launch.gpu import is_hopper
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
@@ -127,10 +127,10 @@ def _attention_prefill_kernel(
     scale, cache_rows, blocks, gate_stride, gate_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     BITS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, BATCH_INVARIANT: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    LAYOUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs (query head, part of a tile of rows, of PARTS). sink_ptr: [heads], or None. gate_ptr: rows of qkv with
-    gates, or None; they are scaled by rows, gate_scale_ptr or None, and by gate_scale."""
+    """Programs (query head, part of a tile of rows, of PARTS). LAYOUT: of the result. sink_ptr: [heads], or None.
+    gate_ptr: rows of qkv with gates, or None; they are scaled by rows, gate_scale_ptr or None, and by gate_scale."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -210,7 +210,8 @@ def _attention_prefill_kernel(
         if gate_scale_ptr is not None:
             gates *= (tl.load(gate_scale_ptr + token, mask=row < rows, other=0.0) * gate_scale)[:, None]
         out *= tl.sigmoid(gates)
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    column = head * HEAD_DIM + d[None, :]
+    store_operand(out_ptr, token[:, None], column, HEADS * HEAD_DIM, out, inside, LAYOUT)
 
 
 def attention_prefill(
@@ -244,13 +245,12 @@ def attention_prefill(
     shape = _shape_of(tiles.longest, head_dim, q.device, batch_invariant)
     assert tiles.block_rows % shape.block_rows == 0
     gate_ptr, gate_scale_ptr, gate_stride, gate_scale = gate_arguments(gates, spec)
+    layout = OperandLayout.WGMMA if wgmma_layout else OperandLayout.ROW_MAJOR
     if _takes_wgmma(shape, spec, layer, batch_invariant):
         launch_wgmma(q, spec, layer, block_tables, tiles.tiles, out, wgmma_layout, pdl)
         if gates is not None:
-            layout = OperandLayout.WGMMA if wgmma_layout else OperandLayout.ROW_MAJOR
             gate_rows(out, gates, spec, layout, pdl)
         return out
-    assert not wgmma_layout
     apart = layer.format.hadamard  # transformed in the kernel above, its sums would spill registers
     gate_ptr = None if apart else gate_ptr
     parts = tiles.block_rows // shape.block_rows
@@ -260,7 +260,7 @@ def attention_prefill(
         gate_stride, gate_scale,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, WINDOW=spec.window or 0, CAP=spec.softcap,
         BITS=layer.format.bits, TILE=shape, PARTS=parts, BATCH_INVARIANT=batch_invariant, ASM=uses_assembly(),
-        PDL=pdl,
+        LAYOUT=int(layout), PDL=pdl,
         num_warps=shape.warps, launch_pdl=pdl,
     )  # fmt: skip
     if apart:
@@ -271,9 +271,10 @@ def attention_prefill(
 
 
 def stores_wgmma_layout(spec: AttentionSpec, layer: KVLayer, tiles: PrefillTiles) -> bool:
-    """Whether `attention_prefill` can write the WGMMA layout for these chunks."""
+    """Whether `attention_prefill` can write the WGMMA layout for these chunks: rows that are transformed or gated in a
+    launch of their own stay in order there."""
     shape = _shape_of(tiles.longest, spec.head_dim, layer.k.device)
-    return _takes_wgmma(shape, spec, layer)
+    return _takes_wgmma(shape, spec, layer) or not layer.format.hadamard
 
 
 def prefill_tiles(batch: ForwardBatch, batch_invariant: bool = False) -> PrefillTiles:

@@ -142,11 +142,12 @@ class Fp16Operand:
 @dataclass(frozen=True)
 class ScaledProduct:
     """An fp16 operand times scaled weights: its value is `values` fp32 [T, N] * row_scale [T] / weight_scale. Rows may
-    be slices of wider ones."""
+    be slices of wider ones. scaled: whether they are anything but ones: else the values are the product."""
 
     values: Tensor
     row_scale: Tensor
     weight_scale: float
+    scaled: bool = True
 
     def dequantize(self) -> Tensor:
         """The scaled rows, fp32 [T, N]."""
@@ -154,6 +155,8 @@ class ScaledProduct:
 
     def finish(self, residual: Tensor | None = None) -> Tensor:
         """As `dequantize`, plus a residual fp32 [T, N], in place."""
+        if residual is None and not self.scaled:
+            return self.values
         y, added = self.values, self.values if residual is None else residual
         _finish_kernel[(y.shape[0], -(-y.shape[1] // 1024))](
             y, self.row_scale, added, y.shape[1], y.stride(0), added.stride(0), 1.0 / self.weight_scale,

@@ -22,7 +22,9 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
 from quengine.kernels.cuda.gemm.matmul_float import launch_float
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, launch_fused
 from quengine.kernels.cuda.gemm.matmul_wgmma import (
+    SplitRows,
     launch_wgmma,
+    launch_wgmma_apart,
     launch_wgmma_glu,
     launch_wgmma_two_parts,
     takes_two_parts,
@@ -30,6 +32,7 @@ from quengine.kernels.cuda.gemm.matmul_wgmma import (
 from quengine.kernels.cuda.gemm.workspace import FEW_ROWS, MatmulWorkspace
 from quengine.kernels.cuda.glu import glu_product, glu_rows, product_bound
 from quengine.kernels.cuda.rms_norm import add_norm_fp16, rms_norm_fp16
+from quengine.kernels.cuda.rms_norm_wgmma import launch_norm_wgmma
 from quengine.kernels.cuda.weights.dequantize import dequantize_part
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight
 from quengine.kernels.glu import Gating
@@ -59,7 +62,7 @@ def matmul_product(
     y = matmul(operand, weight, workspace, pdl=pdl, exact=exact, out=out)
     if not operand.is_wgmma or workspace.batch_invariant:
         return y  # attention keeps more bits of these rows than fp16 has
-    return ScaledProduct(y, workspace.ones(operand.rows), 1.0)
+    return ScaledProduct(y, workspace.ones(operand.rows), 1.0, scaled=False)
 
 
 def matmul(
@@ -132,10 +135,25 @@ def matmul_norm(
         product = _multiply_dequantized(operand, weight, workspace, workspace.product(rows, weight.rows))
         normed = workspace.fp16_operand(rows, weight.rows)
         return residual, add_norm_fp16(product, residual, norm.weight, norm.eps, normed, pdl)
+    splits = _rows_of_splits(operand, weight, workspace, pdl, exact)
+    if splits is not None:
+        normed = workspace.fp16_operand(rows, weight.rows)
+        launch_norm_wgmma(residual, norm.weight, norm.eps, normed, pdl, *splits)
+        return residual, normed
     in_place = residual if rows > FEW_ROWS and operand.is_wgmma else None
     y = matmul(operand, weight, workspace, residual, pdl, exact, in_place)
     normed = workspace.fp16_operand(rows, weight.rows)
     return y, rms_norm_fp16(y, norm.weight, norm.eps, normed, pdl, workspace.batch_invariant)
+
+
+def _rows_of_splits(
+    x: Fp16Operand, weight: PackedWeight, workspace: MatmulWorkspace, pdl: bool, exact: bool
+) -> SplitRows | None:
+    """The product as rows of splits, where Hopper's matmul shares all columns of a weight of one part."""
+    part = weight.parts[0]
+    if len(weight.parts) > 1 or weight.paired or not isinstance(part, PackedPart) or not x.is_wgmma:
+        return None
+    return launch_wgmma_apart(x, part, workspace.scratch, MatmulMode(exact, workspace.batch_invariant, pdl))
 
 
 def matmul_glu(

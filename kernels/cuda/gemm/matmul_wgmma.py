@@ -14,6 +14,7 @@ program computes the splits one after another and adds them in the same order.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import triton.language as tl
 from torch import Tensor
@@ -201,6 +202,37 @@ def launch_wgmma(
     _launch(x, part, geometry, flags, (added, out, out), (first, out.shape[1]), scratch)
 
 
+MOST_TOGETHER = 64
+"""Rows up to which the program of a block that arrives last adds its splits as fast as the next launch."""
+
+
+class SplitRows(NamedTuple):
+    """A product as the rows of `splits` splits of its columns, to be added in order: fp32 [splits, T, N] at the start
+    of `values`, a buffer of a SplitScratch."""
+
+    values: Tensor
+    splits: int
+
+
+def launch_wgmma_apart(
+    x: Fp16Operand, part: PackedPart, scratch: SplitScratch, mode: MatmulMode
+) -> SplitRows | None:
+    """Rows times a part, where several programs share the columns of every block: each stores rows of its own, and none
+    waits for the others' at the end. None where they do not, or have so few rows that this is no faster. The rows are
+    valid until the next launch with `scratch`.
+    """
+    if x.rows <= MOST_TOGETHER:
+        return None
+    geometry = wgmma_geometry(part, "rows", x.rows, mode.batch_invariant, False, 0, True)
+    flags = WgmmaFlags(ROWS.value, False, _is_exact(mode, x.rows), mode.pdl, apart=True)
+    splits = wgmma_plan(geometry, part.layout, part.rows, x.values.shape[1], x.rows, flags).splits
+    if splits == 1:
+        return None
+    rows, _ = scratch.take(splits * x.rows * part.rows, 0)
+    _launch(x, part, geometry, flags, (rows, rows, rows), (0, part.rows), scratch)
+    return SplitRows(rows, splits)
+
+
 def launch_wgmma_glu(
     x: Fp16Operand,
     part: PackedPart,
@@ -254,6 +286,7 @@ def launch_wgmma_two_parts(
 
 
 def _is_exact(mode: MatmulMode, rows: int) -> bool:
+    """Above `MOST_FEW` rows the products hide what rounding once takes."""
     return mode.exact or mode.batch_invariant or rows > MOST_FEW
 
 
@@ -270,11 +303,12 @@ def _launch(
     and the row stride.
     """
     plan = wgmma_plan(geometry, part.layout, part.rows, x.values.shape[1], x.rows, flags)
-    assert x.is_wgmma and x.rows * columns[1] < 2**31, "the kernel counts results in 32 bits"
+    results = x.rows * columns[1] * (plan.splits if flags.apart else 1)
+    assert x.is_wgmma and results < 2**31, "the kernel counts results in 32 bits"
     weight_scale = part.weight_scale if flags.exact else subnormal_weight_scale(part)
     pointers = (*part.planes, Copied(x.values, plan.tma_block), x.row_scale, *outputs)
     sizes = (part.tiles, part.rows, *columns, x.rows, weight_scale, product_bound(part))
-    shared = scratch.take(plan.partial, plan.blocks)
+    shared = scratch.take(0 if flags.apart else plan.partial, plan.blocks)
     if x.rows <= MOST_FEW:
         _wgmma_kernel.launch(plan.grid, pointers + shared + sizes, plan.constants)
         return

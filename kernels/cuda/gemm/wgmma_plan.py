@@ -20,7 +20,8 @@ class WgmmaFlags(NamedTuple):
     """The options of a launch, besides its shapes.
 
     exact: weights are rounded to fp16 once, without rounding their scales and minimums first. producer, consumer: see
-    `launch_wgmma`. epilogue: see glu.py.
+    `launch_wgmma`. epilogue: see glu.py. apart: programs that share a block's columns store rows of their own, fp32
+    [splits, T, N], which the next launch adds.
     """
 
     epilogue: int
@@ -29,6 +30,7 @@ class WgmmaFlags(NamedTuple):
     pdl: bool
     producer: bool = False
     consumer: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class WgmmaProgram:
 class WgmmaPlan:
     """grid; tma_block: rows and columns of x per copy; partial: fp32 of scratch; constants; blocks: number of
     blocks with several programs; sharing: for many rows, the number of blocks with one program, the programs
-    of each other block, and their chunks.
+    of each other block, and their chunks; splits: the programs that share the columns of every block.
     """
 
     grid: tuple[int, ...]
@@ -90,6 +92,7 @@ class WgmmaPlan:
     constants: Constants
     blocks: int
     sharing: tuple[int, int, int] = (0, 1, 1)
+    splits: int = 1
 
 
 @lru_cache(1024)
@@ -100,7 +103,8 @@ def wgmma_plan(
     blocks = -(-weight_rows // (16 * geometry.warps))
     if rows <= MOST_FEW:
         program = _program(geometry, layout, cols, rows, flags)
-        return _plan(geometry, program, (blocks, program.splits), _partial(program, blocks))
+        plan = _plan(geometry, program, (blocks, program.splits), _partial(program, blocks))
+        return replace(plan, splits=program.splits)
     program = _program(
         geometry if geometry.in_turn else replace(geometry, splits=1), layout, cols, rows, flags
     )
@@ -167,7 +171,8 @@ def _plan_many(geometry: WgmmaGeometry, program: WgmmaProgram, blocks: int) -> W
         geometry, program, (whole + shared * splits,), splits * shared * 16 * geometry.warps * program.block
     )
     counters = shared * (geometry.warps // program.warps)
-    return replace(plan, blocks=counters, sharing=(whole, splits, split_chunks))
+    every = 1 if whole else splits
+    return replace(plan, blocks=counters, sharing=(whole, splits, split_chunks), splits=every)
 
 
 def _program(

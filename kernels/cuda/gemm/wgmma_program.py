@@ -2,7 +2,7 @@
 them (split-K).
 
 Where several programs share a block's columns, each stores its partial sums, and the last to arrive adds them up in
-the order of the columns.
+the order of the columns; or each stores rows of its own, which the next launch adds in that order.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from quengine.kernels.cuda.gemm.staged_book import with_staged_book
 from quengine.kernels.cuda.gemm.wgmma_loop import copy_set, copy_sets, load_turn, multiply, multiply_alone
-from quengine.kernels.cuda.gemm.wgmma_store import store_block, store_sums, tile_of
+from quengine.kernels.cuda.gemm.wgmma_store import WgmmaOutput, store_block, store_sums, tile_of
 from quengine.kernels.cuda.glu import SILU
 from quengine.kernels.cuda.weights.many_rows import MOST_SHARES
 
@@ -119,6 +119,16 @@ def _add_splits(acc, split, place, places, partial_ptr, arrivals_ptr, MMA: gl.co
 
 
 @gluon.jit
+def _rows_of_split(output, split):
+    """The output of split number `split`, whose rows lie after those of the splits before it."""
+    ptr = output.ptr + split * (output.rows * output.stride)
+    return WgmmaOutput(
+        output.row_scale_ptr, output.residual_ptr, ptr, output.out_row_scale_ptr, output.first, output.stride,
+        output.rows, output.bound,
+    )  # fmt: skip
+
+
+@gluon.jit
 def few_rows_program(
     matrix, x_rows, output, partial_ptr, arrivals_ptr, block, split, place, places, P: gl.constexpr
 ):  # fmt: skip
@@ -137,7 +147,9 @@ def few_rows_program(
     if P.flags.pdl and P.flags.consumer:
         tl.extra.cuda.gdc_wait()
     finished = True
-    if P.splits > 1:
+    if P.flags.apart:
+        output = _rows_of_split(output, split)
+    elif P.splits > 1:
         acc, finished = _add_splits(acc, split, place, places, partial_ptr, arrivals_ptr, MMA, P)
     if finished:
         store_sums(acc, block * (16 * P.warps), output, matrix.rows, matrix.weight_scale, MMA, P)
@@ -184,14 +196,17 @@ def finish_share(
 ):  # fmt: skip
     """Stores the sums of an unshared block; for a shared one, stores partial sums, which the last program to
     arrive adds up from memory, a few rows of x at a time: all at once, besides the sums in registers, would
-    be twice the instructions.
+    be twice the instructions. Rows of splits `apart` are stored as an unshared block's.
     """
     WARPS: gl.constexpr = P.warps
     TB: gl.constexpr = P.block
     SIZE: gl.constexpr = 16 * WARPS * TB
     PART: gl.constexpr = 64
     AT_ONCE: gl.constexpr = PART if P.flags.epilogue >= SILU else 32
-    if share.shared:
+    if P.flags.apart:
+        output = _rows_of_split(output, share.split)
+        store_block(acc, block * (16 * WARPS), share.token0, output, rows, weight_scale, P, TB, AT_ONCE)
+    elif share.shared:
         own = partial_ptr + (share.split * places + place) * SIZE
         if _leave(acc, own + _partial_offsets(MMA, WARPS, TB), arrivals_ptr + place, share.splits):
             gl.store(arrivals_ptr + place, 0)

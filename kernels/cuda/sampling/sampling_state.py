@@ -1,6 +1,7 @@
 """The state of sampling on the device: the sequences' tokens, their settings, and workspace."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -197,16 +198,23 @@ class SamplingBuffers:
             raise EngineError("logit bias was given to buffers allocated without it")
         if s.penalizes and self.counts is None:
             raise EngineError("penalties were given to buffers allocated without them")
-        self.floats[slot] = torch.tensor(s.floats(), dtype=torch.float64)
-        self.ints[slot] = torch.tensor(s.ints())
+        send(s.floats(), self.floats[slot])
+        send(s.ints(), self.ints[slot])
         if self.bias is not None:
-            self.bias[slot] = 0.0
-            ids = torch.tensor(list(bias), dtype=torch.int64, device=self.bias.device)
-            self.bias[slot, ids] = torch.tensor(list(bias.values()), dtype=torch.float64).to(ids.device)
+            of_slot = self.bias[slot].zero_()
+            if bias:
+                ids = send(list(bias), self.ints.new_empty(len(bias)))
+                of_slot.index_copy_(0, ids, send(list(bias.values()), of_slot.new_empty(len(bias))))
         if self.counts is not None:
             window = history if s.repeat_last_n < 0 else history[max(0, len(history) - s.repeat_last_n) :]
             counts = self.counts[slot].zero_()
             counts.index_add_(0, window.clamp(min=0), torch.ones_like(window))
+
+
+def send(values: Sequence[float], to: torch.Tensor) -> torch.Tensor:
+    """Copies numbers to `to` in stream order, without waiting for the device; returns it."""
+    made = torch.tensor(values, dtype=to.dtype)
+    return to.copy_(made.pin_memory() if to.is_cuda else made, non_blocking=True)
 
 
 def block_size(vocab: int) -> int:

@@ -175,13 +175,14 @@ def wgmma_geometry(
     batch_invariant: bool = False,
     consumer: bool = False,
     beside: int = 0,
+    apart: bool = False,
 ) -> WgmmaGeometry:
     """Geometry of the wgmma matmul; kind "rows" or "swiglu". `splits` is the same for every number of rows up
     to 64, and, with `batch_invariant`, for all. `consumer`: see `launch_wgmma`. beside: weight rows of
-    another part in the same launch.
+    another part in the same launch. apart: see `many_rows_geometry`.
     """
     shape = Shape(part.layout.format, part.rows, part.cols, part.chunks)
-    return _wgmma_geometry(table_key(), shape, kind, rows, batch_invariant, consumer, beside)
+    return _wgmma_geometry(table_key(), shape, kind, rows, batch_invariant, consumer, beside, apart)
 
 
 def wgmma_entry(device: str, key: str) -> dict[str, Any] | None:
@@ -194,13 +195,20 @@ def wgmma_entry(device: str, key: str) -> dict[str, Any] | None:
 
 @lru_cache(1024)
 def _wgmma_geometry(
-    device: str, shape: Shape, kind: str, rows: int, batch_invariant: bool, consumer: bool, beside: int
+    device: str,
+    shape: Shape,
+    kind: str,
+    rows: int,
+    batch_invariant: bool,
+    consumer: bool,
+    beside: int,
+    apart: bool,
 ) -> WgmmaGeometry:
     key = f"{kind} {shape.format} {shape.rows} x {shape.cols}"
     entry, block = wgmma_entry(device, key), wgmma_block(rows)
     splits = _splits(shape, 4) if entry is None else entry["splits"]
     if rows > MOST_FEW:
-        return many_rows_geometry(shape, rows, splits if batch_invariant else 0, consumer)
+        return many_rows_geometry(shape, rows, splits if batch_invariant else 0, consumer, apart)
     if block == MOST_FEW and not batch_invariant:
         splits = _splits(shape._replace(rows=shape.rows + beside), 2)
     if entry is None:

@@ -4,6 +4,7 @@ Without a GPU a "graph" is the step itself, run again in Triton's interpreter.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, cut_tiles
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.gemm import workspace
+from quengine.kernels.cuda.sampling.sampling import SamplingSettings
 from quengine.kernels.forward_batch import STATE_ENTRIES, ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.kernels.reference import ReferenceBackend
@@ -496,6 +498,29 @@ def test_first_tokens_are_those_of_the_host_and_the_next_steps_input(
 
 
 @pytest.mark.cuda_kernel
+@pytest.mark.parametrize("ranks", [False, True])
+def test_settings_are_sent_while_a_prompt_is_computed(
+    ranks: bool, make_rig: Callable[[int], Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks sample in the step itself, so they get them before it."""
+    rig, log = make_rig(4), list[str]()
+    graphs = rig.graphs
+    if ranks:
+        graphs.together = lambda message: nullcontext(log.append(type(message).__name__))
+    sample = graphs._sample_ends
+    monkeypatch.setattr(graphs, "_sample_ends", lambda *given: (log.append("sample"), sample(*given)))
+    replay = graphs.decoder.forward
+    monkeypatch.setattr(graphs.decoder, "forward", lambda *given: (log.append("rows"), replay(*given))[1])
+    chunk = SequenceRows([5, 6, 7], 0, [[1]])
+
+    def configure() -> None:
+        log.append("settings")
+        graphs.set_sampling(0, GREEDY, SamplingSettings(temperature=0), {}, [], 0)
+
+    graphs.prefill([chunk], [0], GREEDY, configure=configure)
+    assert log == (["settings", "PlannedStep", "rows", "sample"] if ranks else ["rows", "settings", "sample"])
+
+
 def test_a_draft_is_verified_where_it_lies_on_the_device(make_rig: Callable[[int], Rig]) -> None:
     """By steps of the same weights in another cache, whose tokens the host reads with the results."""
     rig = make_rig(5)

@@ -171,9 +171,11 @@ class FakeDevice:
         kind: SamplingKind,
         on_host: Seq[int] = (),
         given: GivenRows = TOKENS_ALONE,
+        configure: Callable[[], None] = lambda: None,
     ) -> LaunchedStep:
         """Chunks of prompts, and the tokens after those whose slots take one; what others get nobody is to read."""
         assert given is TOKENS_ALONE
+        configure()
         self.prompt_kinds.append(kind)
         tokens = []
         for part, slot in zip(rows, slots, strict=True):

@@ -237,7 +237,9 @@ def test_what_models_launch_is_compiled() -> None:
 
     blocks, forms = ("8", "16", "32", "64", "128"), ("0", "1", "2")
     truths = ("False", "True")
-    assert met("wgmma_kernel", "TB", "EPILOGUE", "EXACT") >= set(product(blocks, forms, truths))
+    # To 65 rows and more the norm that follows adds the residual, unless no columns are shared.
+    assert met("wgmma_kernel", "TB", "EPILOGUE", "EXACT") >= set(product(blocks[:-1], forms, truths))
+    assert met("wgmma_kernel", "TB", "EPILOGUE", "EXACT") >= set(product(("128",), ("0", "2"), truths))
     assert met("wgmma_two_parts_kernel", "TB", "EXACT") == set(product(blocks, truths))
     assert met("fused_kernel", "EXACT", arch=80) == {(x,) for x in truths} and not met("fused_kernel")
     both = {(first, second) for first in truths for second in truths}
@@ -251,8 +253,9 @@ def test_what_models_launch_is_compiled() -> None:
         epilogue for (epilogue,) in met("wgmma_kernel", "EPILOGUE") | met("wgmma_blocks_kernel", "EPILOGUE")
     }
     assert gelu == {"-1", "0", "1", "2", "3", "4"}, gelu
-    outs = {("torch.float16",), ("torch.float32",)}
-    assert met("attention_prefill_kernel", "BITS", "OUT") == {(b, *out) for b in bits for out in outs}
+    # Few rows over q4_0 are transformed in fp32, and those of batch-invariant kernels keep it.
+    outs = {(b, "torch.float16") for b in bits} | {("4", "torch.float32"), ("16", "torch.float32")}
+    assert met("attention_prefill_kernel", "BITS", "OUT") == outs
     assert met("attention_tiles_kernel", "BITS", "PDL") == set(product(bits, truths))
     assert ("416",) in met("attention_tiles_kernel", "LEAST")
     assert met("attention_warps_kernel", "BITS", "PDL") == set(product(bits, truths))

@@ -1,6 +1,7 @@
 """RoPE with cache write, and prefill attention in chunks, against the torch definitions in fp64."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from quengine.kernels.backend import AttentionSpec
 from quengine.kernels.cuda.attention import attention_prefill as prefill
 from quengine.kernels.cuda.attention.attention_prefill import PrefillShape
 from quengine.kernels.cuda.attention.rope_store import heads_per_block, rope_store, rope_warps
-from quengine.kernels.cuda.gemm.fp16_operand import ScaledProduct
+from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct
+from quengine.kernels.forward_batch import prefill_batch
 from quengine.kernels.kv.cache_types import CacheType
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.kernels.rms_norm import rms_norm
@@ -20,6 +22,7 @@ from tests.kernels.cuda.attention.attention_cases import (
     make_spec,
     rotate_and_write,
     run_chunks,
+    run_prefill,
     sinks_near,
 )
 
@@ -118,6 +121,18 @@ def test_parts_of_a_tile_are_programs(
     out = run_chunks(spec, cache.layer, qkv, [rows], cache.tables)
     expected = expected_rows(spec, cache, qkv)
     assert (out.double() - expected).norm() / expected.norm() < 6e-4
+
+
+def test_rows_are_written_in_the_layout_of_the_next_matmul(device: torch.device) -> None:
+    spec = make_spec(device, CONTEXT, 4, 2, 64)
+    qkv = torch.randn(70, 8 * 64, generator=torch.Generator().manual_seed(3)).to(device)
+    cache = PagedCache.empty(device, 1, CONTEXT, 2, 64)
+    q, out = run_prefill(spec, cache.layer, qkv, [0], [70], cache.tables)
+    batch = prefill_batch([[0] * 70], [0], [cache.tables.tolist()], device)
+    half = Fp16Operand.empty(70, 4 * 64, device, OperandLayout.WGMMA)
+    attend = partial(prefill.attention_prefill, q, spec, cache.layer, cache.tables)
+    attend(prefill.prefill_tiles(batch), half.values, wgmma_layout=True)
+    assert torch.equal(half.row_major(4 * 64), out.half())
 
 
 def test_a_position_past_the_context_is_not_written(device: torch.device) -> None:

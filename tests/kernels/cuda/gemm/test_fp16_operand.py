@@ -6,6 +6,7 @@ import torch
 from quengine.kernels.cuda.gemm.fp16_operand import (
     Fp16Operand,
     OperandLayout,
+    ScaledProduct,
     operand_shape,
     to_fp16_operand,
     to_wgmma_layout,
@@ -70,3 +71,8 @@ def test_a_part_of_the_last_columns_is_cleared_before_they_are_written() -> None
     room.values.fill_(float("nan"))
     room.clear_padding(200)
     assert room.values[:, 128:].eq(0).all() and room.values[:, :128].isnan().all()
+
+
+def test_a_product_without_scales_is_its_values() -> None:
+    values, ones = torch.randn(3, 32), torch.ones(3)
+    assert ScaledProduct(values, ones, 1.0, scaled=False).finish() is values

@@ -263,6 +263,38 @@ def test_hopper_shares_a_product_too(
         assert nmse(y, expected(x, [weight]) + residual) < FP16_ROUNDING
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "geometry"),
+    [
+        (70, WgmmaGeometry(4, 4, 3, True, 0, 128)),
+        (127, WgmmaGeometry(8, 5, 3, True)),
+        (300, WgmmaGeometry(8, 4, 3, block=256, groups=True)),
+        (300, WgmmaGeometry(4, 2, 3, block=128)),
+    ],
+    ids=str,
+)
+def test_a_norm_adds_the_rows_of_splits(
+    rows: int,
+    geometry: WgmmaGeometry,
+    exact: bool,
+    device: torch.device,
+    hopper_takes: Callable[[WgmmaGeometry], None],
+) -> None:
+    """The bits are those of the launches one by one, twice, and where the sum is stored elsewhere."""
+    hopper_takes(geometry)
+    weight, x = pack(ordinary_weight("Q4_K", 200, 2048), device), ordinary_activations(rows, 2048).to(device)
+    residual, room = ordinary_activations(rows, 200, 3).to(device), workspace(device, 1 << 20)
+    norm = RMSNorm((torch.rand(200) + 0.5).to(device), 1e-5)
+    total = matmul(x, weight, room, residual, True, exact)
+    normed = rms_norm_fp16(total, norm.weight, norm.eps, room.fp16_operand(rows, 200)).dequantize(200)
+    for _ in range(2):
+        kept = residual.clone()
+        hidden, following = matmul_norm(x, weight, room, kept, norm, True, exact)
+        assert hidden is kept
+        assert torch.equal(hidden, total) and torch.equal(following.dequantize(200), normed)
+
+
 @pytest.mark.parametrize("names", [("Q4_K", "Q6_K"), ("IQ4_NL",), ("Q8_0", "F16")], ids="+".join)
 @pytest.mark.parametrize(
     "geometry",
