@@ -25,7 +25,8 @@ from quengine.kernels.cuda.moe.exchange import add_sums, send_rows
 from quengine.kernels.cuda.quantize.nearest_entries import nearest_entries
 from quengine.kernels.cuda.vision_rows import expanded_blocks
 from quengine.kernels.cuda.weights.packed import PackedPart, PartBounds, empty_part
-from quengine.kernels.cuda.weights.repack import repack, repack_table
+from quengine.kernels.cuda.weights.repack import repack
+from quengine.kernels.cuda.weights.repack_table import repack_table
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, AdapterShapes, Changes
 from quengine.kernels.moe.exchange import Exchange
@@ -347,14 +348,14 @@ def exchange_steps() -> Iterator[Step]:
 
 def repack_step(name: str, rows: int, cols: int, paired: bool) -> None:
     """Experts that pass through the device."""
-    kind, table = FORMATS[name], repack_table(FORMATS[name], cols)
+    kind, table = FORMATS[name], repack_table(FORMATS[name], cols, META)
     assert table is not None
     stored = empty(8, rows, kind.row_bytes(cols), dtype=torch.uint8)
     like = QuantTensor(name, kind, (rows, cols), stored[0])
     held = 8 * rows * (1 + paired)
     part = empty_part(like, held, PartBounds(1.0, 1.0), lambda size: empty(size, dtype=torch.uint8), META)
     assert isinstance(part, PackedPart)
-    repack(part, stored, stored if paired else None, empty(8, dtype=torch.int32), rows, table.to(META))
+    repack(part.planes, stored, stored if paired else None, empty(8, dtype=torch.int32), table)
 
 
 def draft_steps(spec: SyntheticModel) -> Iterator[Step]:

@@ -14,7 +14,7 @@ import torch
 from quengine.block_pool import CachePool
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cuda.aot.aot_ranks import PushingRanks
-from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend
+from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend, repack_tile
 from quengine.kernels.cuda.launch.compile_ahead import CompilePool, compiled_marker
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.lora.meta import AdaptedMeta
@@ -150,6 +150,12 @@ class KernelPlan:
             return AssistantGraphs(target, assistant, target.cache.layers, most, rows)
         return DraftGraphs(target, graphs[1].decoder, graphs[1].cache.layers, most, rows)
 
+    def matrices(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Type and shape of each tensor in blocks."""
+        layers = () if self.layer is None else (*self.layer.tensors.values(), *self.layer.fusion.values())
+        stored = (*self.tensors.values(), *layers)
+        return [(kind, shape) for kind, shape in stored if FORMATS[kind].is_quantized]
+
     def marks(self) -> tuple[object, ...]:
         """The key of these kernels, together with the GPU."""
         tiles = -(-self.prefill_tokens // _TILE_ROWS)
@@ -201,9 +207,13 @@ def compilers() -> int:
 
 
 def compile_stages(*plans: KernelPlan) -> list[Callable[[], None]]:
-    """The stages of compilation: each step of a first short request by itself, then those that draft, then first
-    prompts of other lengths, then all other steps."""
+    """The stages of compilation: repacking, which loading the weights waits for, each step of a first short request by
+    itself, then those that draft, then first prompts of other lengths, then all other steps."""
     made, drafts = list[CudaGraphs](), list[DraftGraphs]()
+
+    def repacking() -> None:
+        for name, cols in sorted({(kind, shape[-1]) for plan in plans for kind, shape in plan.matrices()}):
+            repack_tile(name, cols)
 
     @torch.no_grad()
     def first(key: GraphKey) -> None:
@@ -234,7 +244,7 @@ def compile_stages(*plans: KernelPlan) -> list[Callable[[], None]]:
             run_all(graphs)
 
     of_prompts = [partial(prompts, tokens) for tokens in _FIRST_PROMPTS]
-    return [*(partial(first, key) for key in _FIRST), drafting_steps, *of_prompts, rest]
+    return [repacking, *(partial(first, key) for key in _FIRST), drafting_steps, *of_prompts, rest]
 
 
 def run_all(graphs: CudaGraphs) -> None:

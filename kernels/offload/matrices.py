@@ -25,7 +25,8 @@ from quengine.kernels.cuda.weights.packed import (
     empty_part,
     rows_at_a_time,
 )
-from quengine.kernels.cuda.weights.repack import RepackTable, repack, repack_table
+from quengine.kernels.cuda.weights.repack import repack
+from quengine.kernels.cuda.weights.repack_table import RepackTable, repack_table
 from quengine.kernels.quant_tensor import QuantTensor
 
 _BYTES_AT_A_TIME = 64 << 20
@@ -57,11 +58,10 @@ class Matrices:
     def nbytes_of_one(self) -> int:
         return sum(kind[0].nbytes for kind in self.kinds)
 
-    @property
-    def tables(self) -> list[RepackTable] | None:
-        """How each kind is repacked; None where one is packed by torch."""
+    def tables(self, device: torch.device) -> list[RepackTable] | None:
+        """How each kind is repacked on a device; None where one is packed by torch."""
         found = [
-            repack_table(kind[0].format, kind[0].cols) if kind[0].format.is_quantized else None
+            repack_table(kind[0].format, kind[0].cols, device) if kind[0].format.is_quantized else None
             for kind in self.kinds
         ]
         tables = [table for table in found if table is not None]
@@ -122,7 +122,7 @@ class ExpertPlaces:
         allocate: Allocate,
     ) -> None:
         first, self.device = matrices.up[0], device
-        self.tables = None if matrices.tables is None else [table.to(device) for table in matrices.tables]
+        self.tables = matrices.tables(device)
         rows = first.rows * (1 if matrices.gate is None else 2)
         parts: list[PackedPart | FloatPart] = []
         for kind, bound in zip(matrices.kinds, bounds, strict=False):
@@ -146,13 +146,12 @@ class ExpertPlaces:
         """Repacks experts, whose stored bytes of each kind are on the device, uint8 [n, rows, row_bytes], to
         `places`, int32 [n] there. Only where there are `tables`."""
         assert self.tables is not None
-        each = matrices.up[0].rows
         parts = [part for part in self.weights.parts if isinstance(part, PackedPart)]
         if matrices.paired:
-            repack(parts[0], stored[0], stored[1], places, each, self.tables[0])
+            repack(parts[0].planes, stored[0], stored[1], places, self.tables[0])
         else:
             for part, rows, table in zip(parts, stored, self.tables, strict=True):
-                repack(part, rows, None, places, each, table)
+                repack(part.planes, rows, None, places, table)
         self._put_bias(matrices, experts, places)
 
     def _put_bias(self, matrices: Matrices, experts: Sequence[int], places: Tensor) -> None:
