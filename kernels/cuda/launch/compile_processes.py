@@ -14,19 +14,17 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import torch
 import triton
-from triton.runtime.cache import triton_key
 
 from quengine.kernels.channel import Channel
 from quengine.kernels.child_process import parent_channel
 from quengine.kernels.cuda.launch import triton_cache
-from quengine.kernels.cuda.launch.gpu import Gpu
-from quengine.kernels.cuda.launch.launcher import LauncherSpec, build_launcher, build_utilities, launcher_of
+from quengine.kernels.cuda.launch.compile_messages import TO_LEADER, Built, Order, ToLeader
+from quengine.kernels.cuda.launch.launcher import build_launcher, build_utilities, launcher_of
 from quengine.kernels.cuda.launch.record_kernels import Kernel, record_kernels
 
 Stages = Sequence[Callable[[], object]]
@@ -51,37 +49,11 @@ _NICENESS = 5
 """Reading the weights has priority."""
 
 
-class Order(msgspec.Struct, frozen=True):
-    """What is to be compiled; see `CompilePool`. `task` is pickled: a part of the program that the other process has
-    this one run. cache: Triton's folder."""
-
-    task: bytes
-    gpu: Gpu
-    processes: int
-    every: bool
-    marker: str | None
-    cache: str
-
-
-class Built(msgspec.Struct, frozen=True):
-    """A kernel that was compiled or found in the cache. key: its folder there. launcher: how to launch it, given where
-    `Order.every` is set. error: why it was not compiled; "" if it was."""
-
-    key: str
-    name: str
-    launcher: LauncherSpec | None
-    error: str = ""
-
-
-ToLeader: TypeAlias = Order | str
-FromLeader: TypeAlias = list[str] | Built | None
-TO_LEADER: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader)
-FROM_LEADER: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
 _TO_WORKER, _FROM_WORKER = msgspec.msgpack.Decoder(str), msgspec.msgpack.Decoder(Built)
 
 
 def main() -> None:
-    """The first process, as `ChildProcess` starts it."""
+    """The first process, once it has its imports (compiler_process.py)."""
     lead(parent_channel(TO_LEADER))
 
 
@@ -90,15 +62,11 @@ def lead(channel: Channel[ToLeader]) -> None:
     of kernels that are compiled, a list for each computation, None, and a Built for each kernel."""
     os.nice(_NICENESS)
     torch.set_num_threads(1)  # the process will be forked
-    # Triton hashes its compiler library of some 400 MB; do so while the order's modules are imported.
-    hashing = Thread(target=triton_key)
-    hashing.start()
     try:
         order = channel.receive()
         assert isinstance(order, Order)
         os.environ["TRITON_CACHE_DIR"] = order.cache  # which Triton reads at each look-up
         triton_cache.use_private_cache()
-        hashing.join()
         whole = _Leader(channel, order).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
