@@ -52,6 +52,9 @@ _DEFAULT = SamplingKind(64, bias=False, penalties=False)
 _FIRST = (decode_key(1, _DEFAULT), GraphKey("prefill", PREFILL_ROWS[0], 1))
 """The steps of a first short request; decode's kernels are the slowest to compile."""
 
+OTHERS = 16
+"""Parts in which the steps are recorded that no first request takes: between two, kernels are handed out."""
+
 _FIRST_PROMPTS = (24, 100, 40, 6)
 """Lengths of a first prompt, for each number of rows a block that matmuls of up to 128 rows have; a prompt of a size
 that has not been seen twice is not captured, and its launches would wait for one kernel after another."""
@@ -208,7 +211,7 @@ def compilers() -> int:
 
 def compile_stages(*plans: KernelPlan) -> list[Callable[[], None]]:
     """The stages of compilation: repacking, which loading the weights waits for, each step of a first short request by
-    itself, then those that draft, then first prompts of other lengths, then all other steps."""
+    itself, then those that draft, then first prompts of other lengths, then all other steps, in `OTHERS` parts."""
     made, drafts = list[CudaGraphs](), list[DraftGraphs]()
 
     def repacking() -> None:
@@ -239,23 +242,24 @@ def compile_stages(*plans: KernelPlan) -> list[Callable[[], None]]:
                 graphs.run_prompts([tokens])
 
     @torch.no_grad()
-    def rest() -> None:
+    def rest(part: int) -> None:
         for graphs in made:
-            run_all(graphs)
+            for run in every_step(graphs)[part::OTHERS]:
+                run()
 
+    heads = [repacking, *(partial(first, key) for key in _FIRST), drafting_steps]
     of_prompts = [partial(prompts, tokens) for tokens in _FIRST_PROMPTS]
-    return [repacking, *(partial(first, key) for key in _FIRST), drafting_steps, *of_prompts, rest]
+    return [*heads, *of_prompts, *(partial(rest, part) for part in range(OTHERS))]
 
 
-def run_all(graphs: CudaGraphs) -> None:
-    """Runs the steps of a warm-up, uncaptured, and prompts of sizes that are not captured."""
-    for key in [*graphs.keys, decode_key(1, _ANY_TOP_K), *biased_keys(1)]:
-        graphs.run_padding(key)
-    longest = graphs.longest_chunk
-    for tokens in (*_EAGER_TOKENS, *range(2 * _TILE_ROWS, graphs.prefill_tokens + 1, _TILE_ROWS)):
-        if tokens <= graphs.prefill_tokens:
-            graphs.run_prompts(graphs.lengths_of(tokens))
-        if 1 < tokens <= longest:
-            graphs.run_prompts([tokens - 1, 1])
-    for count in _EAGER_SEQUENCES:
-        graphs.run_prompts([min(2, longest)] * count)
+def every_step(graphs: CudaGraphs) -> list[Callable[[], object]]:
+    """The steps of a warm-up, uncaptured, and prompts of sizes that are not captured."""
+    keys = [*graphs.keys, decode_key(1, _ANY_TOP_K), *biased_keys(1)]
+    steps: list[Callable[[], object]] = [partial(graphs.run_padding, key) for key in keys]
+    longest, most = graphs.longest_chunk, graphs.prefill_tokens
+    lengths = list[list[int]]()
+    for tokens in (*_EAGER_TOKENS, *range(2 * _TILE_ROWS, most + 1, _TILE_ROWS)):
+        lengths += [graphs.lengths_of(tokens)] if tokens <= most else []
+        lengths += [[tokens - 1, 1]] if 1 < tokens <= longest else []
+    lengths += [[min(2, longest)] * count for count in _EAGER_SEQUENCES]
+    return [*steps, *(partial(graphs.run_prompts, each) for each in lengths)]

@@ -13,8 +13,8 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -78,79 +78,100 @@ def lead(channel: Channel[ToLeader]) -> None:
             Path(order.marker).touch(mode=0o600)
 
 
+@dataclass(frozen=True, eq=False)
+class _Worker:
+    """A forked process that compiles. known: the number of kernels that it has in its memory."""
+
+    process: int
+    channel: Channel[Built]
+    known: int
+
+    def fileno(self) -> int:
+        return self.channel.fileno()
+
+    def end(self) -> None:
+        os.kill(self.process, signal.SIGKILL)
+        os.waitpid(self.process, 0)
+        self.channel.close()
+
+
 class _Leader:
     """Hands out an order's kernels to forked processes, those of each computation while the next one is recorded."""
 
     def __init__(self, channel: Channel[ToLeader], order: Order) -> None:
         self._channel, self._order = channel, order
         self._kernels: dict[str, Kernel] = {}
-        self._waiting: list[Kernel] = []
-        self._workers: dict[Channel[Built], int] = {}  # the number of kernels that each has in its memory
-        self._idle: list[Channel[Built]] = []
-        self._busy: list[Channel[Built]] = []
+        self._waiting: dict[Kernel, int] = {}  # with the number of kernels that were recorded before each
+        self._idle: list[_Worker] = []
+        self._busy: list[_Worker] = []
+        self._whole = True  # none has failed
 
     def run(self) -> bool:
         """Runs until all kernels are done; returns whether all are in the cache. Raises EOFError if the
         requester has ended.
         """
-        processes = [_fork(lambda _: build_utilities())[0]]
+        helper = _Worker(*_fork(lambda _: build_utilities()), 0)
         try:
             task: Callable[[], Stages] = pickle.loads(self._order.task)
             for compute in task():
-                found = record_kernels([compute], self._order.gpu)
-                new = [kernel for key, kernel in found.items() if key not in self._kernels]
-                self._kernels |= found
-                missing = sorted((k for k in new if self._order.every or not _is_cached(k)), key=_order)
-                self._channel.send([kernel.key for kernel in missing])
-                self._waiting += missing
-                for _ in missing[: self._order.processes]:
-                    process, end = _fork(lambda channel: _work(channel, self._kernels, self._order.every))
-                    processes.append(process)
-                    self._workers[end] = len(self._kernels)
-                    self._idle.append(end)
+                self._record(compute)
                 self._hand_out()
+                self._take_reports(0)
             self._channel.send(None)
-            return self._finish()
+            while self._busy:
+                self._take_reports(None)
+            return self._whole and not self._waiting
         finally:
-            for process in processes:
-                os.kill(process, signal.SIGKILL)
-                os.waitpid(process, 0)
+            for worker in (helper, *self._idle, *self._busy):
+                worker.end()
+
+    def _record(self, compute: Callable[[], object]) -> None:
+        found = record_kernels([compute], self._order.gpu)
+        new = [kernel for key, kernel in found.items() if key not in self._kernels]
+        places = {kernel: len(self._kernels) + place for place, kernel in enumerate(new)}
+        self._kernels |= found
+        missing = sorted((k for k in new if self._order.every or not _is_cached(k)), key=_order)
+        if missing:
+            self._channel.send([kernel.key for kernel in missing])
+        self._waiting |= {kernel: places[kernel] for kernel in missing}
 
     def _hand_out(self) -> None:
-        """Sends waiting kernels to idle workers, which know the kernels that were recorded before they were forked."""
-        numbers = {key: number for number, key in enumerate(self._kernels)}
-        for kernel in tuple(self._waiting):
-            able = [end for end in self._idle if numbers[kernel.key] < self._workers[end]]
+        """Gives waiting kernels to processes, as many as may compile at a time. A process knows the kernels that were
+        recorded before it was forked; where no idle one knows a kernel, a new one takes the place of one."""
+        for kernel, place in tuple(self._waiting.items()):
             if len(self._busy) >= self._order.processes:
                 return
-            if not able:
-                continue
-            self._waiting.remove(kernel)
-            self._idle.remove(able[0])
-            self._busy.append(able[0])
-            able[0].send(kernel.key)
+            worker = next((idle for idle in self._idle if place < idle.known), None)
+            if worker is not None:
+                self._idle.remove(worker)
+            else:
+                if len(self._idle) + len(self._busy) >= self._order.processes:
+                    self._idle.pop(0).end()
+                given = self._kernels, self._order.every
+                worker = _Worker(*_fork(lambda channel, given=given: _work(channel, *given)), len(self._kernels))
+            del self._waiting[kernel]
+            self._busy.append(worker)
+            worker.channel.send(kernel.key)
 
-    def _finish(self) -> bool:
-        """Runs until all are done, or no process is left; returns whether none has failed."""
-        whole = True
-        while self._busy:
-            channels: list[Channel[Any]] = [self._channel, *self._busy]
-            for ready in select.select(channels, [], [])[0]:
-                if ready is self._channel:
-                    wanted = ready.receive()
-                    self._waiting.sort(key=lambda kernel: kernel.key != wanted)
-                    continue
-                self._busy.remove(ready)
-                try:
-                    built: Built = ready.receive()
-                except (EOFError, OSError):  # it crashed; its kernel is left to who launches it
-                    whole = False
-                    continue
-                self._idle.append(ready)
-                whole &= not built.error
-                self._channel.send(built)
-            self._hand_out()
-        return whole and not self._waiting
+    def _take_reports(self, seconds: float | None) -> None:
+        """Takes what has been compiled, and what is wanted next. seconds: to wait for one, at most."""
+        for ready in select.select([self._channel, *self._busy], [], [], seconds)[0]:
+            if ready is self._channel:
+                wanted = self._channel.receive()
+                first = {kernel: place for kernel, place in self._waiting.items() if kernel.key == wanted}
+                self._waiting = first | self._waiting
+                continue
+            self._busy.remove(ready)
+            try:
+                built: Built = ready.channel.receive()
+            except (EOFError, OSError):  # it crashed; its kernel is left to who launches it
+                self._whole = False
+                ready.end()
+                continue
+            self._idle.append(ready)
+            self._whole &= not built.error
+            self._channel.send(built)
+        self._hand_out()
 
 
 def _order(kernel: Kernel) -> int:
