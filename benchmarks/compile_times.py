@@ -3,7 +3,7 @@
     TRITON_CACHE_DIR=$(mktemp -d) python benchmarks/compile_times.py [MODEL] [--parallel 64] [--arch sm_90]
 
 MODEL: as `engine kernels build --models` takes it. A kernel is named with the computation that first needs it (0
-repacking, 1 a decode step of one sequence, 2 a short prompt, the last ones all other steps) and with how much of its time
+repacking, 1 a decode step of one sequence, 2 a short prompt, the last ones all others) and with how much of its time
 ptxas took; those that are in Triton's cache count as none. At the end their sum, and how long 4 and 16 processors of
 this kind are busy with those of computations 0 to 2, and with all, handed out as a first run does; without the
 launchers' C code and what precedes it.

@@ -1,11 +1,12 @@
 """What loading a model's weights onto a CUDA device consists of: reading the file, the transfer, repacking.
 
-    python -m benchmarks.cuda.load_weights -m m7.gguf [-r 3]
+    python -m benchmarks.cuda.load_weights -m m7.gguf [-r 3] [--readers 3 6]
 
-Seconds, medians: of reading the mapped file by the loader's threads into memory of theirs, of the loader with nothing
-done to what arrives, and of a decoder that is made of it, with the processor's time of its thread. Then, for each type
-of the file, the time of repacking its largest matrix, which lies on the device: of the host until it has launched
-everything, and until the device is done, with the rate in bytes of the file.
+Seconds, the first time and medians: of reading the mapped file by the loader's threads into memory of theirs, of the
+loader with nothing done to what arrives, and of a decoder that is made of it, with the processor's time of its thread;
+for each number of threads that read. Then, for each type of the file, the time of repacking its largest matrix, which
+lies on the device: of the host until it has launched everything, and until the device is done, with the rate in bytes
+of the file.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.models.checkpoint import Checkpoint, open_checkpoint
 from quengine.models.decoder import Decoder
+from quengine.platform import weight_loader
 from quengine.platform.weight_loader import CudaTransfer, WeightLoader
 
 
@@ -104,6 +106,7 @@ def main() -> None:
     )
     parser.add_argument("-m", "--model", required=True, type=Path)
     parser.add_argument("-r", "--rounds", type=int, default=3)
+    parser.add_argument("--readers", type=int, nargs="+", default=[weight_loader.READERS])
     given = parser.parse_args()
     device = torch.device("cuda", 0)
     checkpoint = open_checkpoint(given.model)
@@ -114,10 +117,13 @@ def main() -> None:
         "load": lambda: load(checkpoint, device),
     }
     print(f"{size:.2f} GB")
-    for name, run in runs.items():
-        run()
-        wall, cpu = timed(run, given.rounds)
-        print(f"{name:10} {wall:6.3f} s, {size / wall:6.1f} GB/s, this thread {cpu:6.3f} s")
+    for weight_loader.READERS in given.readers:
+        print(f"{weight_loader.READERS} readers")
+        for name, run in runs.items():
+            first, _ = timed(run, 1)
+            wall, cpu = timed(run, given.rounds)
+            rate = f"{size / wall:6.1f} GB/s, this thread {cpu:6.3f} s"
+            print(f"{name:10} first {first:6.3f} s, then {wall:6.3f} s, {rate}")
     largest: dict[str, QuantTensor] = {}
     for tensor in checkpoint.tensors.values():
         kept = largest.get(tensor.format.name)

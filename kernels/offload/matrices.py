@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quengine.kernels.block_formats import unpack
+from quengine.kernels.block_formats import unpack_scales
 from quengine.kernels.cuda.moe.expert_weights import (
     ExpertWeights,
     pack_experts,
@@ -215,9 +215,9 @@ def _bounds(kind: Sequence[QuantTensor], device: torch.device) -> WeightBounds:
     first = kind[0]
     if not first.format.is_quantized:
         return WeightBounds.none(device)
-    found, together = WeightBounds.none(device), max(1, rows_at_a_time(first.cols) // first.rows)
+    found, together = WeightBounds.none(device), max(1, rows_at_a_time(first, device) // first.rows)
     for at in range(0, len(kind), together):
         experts = list(range(at, min(at + together, len(kind))))
         stored = copied(kind, experts, None, device)
-        found |= WeightBounds.of(unpack(first.format, stored.view(-1, stored.shape[-1])))
+        found |= WeightBounds.of(unpack_scales(first.format, stored.view(-1, stored.shape[-1])))
     return found

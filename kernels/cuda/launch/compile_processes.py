@@ -148,7 +148,9 @@ class _Leader:
                 if len(self._idle) + len(self._busy) >= self._order.processes:
                     self._idle.pop(0).end()
                 given = self._kernels, self._order.every
-                worker = _Worker(*_fork(lambda channel, given=given: _work(channel, *given)), len(self._kernels))
+                worker = _Worker(
+                    *_fork(lambda channel, given=given: _work(channel, *given)), len(self._kernels)
+                )
             del self._waiting[kernel]
             self._busy.append(worker)
             worker.channel.send(kernel.key)

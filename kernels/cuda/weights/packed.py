@@ -12,18 +12,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quengine.kernels.block_formats import Groups, unpack
+from quengine.kernels.block_formats import Groups, unpack, unpack_scales
 from quengine.kernels.cuda.weights.book_planes import device_book
 from quengine.kernels.cuda.weights.layout import TILE_ROWS, PackedLayout, packed_layout
 from quengine.kernels.cuda.weights.planes import planes_of
 from quengine.kernels.cuda.weights.repack import repack
-from quengine.kernels.cuda.weights.repack_table import repack_table
+from quengine.kernels.cuda.weights.repack_table import RepackTable, repack_table
 from quengine.kernels.cuda.weights.row_change import RowChange
 from quengine.kernels.quant_tensor import QuantTensor
 
-_WEIGHTS_AT_A_TIME = 1 << 25
-"""Weights repacked at a time, by up to a hundred torch operations: more weights take fewer of them, and up to four
-temporary bytes each.
+_WEIGHTS_AT_A_TIME, _MOVED_AT_A_TIME = 1 << 25, 1 << 26
+"""Weights repacked at a time by a hundred torch operations, with four temporary bytes each, and by a kernel, with two:
+more weights take fewer launches.
 """
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -156,7 +156,7 @@ def pack_on_host(table: QuantTensor, device: torch.device) -> PackedWeight:
         held.copy_(data)
         return PackedWeight((FloatPart(held.view(_FLOATS[table.format.name])),))
     planes = _Planes(table, table.rows, device, on_host=True)
-    for block in _tile_rows([data], rows_at_a_time(table.cols)):
+    for block in _tile_rows([data], rows_at_a_time(table)):
         planes.append(block)
     return PackedWeight((planes.finish(),))
 
@@ -185,11 +185,11 @@ def _pack_run(run: Sequence[QuantTensor], device: torch.device | str) -> PackedP
         stored = torch.cat([block.to(device, non_blocking=True) for block in data])
         return FloatPart(stored.view(_FLOATS[fmt.name]))
     rows = sum(tensor.rows for tensor in run)
-    return pack_blocks(run[0], rows, _tile_rows(data, rows_at_a_time(run[0].cols)), device)
+    return pack_blocks(run[0], rows, _tile_rows(data, rows_at_a_time(run[0], device)), device)
 
 
 def _pack_pair(gate: QuantTensor, up: QuantTensor, device: torch.device | str) -> PackedPart:
-    half = rows_at_a_time(gate.cols) // 2
+    half = rows_at_a_time(gate, device) // 2
     starts = range(0, gate.rows, half)
     blocks = (pair_rows(gate.data[row : row + half], up.data[row : row + half]) for row in starts)
     return pack_blocks(gate, 2 * gate.rows, blocks, device)
@@ -213,9 +213,16 @@ def pack_blocks(
     return planes.finish()
 
 
-def rows_at_a_time(cols: int) -> int:
-    """Rows repacked at a time, a multiple of 16."""
-    return max(1, _WEIGHTS_AT_A_TIME // (cols * TILE_ROWS)) * TILE_ROWS
+def rows_at_a_time(like: QuantTensor, device: torch.device | str = "cpu") -> int:
+    """Rows of such a matrix that are repacked at a time on a device, a multiple of 16."""
+    most = _WEIGHTS_AT_A_TIME if _table_of(like, device) is None else _MOVED_AT_A_TIME
+    return max(1, most // (like.cols * TILE_ROWS)) * TILE_ROWS
+
+
+def _table_of(like: QuantTensor, device: torch.device | str) -> RepackTable | None:
+    """By which a kernel repacks; None where torch does."""
+    on_gpu = torch.device(device).type == "cuda" and like.format.is_quantized
+    return repack_table(like.format, like.cols, device) if on_gpu else None
 
 
 def _tile_rows(data: Sequence[Tensor], count: int) -> list[Tensor]:
@@ -298,13 +305,12 @@ class _Planes:
             self.planes = [_host_memory(shape, torch.device(device)) for shape in shapes]
         else:
             self.planes = [torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes]
-        moves = torch.device(device).type == "cuda" and not on_host
-        self.table = repack_table(self.format, self.cols, device) if moves else None
+        self.table = None if on_host else _table_of(like, device)
         self.first_place = torch.zeros(1, dtype=torch.int32, device=device)
 
     def append(self, data: Tensor) -> None:
         stored = data.to(self.device, non_blocking=True)
-        groups = unpack(self.format, stored)
+        groups = (unpack if self.table is None else unpack_scales)(self.format, stored)
         tiles = -(-len(data) // TILE_ROWS)
         filled = slice(self.filled, self.filled + tiles)
         if self.table is None:

@@ -107,7 +107,8 @@ def test_weights_that_are_loaded_are_packed_alike(name: str, monkeypatch: pytest
     first, second = (ordinary_weight(name, rows, 1024, rows) for rows in (160, 88))
     alike = [ordinary_weight(name, 152, 1024, seed) for seed in (1, 2)]
     for at_a_time in (1 << 25, 1 << 15):
-        monkeypatch.setattr("quengine.kernels.cuda.weights.packed._WEIGHTS_AT_A_TIME", at_a_time)
+        for limit in ("_WEIGHTS_AT_A_TIME", "_MOVED_AT_A_TIME"):
+            monkeypatch.setattr(f"quengine.kernels.cuda.weights.packed.{limit}", at_a_time)
         for given, paired in (([first, second], False), ([second], False), (alike, True), (alike, False)):
             pairs = zip(pack(given, "cuda", paired).parts, pack(given, "cpu", paired).parts, strict=True)
             for ours, expected in pairs:
