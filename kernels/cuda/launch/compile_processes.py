@@ -46,7 +46,7 @@ _SLOW = (
 )
 """Kernels that may take half a second or more to compile, the slowest first; the others take less."""
 _NICENESS = 5
-"""Reading the weights has priority."""
+"""Reading the weights has priority, and recording what is to be compiled has priority over compiling."""
 
 
 _TO_WORKER, _FROM_WORKER = msgspec.msgpack.Decoder(str), msgspec.msgpack.Decoder(Built)
@@ -157,8 +157,9 @@ class _Leader:
 
     def _take_reports(self, seconds: float | None) -> None:
         """Takes what has been compiled, and what is wanted next. seconds: to wait for one, at most."""
-        for ready in select.select([self._channel, *self._busy], [], [], seconds)[0]:
-            if ready is self._channel:
+        channels: list[Channel[ToLeader] | _Worker] = [self._channel, *self._busy]
+        for ready in select.select(channels, [], [], seconds)[0]:
+            if not isinstance(ready, _Worker):
                 wanted = self._channel.receive()
                 first = {kernel: place for kernel, place in self._waiting.items() if kernel.key == wanted}
                 self._waiting = first | self._waiting
@@ -216,6 +217,7 @@ def _fork(run: Callable[[Channel[str]], object]) -> tuple[int, Channel[Built]]:
         return process, Channel(ours, _FROM_WORKER)
     status = 1
     try:
+        os.nice(_NICENESS)
         gc.disable()  # compiling creates many objects, and a process compiles few kernels
         for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
             if number > 2 and number != theirs.fileno():
