@@ -78,6 +78,8 @@ MILESTONES = (
     ("torch imported", "debug: torch imported"),
     ("header read", "info: model "),
     ("device chosen, its context made", "info: device "),
+    ("backend made", "debug: backend made"),
+    ("cache made, kernels looked for", "debug: kernels looked for"),
     ("weights on the device", "debug: weights loaded"),
     ("model loaded", "info: loaded in "),
     ("tokenizer made", "info: tokenizer of "),
