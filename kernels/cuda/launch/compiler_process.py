@@ -48,7 +48,9 @@ def drop() -> None:
 def main(needed: str) -> None:
     """What the process does: it imports, and meanwhile hashes Triton's compiler library of some 400 MB, which the keys
     of all kernels begin with."""
-    hashing = Thread(target=_hash_compiler)
+    from triton.runtime.cache import triton_key
+
+    hashing = Thread(target=triton_key)
     hashing.start()
     if needed:
         import_module(needed)
@@ -56,9 +58,3 @@ def main(needed: str) -> None:
 
     hashing.join()
     lead()
-
-
-def _hash_compiler() -> None:
-    from triton.runtime.cache import triton_key
-
-    triton_key()

@@ -28,7 +28,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Process]:
     made = list[Process]()
 
     def start(prelude: str, needed: str) -> Any:
-        assert "keep_bytecode" in prelude and find_spec(needed) is not None
+        assert "torch_import" in prelude and find_spec(needed) is not None
         made.append(Process())
         return made[-1]
 
