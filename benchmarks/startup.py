@@ -25,7 +25,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 
-ENGINE = (sys.executable, "-c", "from quengine.cli.main import main; raise SystemExit(main())")
+ENGINE = (sys.executable, "-m", "quengine.cli")
 PORT = 18733
 FIRST = "engine generate, first start"
 
