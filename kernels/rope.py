@@ -135,16 +135,16 @@ def rope_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of every position below `positions`: fp32 [positions, dim/2] each, magnitude included.
 
-    Angles are computed in fp64 and the results rounded once, so position 100,000 is as exact as position 1. The device
-    computes them: 131,072 positions take a processor half a second.
+    Angles are computed in fp64 and the results rounded once, so position 100,000 is as exact as position 1.
     """
-    if torch.device(device).type == "meta":  # of which a product imports torch's compiler
+    if torch.device(device).type == "meta":  # nothing to compute
         cos, sin = (torch.empty(positions, spec.dim // 2, device=device) for _ in range(2))
         return cos, sin
-    every = torch.arange(positions, dtype=torch.float64, device=device)
-    angles = every[:, None] * inverse_frequencies(spec).to(device)[None, :]
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * inverse_frequencies(spec)[None, :]
     magnitude = spec.magnitude
-    return (angles.cos() * magnitude).to(torch.float32), (angles.sin() * magnitude).to(torch.float32)
+    cos = (angles.cos() * magnitude).to(torch.float32)
+    sin = (angles.sin() * magnitude).to(torch.float32)
+    return cos.to(device), sin.to(device)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RopeLayout) -> torch.Tensor:
