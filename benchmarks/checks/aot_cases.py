@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, empty
+from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, empty, repack_tile
 from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
@@ -24,7 +24,8 @@ from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch, add
 from quengine.kernels.cuda.moe.exchange import add_sums, send_rows
 from quengine.kernels.cuda.quantize.nearest_entries import nearest_entries
 from quengine.kernels.cuda.vision_rows import expanded_blocks
-from quengine.kernels.cuda.weights.packed import PackedPart, PartBounds, empty_part
+from quengine.kernels.cuda.weights.bounds import PartBounds
+from quengine.kernels.cuda.weights.packed import PackedPart, empty_part
 from quengine.kernels.cuda.weights.repack import repack
 from quengine.kernels.cuda.weights.repack_table import repack_table
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
@@ -344,6 +345,7 @@ def exchange_steps() -> Iterator[Step]:
     ):
         if cols % FORMATS[name].block == 0:
             yield False, partial(repack_step, name, rows, cols, paired)
+            yield False, partial(repack_tile, name, cols)
 
 
 def repack_step(name: str, rows: int, cols: int, paired: bool) -> None:

@@ -16,15 +16,9 @@ from quengine.kernels.cuda.moe.expert_weights import (
     pairs_experts,
     put_experts,
 )
+from quengine.kernels.cuda.weights.bounds import PartBounds, WeightBounds
 from quengine.kernels.cuda.weights.layout import TILE_ROWS
-from quengine.kernels.cuda.weights.packed import (
-    FloatPart,
-    PackedPart,
-    PartBounds,
-    WeightBounds,
-    empty_part,
-    rows_at_a_time,
-)
+from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, empty_part, rows_at_a_time
 from quengine.kernels.cuda.weights.repack import repack
 from quengine.kernels.cuda.weights.repack_table import RepackTable, repack_table
 from quengine.kernels.quant_tensor import QuantTensor

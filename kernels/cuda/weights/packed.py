@@ -4,16 +4,15 @@ Repacking is lossless: the planes hold the stored integers and scales, and take 
 padding: rows to 16, columns to 128). Plain floats are stored unchanged.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.block_formats import Groups, unpack, unpack_scales
+from quengine.kernels.block_formats import unpack, unpack_scales
 from quengine.kernels.cuda.weights.book_planes import device_book
+from quengine.kernels.cuda.weights.bounds import PartBounds, WeightBounds
 from quengine.kernels.cuda.weights.layout import TILE_ROWS, PackedLayout, packed_layout
 from quengine.kernels.cuda.weights.planes import planes_of
 from quengine.kernels.cuda.weights.repack import repack
@@ -21,8 +20,8 @@ from quengine.kernels.cuda.weights.repack_table import RepackTable, repack_table
 from quengine.kernels.cuda.weights.row_change import RowChange
 from quengine.kernels.quant_tensor import QuantTensor
 
-_WEIGHTS_AT_A_TIME, _MOVED_AT_A_TIME = 1 << 25, 1 << 26
-"""Weights repacked at a time by a hundred torch operations, with four temporary bytes each, and by a kernel, with two:
+_WEIGHTS_AT_A_TIME, _MOVED_AT_A_TIME = 1 << 25, 1 << 27
+"""Weights repacked at a time by a hundred torch operations, with four temporary bytes each, and by a kernel, with one:
 more weights take fewer launches.
 """
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -233,40 +232,6 @@ def _tile_rows(data: Sequence[Tensor], count: int) -> list[Tensor]:
     return [block[row : row + count] for block in data for row in range(0, len(block), count)]
 
 
-class PartBounds(NamedTuple):
-    """`weight_scale` and `norm` of a PackedPart."""
-
-    scale: float
-    norm: float
-
-
-@dataclass(frozen=True)
-class WeightBounds:
-    """Bounds on weights, fp32 on the device: on |w|, and on the 2-norm of a row."""
-
-    peak: Tensor
-    norm: Tensor
-
-    @classmethod
-    def none(cls, device: torch.device | str) -> "WeightBounds":
-        """Of no weights."""
-        zero = torch.zeros((), device=device)
-        return cls(zero, zero)
-
-    @classmethod
-    def of(cls, groups: Groups) -> "WeightBounds":
-        bounds = _bounds(groups)
-        return cls(bounds.amax(), bounds.square().sum(1).mul(groups.group).sqrt().amax())
-
-    def __or__(self, other: "WeightBounds") -> "WeightBounds":
-        return WeightBounds(torch.maximum(self.peak, other.peak), torch.maximum(self.norm, other.norm))
-
-    def read(self) -> PartBounds:
-        """Waits for the device."""
-        peak, norm = torch.stack([self.peak, self.norm]).tolist()
-        return PartBounds(_weight_scale(peak), norm)
-
-
 def empty_part(
     like: QuantTensor,
     rows: int,
@@ -310,18 +275,30 @@ class _Planes:
 
     def append(self, data: Tensor) -> None:
         stored = data.to(self.device, non_blocking=True)
-        groups = (unpack if self.table is None else unpack_scales)(self.format, stored)
         tiles = -(-len(data) // TILE_ROWS)
         filled = slice(self.filled, self.filled + tiles)
+        here = [plane[filled] for plane in self.planes]
         if self.table is None:
-            for plane, values in zip(self.planes, planes_of(groups, self.layout), strict=True):
+            groups = unpack(self.format, stored)
+            for plane, values in zip(here, planes_of(groups, self.layout), strict=True):
                 if values is not None:
-                    plane[filled] = values.reshape(tiles, self.chunks, -1)
+                    plane.copy_(values.reshape(tiles, self.chunks, -1))
+            self.bounds |= WeightBounds.of(groups)
         else:
-            here = [plane[filled] for plane in self.planes]
-            repack(here, stored.unsqueeze(0), None, self.first_place, self.table)
+            plain = self._plain_room(tiles)
+            repack([*here, plain], stored.unsqueeze(0), None, self.first_place, self.table)
+            if plain is None:
+                self.bounds |= WeightBounds.of(unpack_scales(self.format, stored))
+            else:
+                self.bounds.include(plain, self.format)
         self.filled += tiles
-        self.bounds |= WeightBounds.of(groups)
+
+    def _plain_room(self, tiles: int) -> Tensor | None:
+        """Room for the plain scales of rows, if they are moved bits."""
+        if self.table is None or self.table.plain is None:
+            return None
+        shape = (tiles, self.chunks, self.table.plain.shape[1])
+        return torch.empty(shape, dtype=torch.uint8, device=self.device)
 
     def finish(self) -> PackedPart:
         if self.filled != self.tiles:
@@ -339,19 +316,3 @@ class _Planes:
             supers,
             *self.bounds.read(),
         )
-
-
-def _bounds(groups: Groups) -> Tensor:
-    """A bound on the finite |w| of each group, fp32 [rows, groups]."""
-    fmt = groups.format
-    largest = max(map(abs, fmt.table)) if fmt.table else max(fmt.offset, 2**fmt.bits - 1 - fmt.offset)
-    bound = groups.scales().abs() * largest
-    mins = groups.mins()
-    if mins is not None:
-        bound = bound + mins.abs()
-    return bound.nan_to_num(0, 0, 0)
-
-
-def _weight_scale(peak: float) -> float:
-    """The power of two that brings `peak` into [8, 16); 1 for a matrix of zeros."""
-    return 2.0 ** (4 - math.frexp(peak)[1]) if peak > 0 else 1.0

@@ -51,7 +51,7 @@ def _repack_kernel(
 
 
 def repack(
-    planes: Sequence[Tensor],
+    planes: Sequence[Tensor | None],
     first: Tensor,
     second: Tensor | None,
     places: Tensor,
@@ -59,14 +59,15 @@ def repack(
 ) -> None:
     """Writes experts to their places in `planes`, uint8 [tiles, chunks, bytes], on the device: expert i of the stored
     rows, uint8 [n, expert_rows, row_bytes], to place `places[i]`, int32 [n]. second: the matrices that share tiles with
-    those of `first`, row by row (gate and up); None: there are none.
+    those of `first`, row by row (gate and up); None: there are none. A fifth plane takes the plain scales.
     """
     paired = second is not None
     tile_rows = TILE_ROWS // 2 if paired else TILE_ROWS
     count, rows, row_bytes = first.shape
-    expert_tiles, chunks = -(-rows // tile_rows), planes[0].shape[1]
-    for plane, runs in zip(planes, table.runs, strict=True):
-        if runs is None:
+    expert_tiles = -(-rows // tile_rows)
+    chunks = -(-row_bytes // table.unit_bytes)
+    for plane, runs in zip(planes, (*table.runs, table.plain), strict=False):
+        if runs is None or plane is None:
             continue
         most, size = runs.shape
         _repack_kernel[(expert_tiles * chunks, count, triton.cdiv(size, _BLOCK))](

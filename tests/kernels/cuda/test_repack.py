@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.block_formats import FORMATS, unpack
 from quengine.kernels.cuda.moe.expert_weights import pack_experts, pack_gate_up_experts
+from quengine.kernels.cuda.weights.bounds import WeightBounds
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS
 from quengine.kernels.cuda.weights.packed import PackedPart, pack
 from quengine.kernels.cuda.weights.repack import repack
@@ -97,6 +98,37 @@ def test_padding_is_that_of_packing(name: str, rows: int, cols: int, device: tor
     made = repacked(part, whole, None, name, device)
     planes = {plane: getattr(made, plane).cpu() for plane in ("low", "high", "scales", "supers")}
     assert torch.equal(unpack_part(replace(made, **planes)).dequantize(), unpack_part(part).dequantize())
+
+
+COMPUTED = {"IQ2_S", "IQ3_S", "IQ1_S", "IQ1_M"}
+"""Formats whose sub-scales are 2n + 1 of what is stored, which are more than moved bits."""
+
+
+@pytest.mark.parametrize("name", [name for name in PACKED_FORMATS if name not in OTHERS])
+def test_bounds_are_those_of_the_scales(name: str, device: torch.device) -> None:
+    """Of two pieces of a matrix with all bit patterns of scales, infinite ones too, whose last tile and chunk are
+    padded; a row of zeros alone."""
+    fmt, cols = FORMATS[name], 3 * 256 + FORMATS[name].block % 256
+    table = repack_table(fmt, cols, device)
+    assert table is not None
+    assert (table.plain is None) == (name in COMPUTED)
+    if table.plain is None:
+        return
+    generator = torch.Generator().manual_seed(len(name))
+    found, expected = WeightBounds.none(device), WeightBounds.none("cpu")
+    for rows in (37, 16):
+        stored = torch.randint(0, 256, (rows, fmt.row_bytes(cols)), dtype=torch.uint8, generator=generator)
+        if rows == 16:
+            stored[1:] = 0
+        tiles, chunks = -(-rows // 16), -(-stored.shape[1] // table.unit_bytes)
+        plain = torch.empty(tiles, chunks, table.plain.shape[1], dtype=torch.uint8, device=device)
+        places = torch.zeros(1, dtype=torch.int32, device=device)
+        repack([None] * 4 + [plain], stored[None].to(device), None, places, table)
+        found.include(plain, fmt)
+        expected |= WeightBounds.of(unpack(fmt, stored))
+        ours, theirs = found.values.cpu(), expected.values
+        assert ours[0] == theirs[0] > 0
+        assert float(ours[1]) == pytest.approx(float(theirs[1]), rel=1e-6)
 
 
 @pytest.mark.gpu
