@@ -2,11 +2,11 @@
 
     TRITON_CACHE_DIR=$(mktemp -d) python benchmarks/compile_times.py [MODEL] [--parallel 64] [--arch sm_90]
 
-MODEL: as `engine kernels build --models` takes it. A kernel is named with the computation that first needs it (0 a
-decode step of one sequence, 1 a short prompt, the last all other steps) and with how much of its time ptxas took; those
-that are in Triton's cache count as none. At the end their sum, and how long 4 and 16 processors of this kind are busy
-with those of computations 0 and 1, and with all, handed out as a first run does; without the launchers' C code and what
-precedes it.
+MODEL: as `engine kernels build --models` takes it. A kernel is named with the computation that first needs it (0
+repacking, 1 a decode step of one sequence, 2 a short prompt, the last ones all others) and with how much of its time
+ptxas took; those that are in Triton's cache count as none. At the end their sum, and how long 4 and 16 processors of
+this kind are busy with those of computations 0 to 2, and with all, handed out as a first run does; without the
+launchers' C code and what precedes it.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def main() -> None:
         print(f"{each.seconds:6.2f} s, ptxas {each.of_children:5.2f}  {each.stage}  {each.kernel.name}")
     print(f"{len(compiled)} kernels, {sum(each.seconds for each in compiled):.1f} CPU seconds")
     for processors in (4, 16):
-        first = [each for each in compiled if each.stage < 2]
+        first = [each for each in compiled if each.stage < 3]
         print(
             f"{processors} processors: {busy(first, processors):.2f} s, all {busy(compiled, processors):.2f}"
         )

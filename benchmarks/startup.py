@@ -25,7 +25,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 
-ENGINE = (sys.executable, "-c", "from quengine.cli.main import main; raise SystemExit(main())")
+ENGINE = (sys.executable, "-m", "quengine.cli")
 PORT = 18733
 FIRST = "engine generate, first start"
 
@@ -78,6 +78,8 @@ MILESTONES = (
     ("torch imported", "debug: torch imported"),
     ("header read", "info: model "),
     ("device chosen, its context made", "info: device "),
+    ("backend made", "debug: backend made"),
+    ("cache made, kernels looked for", "debug: kernels looked for"),
     ("weights on the device", "debug: weights loaded"),
     ("model loaded", "info: loaded in "),
     ("tokenizer made", "info: tokenizer of "),

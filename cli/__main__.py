@@ -1,16 +1,26 @@
 """Where the `engine` program starts: the installed script, and `python -m quengine.cli`.
 
 The commands take a tenth of a second to import. Ctrl-C before they are there ends the process as it ends any other
-program, where Python's own handler would print a traceback.
+program, where Python's own handler would print a traceback. At its end the process leaves without taking apart what it
+has loaded: with torch that takes a quarter of a second and more.
 """
 
 # The module in C: `signal` itself imports enum, milliseconds in which Python's handler would be there.
 import _signal as signal  # type: ignore[import-not-found, unused-ignore]
+import atexit
+import os
 import sys
+
+_ended: list[int] = []
+"""The exit code, once the command has ended."""
 
 
 def main() -> int:
-    """Run the command line; the exit code. A Ctrl-C that the parent process ignores stays ignored."""
+    """Run the command line; the exit code. A Ctrl-C that the parent process ignores stays ignored.
+
+    For a process that ends with it.
+    """
+    atexit.register(_leave)  # the first that is registered is the last that is called
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -23,11 +33,22 @@ def main() -> int:
 
     try:
         signal.signal(signal.SIGINT, handler)
-        return run()
+        _ended.append(run())
     except KeyboardInterrupt:  # in the moments around the command, which handles its own
-        return interrupts.exit_code() or INTERRUPTED
+        _ended.append(interrupts.exit_code() or INTERRUPTED)
     finally:
         interrupts.finish()  # no traceback while the interpreter shuts down
+    return _ended[-1]
+
+
+def _leave() -> None:
+    """End the process, after all other functions of `atexit`: what modules hold is not destroyed one by one."""
+    if not _ended:  # by an error that Python reports
+        return
+    from quengine.cli.process import flush_streams
+
+    flush_streams()
+    os._exit(_ended[-1])
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def prepare(arguments: Sequence[str]) -> None:
             from quengine.platform.bus_error import install
 
             install()
-        torch_import.keep_bytecode()
+            torch_import.begin()
 
 
 def _require_stack() -> None:

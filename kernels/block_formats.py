@@ -14,7 +14,7 @@ NVFP4 NVIDIA's E2M1 with a scale in unsigned E4M3 for each 16 weights.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -131,6 +131,12 @@ _TABLE = (
 FORMATS: Mapping[str, BlockFormat] = MappingProxyType({fmt.name: fmt for fmt in _TABLE})
 
 
+Fields: TypeAlias = Mapping[str, Tensor]
+"""The bytes of each field of blocks: uint8 [R, blocks, bytes]."""
+Scales: TypeAlias = dict[str, Tensor]
+"""The fields d, sc, dmin, mn and top of `Groups`, as far as a format has them."""
+
+
 @dataclass(frozen=True)
 class Groups:
     """The stored integers and scales of R rows of K weights, on the device of the bytes they were read from.
@@ -202,11 +208,28 @@ def unpack(fmt: BlockFormat, data: Tensor) -> Groups:
 
     Raises ValueError for a float format and for rows that are not whole blocks.
     """
-    if fmt.name not in _UNPACK:
+    fields = _fields_of(fmt, data)
+    if fmt.name in _UNPACK_BOOK:
+        return _UNPACK_BOOK[fmt.name](fmt, fields)
+    codes, scales = _UNPACK[fmt.name]
+    return Groups(fmt, codes(fmt, fields), **scales(fields))
+
+
+def unpack_scales(fmt: BlockFormat, data: Tensor) -> Groups:
+    """As `unpack`, for scales and minimums: codes of any value, which take no time and no memory, where the format has
+    no codebook."""
+    if fmt.name in _UNPACK_BOOK:
+        return unpack(fmt, data)
+    codes = data.new_zeros(1).expand(data.shape[0], fmt.cols(data.shape[1]))
+    return Groups(fmt, codes, **_UNPACK[fmt.name][1](_fields_of(fmt, data)))
+
+
+def _fields_of(fmt: BlockFormat, data: Tensor) -> Fields:
+    if not fmt.is_quantized:
         raise ValueError(f"{fmt.name} stores plain floats: it has no groups to unpack")
     rows, cols = data.shape[0], fmt.cols(data.shape[1])
     blocks = data.reshape(rows, cols // fmt.block, fmt.nbytes)
-    return _UNPACK[fmt.name](fmt, {name: blocks[..., a:b] for name, (a, b) in fmt.layout.items()})
+    return {name: blocks[..., a:b] for name, (a, b) in fmt.layout.items()}
 
 
 def dequantize(fmt: BlockFormat, data: Tensor) -> Tensor:
@@ -296,74 +319,113 @@ def _six_bit_pairs(scales: Tensor) -> tuple[Tensor, Tensor]:
     return _join(sc), _join(mn)
 
 
-def _unpack_q4(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
-    # Q4_0, Q4_1, IQ4_NL, MXFP4: low nibbles are weights 0..15 of the block, high nibbles 16..31.
-    d = f["d"].squeeze(-1) if fmt.name == "MXFP4" else _half(f["d"])
-    dmin = -_half(f["min"]) if fmt.has_min else None
-    return Groups(fmt, _join(_bit_planes(f["codes"], 16, 4)), d, dmin=dmin)
+def _nibbles(fmt: BlockFormat, f: Fields) -> Tensor:
+    """Q4_0, Q4_1, IQ4_NL, MXFP4, and groups of IQ4_XS: low nibbles are weights 0..15 of 32, high nibbles 16..31."""
+    del fmt
+    return _join(_bit_planes(f["codes"], 16, 4))
 
 
-def _unpack_q5(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
-    codes = _bit_planes(f["codes"], 16, 4) | (_high_bits_q5(f["high"]) << 4)
-    dmin = -_half(f["min"]) if fmt.has_min else None
-    return Groups(fmt, _join(codes), _half(f["d"]), dmin=dmin)
+def _q5_codes(fmt: BlockFormat, f: Fields) -> Tensor:
+    del fmt
+    return _join(_bit_planes(f["codes"], 16, 4) | (_high_bits_q5(f["high"]) << 4))
 
 
-def _unpack_q8(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
-    return Groups(fmt, _join(f["codes"]).view(torch.int8), _half(f["d"]))
+def _bytes(fmt: BlockFormat, f: Fields) -> Tensor:
+    del fmt
+    return _join(f["codes"]).view(torch.int8)
 
 
-def _unpack_q2_k(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
-    codes = _bit_planes(f["codes"], 32, 2)
+def _q2_k_codes(fmt: BlockFormat, f: Fields) -> Tensor:
+    del fmt
+    return _join(_bit_planes(f["codes"], 32, 2))
+
+
+def _q3_k_codes(fmt: BlockFormat, f: Fields) -> Tensor:
+    # The mask bit is the third bit of the code: q = code - 4.
+    del fmt
+    return _join(_bit_planes(f["codes"], 32, 2) | (_bit_planes(f["high"], 32, 1) << 2))
+
+
+def _q4_k_codes(fmt: BlockFormat, f: Fields) -> Tensor:
+    del fmt
+    return _join(_bit_planes(f["codes"], 32, 4))
+
+
+def _q5_k_codes(fmt: BlockFormat, f: Fields) -> Tensor:
+    del fmt
+    return _join(_bit_planes(f["codes"], 32, 4) | (_bit_planes(f["high"], 32, 1) << 4))
+
+
+def _q6_k_codes(fmt: BlockFormat, f: Fields) -> Tensor:
+    # Each half of the block (128 weights): 64 bytes of nibbles, 32 bytes of four 2-bit planes.
+    del fmt
+    return _join(_bit_planes(f["codes"], 64, 4) | (_bit_planes(f["high"], 32, 2) << 4))
+
+
+def _nvfp4_codes(fmt: BlockFormat, f: Fields) -> Tensor:
+    # Of each 16 weights, 8 are the low nibbles of 8 bytes, and 8 the high ones.
+    del fmt
+    return _join(_bit_planes(f["codes"], 8, 4))
+
+
+def _tq1_0_codes(fmt: BlockFormat, f: Fields) -> Tensor:
+    """Codes 0, 1, 2: digits in base 3 of a fraction byte/256; digit n of a run of bytes is a run of weights."""
+    del fmt
+    runs = (f["codes"][..., :32], 5), (f["codes"][..., 32:], 5), (f["high"], 4)
+    return _join(torch.cat([_digits(field, count) for field, count in runs], -1))
+
+
+def _plane_codes(fmt: BlockFormat, f: Fields) -> Tensor:
+    # TQ2_0: planes of 32 bytes; Q1_0 and Q2_0: neighbours share a byte.
+    return _join(_bit_planes(f["codes"], 32 if fmt.name == "TQ2_0" else 1, fmt.bits))
+
+
+def _one_scale(f: Fields) -> Scales:
+    return {"d": _half(f["d"])}
+
+
+def _one_byte(f: Fields) -> Scales:
+    return {"d": f["d"].squeeze(-1)}
+
+
+def _added_min(f: Fields) -> Scales:
+    return {"d": _half(f["d"]), "dmin": -_half(f["min"])}
+
+
+def _q2_k_scales(f: Fields) -> Scales:
     sc, mn = f["scales"] & 15, f["scales"] >> 4
-    return Groups(fmt, _join(codes), _half(f["d"]), _join(sc), _half(f["dmin"]), _join(mn))
+    return {"d": _half(f["d"]), "sc": _join(sc), "dmin": _half(f["dmin"]), "mn": _join(mn)}
 
 
-def _unpack_q3_k(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
-    # The mask bit is the third bit of the code: q = code - 4. Sub-scales: low nibbles of 8 bytes, then their
-    # high nibbles, with the top two bits in four bytes, as planes of four.
-    codes = _bit_planes(f["codes"], 32, 2) | (_bit_planes(f["high"], 32, 1) << 2)
+def _q3_k_scales(f: Fields) -> Scales:
+    # Low nibbles of 8 bytes, then their high nibbles, with the top two bits in four bytes, as planes of four.
     low, top = f["scales"][..., 0:8], f["scales"][..., 8:12]
     sc = (_bit_planes(low, 8, 4) | (_bit_planes(top, 4, 2) << 4)).view(torch.int8) - 32
-    return Groups(fmt, _join(codes), _half(f["d"]), _join(sc))
+    return {"d": _half(f["d"]), "sc": _join(sc)}
 
 
-def _unpack_q4_k(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+def _six_bit_scales(f: Fields) -> Scales:
     sc, mn = _six_bit_pairs(f["scales"])
-    return Groups(fmt, _join(_bit_planes(f["codes"], 32, 4)), _half(f["d"]), sc, _half(f["dmin"]), mn)
+    return {"d": _half(f["d"]), "sc": sc, "dmin": _half(f["dmin"]), "mn": mn}
 
 
-def _unpack_q5_k(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
-    codes = _bit_planes(f["codes"], 32, 4) | (_bit_planes(f["high"], 32, 1) << 4)
-    sc, mn = _six_bit_pairs(f["scales"])
-    return Groups(fmt, _join(codes), _half(f["d"]), sc, _half(f["dmin"]), mn)
+def _signed_scales(f: Fields) -> Scales:
+    return {"d": _half(f["d"]), "sc": _join(f["scales"]).view(torch.int8)}
 
 
-def _unpack_q6_k(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
-    # Each half of the block (128 weights): 64 bytes of nibbles, 32 bytes of four 2-bit planes.
-    codes = _bit_planes(f["codes"], 64, 4) | (_bit_planes(f["high"], 32, 2) << 4)
-    return Groups(fmt, _join(codes), _half(f["d"]), _join(f["scales"]).view(torch.int8))
-
-
-def _unpack_iq4_xs(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
-    # 6-bit sub-scales: low nibbles two to a byte; the top two bits of scale i are bits 2i, 2i+1 of 16 bits.
+def _iq4_xs_scales(f: Fields) -> Scales:
+    # 6 bits: low nibbles two to a byte; the top two bits of scale i are bits 2i, 2i+1 of 16 bits.
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=f["d"].device)
     top = ((f["scales_high"].unsqueeze(-1) >> shifts) & 3).flatten(-2)
-    sc = (_bit_planes(f["scales"], 1, 4) | (top << 4)).view(torch.int8) - 32
-    return Groups(fmt, _join(_bit_planes(f["codes"], 16, 4)), _half(f["d"]), _join(sc))
+    return {
+        "d": _half(f["d"]),
+        "sc": _join((_bit_planes(f["scales"], 1, 4) | (top << 4)).view(torch.int8) - 32),
+    }
 
 
-def _unpack_nvfp4(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
-    # Of each 16 weights, 8 are the low nibbles of 8 bytes, and 8 the high ones.
-    top = _join(_words(f["top"], torch.float32)) if "top" in f else None
-    return Groups(fmt, _join(_bit_planes(f["codes"], 8, 4)), _join(f["d"]), top=top)
-
-
-def _unpack_tq1_0(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
-    """Codes 0, 1, 2: digits in base 3 of a fraction byte/256; digit n of a run of bytes is a run of weights."""
-    runs = (f["codes"][..., :32], 5), (f["codes"][..., 32:], 5), (f["high"], 4)
-    codes = [_digits(field, count) for field, count in runs]
-    return Groups(fmt, _join(torch.cat(codes, -1)), _half(f["d"]))
+def _nvfp4_scales(f: Fields) -> Scales:
+    scales = {"d": _join(f["d"])}
+    return scales | {"top": _join(_words(f["top"], torch.float32))} if "top" in f else scales
 
 
 def _digits(field: Tensor, count: int) -> Tensor:
@@ -373,7 +435,7 @@ def _digits(field: Tensor, count: int) -> Tensor:
     return ((rest * 3) >> 8).to(torch.uint8).flatten(-2)
 
 
-def _unpack_plane(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+def _unpack_plane(fmt: BlockFormat, f: Fields) -> Groups:
     # TQ2_0: planes of 32 bytes; Q1_0 and Q2_0: neighbours share a byte.
     run = 32 if fmt.name == "TQ2_0" else 1
     return Groups(fmt, _join(_bit_planes(f["codes"], run, fmt.bits)), _half(f["d"]))
@@ -407,7 +469,7 @@ def from_book(fmt: BlockFormat, index: Tensor, signs: Tensor | None, d: Tensor, 
     return Groups(fmt, codes, d, _odd(sub), index=index, signs=signs)
 
 
-def _unpack_iq2_xxs(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+def _unpack_iq2_xxs(fmt: BlockFormat, f: Fields) -> Groups:
     # 32 weights have 8 bytes: four indices, then 7 bits of signs for each 8 weights and 4 of the sub-scale.
     pairs = f["index"].reshape(*f["index"].shape[:2], 8, 2, 4)
     index, word = pairs[..., 0, :].flatten(-2), _words(pairs[..., 1, :].flatten(-2), torch.int32)
@@ -418,28 +480,28 @@ def _seven_signs(word: Tensor) -> Tensor:
     return even_signs(_fields(word, 7, 4).to(torch.uint8))
 
 
-def _unpack_iq2_xs(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+def _unpack_iq2_xs(fmt: BlockFormat, f: Fields) -> Groups:
     word = _words(f["index"], torch.int16).int()
     signs = even_signs(((word >> 9) & 127).to(torch.uint8))
     return from_book(fmt, word & 511, signs, _half(f["d"]), _fields(f["scales"], 4, 2))
 
 
-def _unpack_iq2_s(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+def _unpack_iq2_s(fmt: BlockFormat, f: Fields) -> Groups:
     index = f["index"].int() | (_fields(f["high"], 2, 4).int() << 8)
     return from_book(fmt, index, f["signs"], _half(f["d"]), _fields(f["scales"], 4, 2))
 
 
-def _unpack_iq3_xxs(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+def _unpack_iq3_xxs(fmt: BlockFormat, f: Fields) -> Groups:
     word = _words(f["signs"], torch.int32)
     return from_book(fmt, f["index"], _seven_signs(word), _half(f["d"]), _fields(word >> 28, 4, 1))
 
 
-def _unpack_iq3_s(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+def _unpack_iq3_s(fmt: BlockFormat, f: Fields) -> Groups:
     index = f["index"].int() | (_fields(f["high"], 1, 8).int() << 8)
     return from_book(fmt, index, f["signs"], _half(f["d"]), _fields(f["scales"], 4, 2))
 
 
-def _unpack_iq1_s(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+def _unpack_iq1_s(fmt: BlockFormat, f: Fields) -> Groups:
     # 16 bits for each 32 weights: four times the upper 3 bits of an index, 3 of the sub-scale, the sign of the eighth.
     high = _words(f["high"], torch.int16).int()
     index = f["index"].int() | (_fields(high, 3, 4) << 8)
@@ -455,7 +517,7 @@ def put_split_half(blocks: Tensor, d: Tensor) -> None:
     blocks[..., start + 1 : stop : 2] = (upper & 15) | ((bits & 15) << 4).to(torch.uint8)
 
 
-def _unpack_iq1_m(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
+def _unpack_iq1_m(fmt: BlockFormat, f: Fields) -> Groups:
     # A nibble for each 8 weights: the upper 3 bits of an index, and the sign of the eighth. Each of four 16-bit words
     # has four sub-scales of 3 bits and, on top, 4 bits of d.
     index = f["index"].int() + _fields(f["high"], 4, 2).int() * (IQ1_ENTRIES // 8)
@@ -470,23 +532,35 @@ def _unpack_iq1_m(fmt: BlockFormat, f: Mapping[str, Tensor]) -> Groups:
     return from_book(fmt, index, None, d.squeeze(-1), _fields(word, 3, 4))
 
 
-_UNPACK: Mapping[str, Callable[[BlockFormat, Mapping[str, Tensor]], Groups]] = MappingProxyType(
+_UNPACK: Mapping[str, tuple[Callable[[BlockFormat, Fields], Tensor], Callable[[Fields], Scales]]] = (
+    MappingProxyType(
+        {
+            "Q4_0": (_nibbles, _one_scale),
+            "Q4_1": (_nibbles, _added_min),
+            "Q5_0": (_q5_codes, _one_scale),
+            "Q5_1": (_q5_codes, _added_min),
+            "Q8_0": (_bytes, _one_scale),
+            "Q2_K": (_q2_k_codes, _q2_k_scales),
+            "Q3_K": (_q3_k_codes, _q3_k_scales),
+            "Q4_K": (_q4_k_codes, _six_bit_scales),
+            "Q5_K": (_q5_k_codes, _six_bit_scales),
+            "Q6_K": (_q6_k_codes, _signed_scales),
+            "IQ4_NL": (_nibbles, _one_scale),
+            "IQ4_XS": (_nibbles, _iq4_xs_scales),
+            "MXFP4": (_nibbles, _one_byte),
+            "NVFP4": (_nvfp4_codes, _nvfp4_scales),
+            NVFP4_SCALED: (_nvfp4_codes, _nvfp4_scales),
+            "TQ1_0": (_tq1_0_codes, _one_scale),
+            "TQ2_0": (_plane_codes, _one_scale),
+            "Q1_0": (_plane_codes, _one_scale),
+            "Q2_0": (_plane_codes, _one_scale),
+        }
+    )
+)
+"""How codes, and how scales are read."""
+
+_UNPACK_BOOK: Mapping[str, Callable[[BlockFormat, Fields], Groups]] = MappingProxyType(
     {
-        "Q4_0": _unpack_q4,
-        "Q4_1": _unpack_q4,
-        "Q5_0": _unpack_q5,
-        "Q5_1": _unpack_q5,
-        "Q8_0": _unpack_q8,
-        "Q2_K": _unpack_q2_k,
-        "Q3_K": _unpack_q3_k,
-        "Q4_K": _unpack_q4_k,
-        "Q5_K": _unpack_q5_k,
-        "Q6_K": _unpack_q6_k,
-        "IQ4_NL": _unpack_q4,
-        "IQ4_XS": _unpack_iq4_xs,
-        "MXFP4": _unpack_q4,
-        "NVFP4": _unpack_nvfp4,
-        NVFP4_SCALED: _unpack_nvfp4,
         "IQ2_XXS": _unpack_iq2_xxs,
         "IQ2_XS": _unpack_iq2_xs,
         "IQ2_S": _unpack_iq2_s,
@@ -494,9 +568,5 @@ _UNPACK: Mapping[str, Callable[[BlockFormat, Mapping[str, Tensor]], Groups]] = M
         "IQ3_S": _unpack_iq3_s,
         "IQ1_S": _unpack_iq1_s,
         "IQ1_M": _unpack_iq1_m,
-        "TQ1_0": _unpack_tq1_0,
-        "TQ2_0": _unpack_plane,
-        "Q1_0": _unpack_plane,
-        "Q2_0": _unpack_plane,
     }
 )

@@ -265,6 +265,13 @@ def _copy(parts: Sequence[Tensor], slot: int, block: int) -> None:
         part[block].copy_(part[slot])
 
 
+def _from(first: int, count: int, device: torch.device) -> Tensor:
+    """`count` positions from `first` on, int32; without values on the meta device, whose arange imports sympy."""
+    if device.type == "meta":
+        return torch.empty(count, dtype=torch.int32, device=device)
+    return torch.arange(first, first + count, dtype=torch.int32, device=device)
+
+
 def prefill_batch(
     ids: Sequence[Sequence[int]],
     starts: Sequence[int],
@@ -280,7 +287,7 @@ def prefill_batch(
     """
     lengths = [len(chunk) for chunk in ids]
     if len(ids) == 1:
-        positions = torch.arange(starts[0], starts[0] + lengths[0], dtype=torch.int32, device=device)
+        positions = _from(starts[0], lengths[0], device)
     else:
         spans = [torch.arange(s, s + n, dtype=torch.int32) for s, n in zip(starts, lengths, strict=True)]
         positions = torch.cat(spans).to(device)

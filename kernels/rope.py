@@ -137,6 +137,9 @@ def rope_table(
 
     Angles are computed in fp64 and the results rounded once, so position 100,000 is as exact as position 1.
     """
+    if torch.device(device).type == "meta":  # nothing to compute
+        cos, sin = (torch.empty(positions, spec.dim // 2, device=device) for _ in range(2))
+        return cos, sin
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * inverse_frequencies(spec)[None, :]
     magnitude = spec.magnitude
     cos = (angles.cos() * magnitude).to(torch.float32)

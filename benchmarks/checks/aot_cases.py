@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, empty
+from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, empty, repack_tile
 from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations, RmsPartials
@@ -24,8 +24,10 @@ from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch, add
 from quengine.kernels.cuda.moe.exchange import add_sums, send_rows
 from quengine.kernels.cuda.quantize.nearest_entries import nearest_entries
 from quengine.kernels.cuda.vision_rows import expanded_blocks
-from quengine.kernels.cuda.weights.packed import PackedPart, PartBounds, empty_part
-from quengine.kernels.cuda.weights.repack import repack, repack_table
+from quengine.kernels.cuda.weights.bounds import PartBounds
+from quengine.kernels.cuda.weights.packed import PackedPart, empty_part
+from quengine.kernels.cuda.weights.repack import repack
+from quengine.kernels.cuda.weights.repack_table import repack_table
 from quengine.kernels.kv.cache_types import PADDING_BLOCK
 from quengine.kernels.lora.low_rank import RANKS_AT_ONCE, AdapterShapes, Changes
 from quengine.kernels.moe.exchange import Exchange
@@ -349,18 +351,19 @@ def exchange_steps() -> Iterator[Step]:
     ):
         if cols % FORMATS[name].block == 0:
             yield False, partial(repack_step, name, rows, cols, paired)
+            yield False, partial(repack_tile, name, cols)
 
 
 def repack_step(name: str, rows: int, cols: int, paired: bool) -> None:
     """Experts that pass through the device."""
-    kind, table = FORMATS[name], repack_table(FORMATS[name], cols)
+    kind, table = FORMATS[name], repack_table(FORMATS[name], cols, META)
     assert table is not None
     stored = empty(8, rows, kind.row_bytes(cols), dtype=torch.uint8)
     like = QuantTensor(name, kind, (rows, cols), stored[0])
     held = 8 * rows * (1 + paired)
     part = empty_part(like, held, PartBounds(1.0, 1.0), lambda size: empty(size, dtype=torch.uint8), META)
     assert isinstance(part, PackedPart)
-    repack(part, stored, stored if paired else None, empty(8, dtype=torch.int32), rows, table.to(META))
+    repack(part.planes, stored, stored if paired else None, empty(8, dtype=torch.int32), table)
 
 
 def draft_steps(spec: SyntheticModel) -> Iterator[Step]:

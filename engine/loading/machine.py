@@ -86,6 +86,7 @@ class Machine:
             spread_memory()
         backend = make_backend(config, checkpoint, device, self.threads, self.free, adapters.weights)
         backend.communicator = communicator
+        logger.debug("backend made")
         eagle = self.layer if isinstance(self.layer, EagleCheckpoint) else None
         keeps = self.layer is not None and eagle is None
         cache = KVCache.allocate(checkpoint.config, ctx_size, device, config.cache_type, pools, keeps)
@@ -95,6 +96,7 @@ class Machine:
         captures = drafts or not self.experts.layers or communicator.size == 1
         if backend.name == "cuda" and communicator.rank == 0 and captures:
             self._compile_ahead(checkpoint, ctx_size, pools, chunk_size, drafts)
+        logger.debug("kernels looked for")
         on_host = backend.name == "cpu" or (self.experts.layers > 0 and not drafts)
         if on_host and self.progress is not None and communicator.size == 1:
             from quengine.runners import cpu_kernels

@@ -17,8 +17,8 @@ from quengine.platform.torch_import import PRELUDE
 
 logger = logging.getLogger("quengine.start")
 
-_IMPORTS = f"{PRELUDE}\nimport quengine.runners.compile_kernels"
-"""Also what it needs to read an order."""
+_NEEDED = "quengine.runners.compile_kernels"
+"""What the process needs to read an order."""
 
 _notes: list[Path] = []
 
@@ -30,7 +30,7 @@ def begin(model: str) -> None:
         return
     _notes.append(note)
     try:
-        compiler_process.start_ahead(_IMPORTS)
+        compiler_process.start_ahead(PRELUDE, _NEEDED)
     except OSError as error:  # it is tried again where it is needed
         logger.debug("kernels are not compiled early: %s", error)
 

@@ -1,14 +1,22 @@
-"""A quick `import torch` in the processes of the `engine` program: from bytecode, also where none was installed."""
+"""A quick `import torch` in the processes of the `engine` program: from bytecode, also where none was installed, and
+without looking for backends that other packages have."""
 
 import importlib.util
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from quengine.kernels.private_folder import check_private, user_cache
 
-PRELUDE = "from quengine.platform import torch_import; torch_import.keep_bytecode()"
+PRELUDE = "from quengine.platform import torch_import; torch_import.begin()"
 """The first statements of a process that compiles kernels."""
+
+
+def begin() -> None:
+    """Prepare the import, which follows soon."""
+    keep_bytecode()
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
 def keep_bytecode() -> None:

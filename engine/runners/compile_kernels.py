@@ -1,39 +1,37 @@
 """Compiles ahead the CUDA kernels that requests to a model would otherwise wait for.
 
 The steps of a warm-up run on the meta device, on weights without data, so compilation starts before a model's weights
-are read, and needs no GPU.
+are read, and needs no GPU. What only some models have (drafts, adapters, ranks) is imported where they have it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 
 from quengine.block_pool import CachePool
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cuda.aot.aot_ranks import PushingRanks
-from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend
+from quengine.kernels.cuda.aot.meta_backend import META, MetaBackend, repack_tile
 from quengine.kernels.cuda.launch.compile_ahead import CompilePool, compiled_marker
 from quengine.kernels.cuda.launch.gpu import Gpu
-from quengine.kernels.cuda.lora.meta import AdaptedMeta
 from quengine.kernels.kv.cache_types import CacheType
+from quengine.kernels.lora.adapted import Adapted
 from quengine.kernels.lora.low_rank import AdapterShapes
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kv_cache import KVCache
-from quengine.models.assistant_decoder import AssistantDecoder
 from quengine.models.config import EagleSizes, ModelConfig
 from quengine.models.decoder import Decoder
-from quengine.models.draft_decoder import DraftDecoder
-from quengine.models.eagle_decoder import EagleDecoder
-from quengine.models.fused_rows import FusedRows
 from quengine.platform.machine import cpu_quota, usable_cpus
 from quengine.platform.torch_import import PRELUDE
-from quengine.runners.assistant_graphs import AssistantGraphs
 from quengine.runners.cuda_graphs import CudaGraphs
-from quengine.runners.draft_graphs import DraftGraphs
 from quengine.runners.graph_keys import PREFILL_ROWS, GraphKey, SamplingKind, biased_keys, decode_key
+
+if TYPE_CHECKING:
+    from quengine.models.assistant_decoder import AssistantDecoder
+    from quengine.runners.draft_graphs import DraftGraphs
 
 _TILE_ROWS = 128
 
@@ -51,6 +49,9 @@ _DEFAULT = SamplingKind(64, bias=False, penalties=False)
 
 _FIRST = (decode_key(1, _DEFAULT), GraphKey("prefill", PREFILL_ROWS[0], 1))
 """The steps of a first short request; decode's kernels are the slowest to compile."""
+
+OTHERS = 16
+"""Parts of the last steps, which no first request takes: between two, kernels are handed out."""
 
 _FIRST_PROMPTS = (24, 100, 40, 6)
 """Lengths of a first prompt, for each number of rows a block that matmuls of up to 128 rows have; a prompt of a size
@@ -75,12 +76,18 @@ class LayerPlan:
     def sizes(self) -> EagleSizes | None:
         return self.config.eagle
 
-    def assistant(self, target: Decoder, ctx_size: int) -> AssistantDecoder:
+    def assistant(self, target: Decoder, ctx_size: int) -> "AssistantDecoder":
         """The assistant on the backend of the model."""
+        from quengine.models.assistant_decoder import AssistantDecoder
+
         return AssistantDecoder(self.config, meta_tensors(self.tensors), target, ctx_size)
 
     def decoder(self, target: Decoder, cache: KVCache, ctx_size: int) -> Decoder:
         """The layer on the backend of the model, over rows that this cache keeps."""
+        from quengine.models.draft_decoder import DraftDecoder
+        from quengine.models.eagle_decoder import EagleDecoder
+        from quengine.models.fused_rows import FusedRows
+
         tensors = meta_tensors(self.tensors)
         if self.sizes is None:
             return DraftDecoder(self.config, tensors, target, ctx_size)
@@ -118,19 +125,13 @@ class KernelPlan:
     def graphs(self) -> list[CudaGraphs]:
         """The captured steps of such a model, on the meta device, with kernels for the assumed GPU, and those of its
         own layer that drafts."""
-        backend: MetaBackend
-        if self.adapters is None:
-            backend = MetaBackend(META, self.batch_invariant)
-        else:
-            backend = AdaptedMeta(self.adapters.adapters(), META, self.batch_invariant)
-        if self.config.ranks > 1:
-            backend.communicator = PushingRanks(self.config.ranks, backend.pdl)
+        backend = self._backend()
         drafts = self.layer is not None and self.layer.sizes is None
         decoder = Decoder(self.config, meta_tensors(self.tensors), backend, self.ctx_size, self.chunk_size)
         cache = KVCache.allocate(self.config, self.ctx_size, META, self.cache_type, self.pools, drafts)
         rest = self.prefill_tokens, self.shares_sequences
         decoder.kept = cache.hidden
-        if isinstance(backend, AdaptedMeta):
+        if isinstance(backend, Adapted):
             backend.end_loading()
         graphs = [CudaGraphs(decoder, cache, self.slots, *rest)]
         if self.layer is not None and not self.layer.config.target_width:
@@ -140,15 +141,37 @@ class KernelPlan:
             graphs.append(CudaGraphs(layer, own, self.layer.slots, *rest, adapted=False))
         return graphs
 
-    def drafts(self, graphs: Sequence[CudaGraphs]) -> DraftGraphs | None:
+    def _backend(self) -> MetaBackend:
+        if self.adapters is None:
+            backend = MetaBackend(META, self.batch_invariant)
+        else:
+            from quengine.kernels.cuda.lora.meta import AdaptedMeta
+
+            backend = AdaptedMeta(self.adapters.adapters(), META, self.batch_invariant)
+        if self.config.ranks > 1:
+            from quengine.kernels.cuda.aot.aot_ranks import PushingRanks
+
+            backend.communicator = PushingRanks(self.config.ranks, backend.pdl)
+        return backend
+
+    def drafts(self, graphs: Sequence[CudaGraphs]) -> "DraftGraphs | None":
         """Given `graphs`, the steps in which the layer drafts on the device; None: there are none."""
         if self.layer is None or not self.layer.most:
             return None
+        from quengine.runners.assistant_graphs import AssistantGraphs
+        from quengine.runners.draft_graphs import DraftGraphs
+
         target, (most, rows) = graphs[0], (self.layer.most, self.layer.rows)
         if self.layer.config.target_width:
             assistant = self.layer.assistant(target.decoder, self.ctx_size)
             return AssistantGraphs(target, assistant, target.cache.layers, most, rows)
         return DraftGraphs(target, graphs[1].decoder, graphs[1].cache.layers, most, rows)
+
+    def matrices(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Type and shape of each tensor in blocks."""
+        layers = () if self.layer is None else (*self.layer.tensors.values(), *self.layer.fusion.values())
+        stored = (*self.tensors.values(), *layers)
+        return [(kind, shape) for kind, shape in stored if FORMATS[kind].is_quantized]
 
     def marks(self) -> tuple[object, ...]:
         """The key of these kernels, together with the GPU."""
@@ -201,9 +224,13 @@ def compilers() -> int:
 
 
 def compile_stages(*plans: KernelPlan) -> list[Callable[[], None]]:
-    """The stages of compilation: each step of a first short request by itself, then those that draft, then first
-    prompts of other lengths, then all other steps."""
-    made, drafts = list[CudaGraphs](), list[DraftGraphs]()
+    """The stages of compilation: repacking, which loading the weights waits for, each step of a first short request by
+    itself, then those that draft, then first prompts of other lengths, then all other steps, in `OTHERS` parts."""
+    made, drafts = list[CudaGraphs](), list["DraftGraphs"]()
+
+    def repacking() -> None:
+        for name, cols in sorted({(kind, shape[-1]) for plan in plans for kind, shape in plan.matrices()}):
+            repack_tile(name, cols)
 
     @torch.no_grad()
     def first(key: GraphKey) -> None:
@@ -229,23 +256,24 @@ def compile_stages(*plans: KernelPlan) -> list[Callable[[], None]]:
                 graphs.run_prompts([tokens])
 
     @torch.no_grad()
-    def rest() -> None:
+    def rest(part: int) -> None:
         for graphs in made:
-            run_all(graphs)
+            for run in every_step(graphs)[part::OTHERS]:
+                run()
 
-    of_prompts = [partial(prompts, tokens) for tokens in _FIRST_PROMPTS]
-    return [*(partial(first, key) for key in _FIRST), drafting_steps, *of_prompts, rest]
+    stages: list[Callable[[], None]] = [repacking, *(partial(first, key) for key in _FIRST), drafting_steps]
+    stages += [partial(prompts, tokens) for tokens in _FIRST_PROMPTS]
+    return stages + [partial(rest, part) for part in range(OTHERS)]
 
 
-def run_all(graphs: CudaGraphs) -> None:
-    """Runs the steps of a warm-up, uncaptured, and prompts of sizes that are not captured."""
-    for key in [*graphs.keys, decode_key(1, _ANY_TOP_K), *biased_keys(1)]:
-        graphs.run_padding(key)
-    longest = graphs.longest_chunk
-    for tokens in (*_EAGER_TOKENS, *range(2 * _TILE_ROWS, graphs.prefill_tokens + 1, _TILE_ROWS)):
-        if tokens <= graphs.prefill_tokens:
-            graphs.run_prompts(graphs.lengths_of(tokens))
-        if 1 < tokens <= longest:
-            graphs.run_prompts([tokens - 1, 1])
-    for count in _EAGER_SEQUENCES:
-        graphs.run_prompts([min(2, longest)] * count)
+def every_step(graphs: CudaGraphs) -> list[Callable[[], object]]:
+    """The steps of a warm-up, uncaptured, and prompts of sizes that are not captured."""
+    keys = [*graphs.keys, decode_key(1, _ANY_TOP_K), *biased_keys(1)]
+    steps: list[Callable[[], object]] = [partial(graphs.run_padding, key) for key in keys]
+    longest, most = graphs.longest_chunk, graphs.prefill_tokens
+    lengths = list[list[int]]()
+    for tokens in (*_EAGER_TOKENS, *range(2 * _TILE_ROWS, most + 1, _TILE_ROWS)):
+        lengths += [graphs.lengths_of(tokens)] if tokens <= most else []
+        lengths += [[tokens - 1, 1]] if 1 < tokens <= longest else []
+    lengths += [[min(2, longest)] * count for count in _EAGER_SEQUENCES]
+    return [*steps, *(partial(graphs.run_prompts, each) for each in lengths)]

@@ -9,7 +9,7 @@ from quengine.config import DEFAULT_CHUNK
 from quengine.errors import CannotRunError, EngineError, nearest
 from quengine.kernels.cuda.aot.meta_backend import ARCHS, TABLE_GPU
 from quengine.kernels.cuda.launch.compile_ahead import CompilePool
-from quengine.kernels.cuda.launch.compile_processes import Built
+from quengine.kernels.cuda.launch.compile_messages import Built
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.kernel_pack import Pack, install_pack, write_pack
 from quengine.kernels.cuda.launch.launcher import build_launchers

@@ -8,13 +8,17 @@ in place of the last two. A gated delta net has one launch in place of attention
 model, the launches of output and down sum over them, too. The residual stream is fp32. Implements
 kernels.backend.Backend.
 
+Kernels that few models have are imported where they are first used: reading the sources of all takes a fifth of a
+second.
+
 The kernels for a row, and so its last bits, depend on the number of rows, unless they are `batch_invariant`: then one
 family of kernels serves every number of rows, and a row's bits follow from its own sequence alone.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +26,6 @@ from torch import Tensor
 from quengine.kernels.altup_operations import AltUpOperations
 from quengine.kernels.backend import AttentionSpec, Branch, KVLayer, SlotLayer
 from quengine.kernels.block_formats import dequantize
-from quengine.kernels.cuda.altup import CudaAltUp
 from quengine.kernels.cuda.attention.attention_arguments import DecodeWorkspace
 from quengine.kernels.cuda.attention.attention_decode import attention_decode
 from quengine.kernels.cuda.attention.attention_prefill import (
@@ -36,13 +39,6 @@ from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.embedded_rows import place_embeddings
 from quengine.kernels.cuda.embedding import embedding
 from quengine.kernels.cuda.flat_rows import flattened, unflattened
-from quengine.kernels.cuda.gated_delta.arithmetic import check_state_head_dim
-from quengine.kernels.cuda.gated_delta.gated_delta import (
-    TILE_ROWS,
-    gated_delta_decode,
-    gated_delta_rows,
-)
-from quengine.kernels.cuda.gated_delta.rows import StateRows
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct, to_fp16_operand
 from quengine.kernels.cuda.gemm.matmul import (
     matmul,
@@ -58,23 +54,17 @@ from quengine.kernels.cuda.gemv.matvec_norm import can_begin_norm, matvec_norm
 from quengine.kernels.cuda.gemv.matvec_post_norm import can_end_with_norm, matvec_post_norm
 from quengine.kernels.cuda.gemv.matvec_program import QuantizationScratch
 from quengine.kernels.cuda.hidden_rows import hidden_before, joined, keep_hidden
-from quengine.kernels.cuda.latent.latent_attention import LatentOperations
 from quengine.kernels.cuda.latent.shapes import check_latent
 from quengine.kernels.cuda.launch.gpu import gpu_of
 from quengine.kernels.cuda.launch.triton_cache import use_private_cache
 from quengine.kernels.cuda.layer_inputs import input_glu, input_glu_quantize, layer_inputs
 from quengine.kernels.cuda.layer_norm import layer_norm, layer_norm_fp16, layer_norm_quantize
-from quengine.kernels.cuda.mamba2.arithmetic import check_sizes
-from quengine.kernels.cuda.mamba2.mamba2 import mamba2_decode, mamba2_rows
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pack_experts, pack_gate_up_experts
-from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
-from quengine.kernels.cuda.moe.grouped import norms_in_groups
 from quengine.kernels.cuda.pointwise import pointwise, pointwise_quantize
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.ranks.peers import PeerBuffers
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
-from quengine.kernels.cuda.short_conv import short_conv
 from quengine.kernels.cuda.softcap import softcap_logits
 from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight, first_rows, pack, pack_on_host
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
@@ -93,6 +83,11 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.short_conv import ShortConvSpec
+
+if TYPE_CHECKING:
+    from quengine.kernels.cuda.gated_delta.rows import StateRows
+    from quengine.kernels.cuda.latent.latent_attention import LatentOperations
+    from quengine.kernels.cuda.moe.experts import ExpertOperations, GatedRows
 
 HOPPER = (9, 0)
 
@@ -144,11 +139,21 @@ class CudaBackend:
         self._matmul_workspace: MatmulWorkspace | None = None
         self._tiles: tuple[ForwardBatch, PrefillTiles] | None = None
         self._state_tiles: tuple[ForwardBatch, PrefillTiles] | None = None
-        self._experts = ExpertOperations(device, self._room, self.pdl)
-        self._latent = LatentOperations(device, batch_invariant, self.pdl)
         self._widest = 0
         self._largest = 0
         self._packed = False
+
+    @cached_property
+    def _experts(self) -> "ExpertOperations":
+        from quengine.kernels.cuda.moe.experts import ExpertOperations
+
+        return ExpertOperations(self.device, self._room, self.pdl)
+
+    @cached_property
+    def _latent(self) -> "LatentOperations":
+        from quengine.kernels.cuda.latent.latent_attention import LatentOperations
+
+        return LatentOperations(self.device, self.batch_invariant, self.pdl)
 
     def weight(self, parts: Sequence[QuantTensor]) -> PackedWeight:
         return self._noted(pack(parts, self.device))
@@ -305,7 +310,7 @@ class CudaBackend:
         routing: Routing,
         gate_up: ExpertWeights,
         activation: Activation = "silu",
-    ) -> GatedRows:
+    ) -> "GatedRows":
         if norm is not None and isinstance(x, Tensor) and self._norms_in_groups(norm, len(x)):
             return self._experts.glu(x, routing, gate_up, activation, exact(batch), norm)
         return self._experts.glu(self._normed(x, norm), routing, gate_up, activation, exact(batch))
@@ -313,7 +318,7 @@ class CudaBackend:
     def experts_add(
         self,
         batch: ForwardBatch,
-        gated: GatedRows,
+        gated: "GatedRows",
         routing: Routing,
         down: ExpertWeights,
         residual: Residual | None,
@@ -333,6 +338,8 @@ class CudaBackend:
 
     @property
     def altup(self) -> AltUpOperations:
+        from quengine.kernels.cuda.altup import CudaAltUp
+
         return CudaAltUp(self)
 
     def attention(
@@ -382,6 +389,8 @@ class CudaBackend:
     def short_conv(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, spec: ShortConvSpec, state: SlotLayer
     ) -> Tensor:
+        from quengine.kernels.cuda.short_conv import short_conv
+
         x = x.finish() if isinstance(x, ScaledProduct) else x
         tables, sequences = batch.block_tables_of(spec.cache_group), None
         if batch.phase == "prefill":
@@ -392,6 +401,8 @@ class CudaBackend:
     def gated_delta(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, spec: GatedDeltaSpec, state: SlotLayer
     ) -> Rows:
+        from quengine.kernels.cuda.gated_delta.gated_delta import gated_delta_decode, gated_delta_rows
+
         step, several = self._state_step(batch, x, spec.cache_group)
         out = self._heads_operand(len(batch), spec.value_heads * spec.head_dim)
         if several:
@@ -403,6 +414,8 @@ class CudaBackend:
     def mamba2(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, spec: Mamba2Spec, state: SlotLayer
     ) -> Rows:
+        from quengine.kernels.cuda.mamba2.mamba2 import mamba2_decode, mamba2_rows
+
         step, several = self._state_step(batch, x, spec.cache_group)
         out = self._heads_operand(len(batch), spec.inner)
         if several:
@@ -412,13 +425,17 @@ class CudaBackend:
         return out
 
     def check_mamba2(self, spec: Mamba2Spec) -> None:
+        from quengine.kernels.cuda.mamba2.arithmetic import check_sizes
+
         check_sizes(spec)
 
     def _state_step(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, cache_group: int
-    ) -> tuple[StateRows, bool]:
+    ) -> tuple["StateRows", bool]:
         """A step's rows for a layer with a state, and whether a sequence may have several rows or checkpoints, as any
         prompt may, even of one row."""
+        from quengine.kernels.cuda.gated_delta.rows import StateRows
+
         prompt = batch.phase == "prefill"
         several = batch.shares_sequences or prompt
         if not isinstance(x, ScaledProduct) or not several:
@@ -435,6 +452,8 @@ class CudaBackend:
         return self.pdl and batch.phase != "prefill"
 
     def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
+        from quengine.kernels.cuda.gated_delta.arithmetic import check_state_head_dim
+
         check_state_head_dim(spec.head_dim)
 
     def kept(self, x: Rows) -> Rows:
@@ -634,6 +653,8 @@ class CudaBackend:
         if batch.tiles is not None:
             return batch.tiles
         if self._state_tiles is None or self._state_tiles[0] is not batch:
+            from quengine.kernels.cuda.gated_delta.gated_delta import TILE_ROWS
+
             self._state_tiles = (batch, cut_tiles(batch, TILE_ROWS))
         return self._state_tiles[1]
 
@@ -704,6 +725,10 @@ class CudaBackend:
 
     def _norms_in_groups(self, norm: RMSNorm, rows: int) -> bool:
         """Whether one launch normalises `rows` rows and copies them to their experts' places."""
+        if not norm.experts:
+            return False
+        from quengine.kernels.cuda.moe.grouped import norms_in_groups
+
         return norms_in_groups(rows, norm.experts, self.device) and not self._takes_q_dot(rows)
 
     def _takes_q_dot(self, rows: int) -> bool:

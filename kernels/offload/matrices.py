@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quengine.kernels.block_formats import unpack
+from quengine.kernels.block_formats import unpack_scales
 from quengine.kernels.cuda.moe.expert_weights import (
     ExpertWeights,
     pack_experts,
@@ -16,16 +16,11 @@ from quengine.kernels.cuda.moe.expert_weights import (
     pairs_experts,
     put_experts,
 )
+from quengine.kernels.cuda.weights.bounds import PartBounds, WeightBounds
 from quengine.kernels.cuda.weights.layout import TILE_ROWS
-from quengine.kernels.cuda.weights.packed import (
-    FloatPart,
-    PackedPart,
-    PartBounds,
-    WeightBounds,
-    empty_part,
-    rows_at_a_time,
-)
-from quengine.kernels.cuda.weights.repack import RepackTable, repack, repack_table
+from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, empty_part, rows_at_a_time
+from quengine.kernels.cuda.weights.repack import repack
+from quengine.kernels.cuda.weights.repack_table import RepackTable, repack_table
 from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.quant_tensor import QuantTensor
 
@@ -58,11 +53,10 @@ class Matrices:
     def nbytes_of_one(self) -> int:
         return sum(kind[0].nbytes for kind in self.kinds)
 
-    @property
-    def tables(self) -> list[RepackTable] | None:
-        """How each kind is repacked; None where one is packed by torch."""
+    def tables(self, device: torch.device) -> list[RepackTable] | None:
+        """How each kind is repacked on a device; None where one is packed by torch."""
         found = [
-            repack_table(kind[0].format, kind[0].cols) if kind[0].format.is_quantized else None
+            repack_table(kind[0].format, kind[0].cols, device) if kind[0].format.is_quantized else None
             for kind in self.kinds
         ]
         tables = [table for table in found if table is not None]
@@ -124,7 +118,7 @@ class ExpertPlaces:
         share: ExpertShare | None = None,
     ) -> None:
         first, self.device = matrices.up[0], device
-        self.tables = None if matrices.tables is None else [table.to(device) for table in matrices.tables]
+        self.tables = matrices.tables(device)
         rows = first.rows * (1 if matrices.gate is None else 2)
         parts: list[PackedPart | FloatPart] = []
         for kind, bound in zip(matrices.kinds, bounds, strict=False):
@@ -148,13 +142,12 @@ class ExpertPlaces:
         """Repacks experts, whose stored bytes of each kind are on the device, uint8 [n, rows, row_bytes], to
         `places`, int32 [n] there. Only where there are `tables`."""
         assert self.tables is not None
-        each = matrices.up[0].rows
         parts = [part for part in self.weights.parts if isinstance(part, PackedPart)]
         if matrices.paired:
-            repack(parts[0], stored[0], stored[1], places, each, self.tables[0])
+            repack(parts[0].planes, stored[0], stored[1], places, self.tables[0])
         else:
             for part, rows, table in zip(parts, stored, self.tables, strict=True):
-                repack(part, rows, None, places, each, table)
+                repack(part.planes, rows, None, places, table)
         self._put_bias(matrices, experts, places)
 
     def _put_bias(self, matrices: Matrices, experts: Sequence[int], places: Tensor) -> None:
@@ -218,9 +211,9 @@ def _bounds(kind: Sequence[QuantTensor], device: torch.device) -> WeightBounds:
     first = kind[0]
     if not first.format.is_quantized:
         return WeightBounds.none(device)
-    found, together = WeightBounds.none(device), max(1, rows_at_a_time(first.cols) // first.rows)
+    found, together = WeightBounds.none(device), max(1, rows_at_a_time(first, device) // first.rows)
     for at in range(0, len(kind), together):
         experts = list(range(at, min(at + together, len(kind))))
         stored = copied(kind, experts, None, device)
-        found |= WeightBounds.of(unpack(first.format, stored.view(-1, stored.shape[-1])))
+        found |= WeightBounds.of(unpack_scales(first.format, stored.view(-1, stored.shape[-1])))
     return found

@@ -131,7 +131,11 @@ class SplitExperts:
 
     def end_loading(self) -> None:
         """Reserves the room for experts of prompts."""
-        tables = (matrices.tables for layer in self.of_file.values() for matrices, _ in layer.parts)
+        tables = (
+            matrices.tables(self.device.device)
+            for layer in self.of_file.values()
+            for matrices, _ in layer.parts
+        )
         if self.streams and self.of_file and all(table is not None for table in tables):
             self.prompts = PromptExperts(self.of_file, self.device.device)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quengine.cli.main import run
-from quengine.kernels.cuda.launch.compile_processes import Built
+from quengine.kernels.cuda.launch.compile_messages import Built
 from quengine.kernels.cuda.launch.kernel_pack import write_pack
 from quengine.kernels.cuda.launch.triton_cache import CheckedCache, use_private_cache
 

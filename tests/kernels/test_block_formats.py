@@ -12,6 +12,7 @@ from quengine.kernels.block_formats import (
     dequantize,
     put_split_half,
     unpack,
+    unpack_scales,
     with_tensor_scale,
 )
 from quengine.kernels.codebooks import codebook
@@ -72,6 +73,17 @@ def test_dequantize_is_bit_exact_with_gguf(name: str, rows: int, blocks: int) ->
     theirs = gguf_dequantize(name, data)
     assert ours.dtype == np.float32
     assert np.array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_scales_alone_are_those_of_unpacking(name: str) -> None:
+    data = torch.from_numpy(random_rows(name, 5, 3, seed=2))
+    alone, whole = unpack_scales(FORMATS[name], data), unpack(FORMATS[name], data)
+    assert torch.equal(alone.scales().view(torch.int32), whole.scales().view(torch.int32))
+    ours, theirs = alone.mins(), whole.mins()
+    assert (ours is None) == (theirs is None)
+    assert ours is None or theirs is None or torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+    assert alone.codes.shape == whole.codes.shape
 
 
 @pytest.mark.parametrize("name", OF_GGML)

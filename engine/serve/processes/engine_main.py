@@ -244,7 +244,7 @@ def main() -> int:
     log_lines.set_up(verbose="-v" in sys.argv[3:])
     collector.starting()
     bus_error.install()
-    torch_import.keep_bytecode()
+    torch_import.begin()
     Heartbeat(int(sys.argv[2])).keep_beating()
     try:
         engine = load(channel)

@@ -17,9 +17,12 @@ from quengine.kernels.cuda.backend import CudaBackend, Residual, Rows
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.launch.gpu import Gpu, assuming
 from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pairs_experts
+from quengine.kernels.cuda.weights.bounds import WeightBounds
 from quengine.kernels.cuda.weights.layout import TILE_ROWS, packed_layout
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight, can_pair
 from quengine.kernels.moe.experts import ExpertShare
+from quengine.kernels.cuda.weights.repack import repack
+from quengine.kernels.cuda.weights.repack_table import repack_table
 from quengine.kernels.quant_tensor import QuantTensor
 
 META = torch.device("meta")
@@ -51,6 +54,20 @@ def packed_part(name: str, rows: int, cols: int) -> PackedPart | FloatPart:
         return FloatPart(empty(rows, cols, dtype=_FLOATS[name]))
     plane = empty(16, dtype=torch.uint8)
     return PackedPart(packed_layout(fmt, cols), rows, cols, plane, plane, plane, plane, 1.0, 1.0)
+
+
+def repack_tile(name: str, cols: int) -> None:
+    """Repacks 16 rows of a type, as all weights of the model are when they are loaded, and computes their bounds;
+    nothing, where torch packs."""
+    layout, table = packed_layout(FORMATS[name], cols), repack_table(FORMATS[name], cols, META)
+    if table is not None:
+        chunks = -(-cols // layout.chunk)
+        planes = [empty(1, chunks, size, dtype=torch.uint8) for size in layout.plane_bytes]
+        rows = empty(1, TILE_ROWS, FORMATS[name].row_bytes(cols), dtype=torch.uint8)
+        repack(planes, rows, None, empty(1, dtype=torch.int32), table)
+        if table.plain is not None:
+            plain = empty(1, chunks, table.plain.shape[1], dtype=torch.uint8)
+            WeightBounds.none(META).include(plain, FORMATS[name])
 
 
 class MetaBackend(CudaBackend):

@@ -18,7 +18,8 @@ import triton
 
 from quengine.kernels.compile_clock import compiling
 from quengine.kernels.cuda.launch import compiler_process, triton_cache
-from quengine.kernels.cuda.launch.compile_processes import FROM_LEADER, Built, FromLeader, Order, Stages
+from quengine.kernels.cuda.launch.compile_messages import FROM_LEADER, Built, FromLeader, Order
+from quengine.kernels.cuda.launch.compile_processes import Stages
 from quengine.kernels.cuda.launch.gpu import Gpu
 
 _log = logging.getLogger(__name__)
@@ -153,13 +154,5 @@ def compiled_marker(*what: object) -> Path:
     It is deleted with the cache. A stale marker does no harm: a missing kernel is compiled when it is launched.
     """
     digest = sha256(repr((triton.__version__, *what)).encode())
-    digest.update(source_stamp())
+    digest.update(triton_cache.source_stamp())
     return Path(triton.knobs.cache.dir) / f"quengine-{digest.hexdigest()[:32]}"
-
-
-def source_stamp() -> bytes:
-    """A digest of the modules that contain kernels."""
-    digest = sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.digest()

@@ -13,20 +13,18 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
-from typing import Any, TypeAlias
 
 import msgspec
 import torch
 import triton
-from triton.runtime.cache import triton_key
 
 from quengine.kernels.channel import Channel
 from quengine.kernels.child_process import parent_channel
 from quengine.kernels.cuda.launch import triton_cache
-from quengine.kernels.cuda.launch.gpu import Gpu
-from quengine.kernels.cuda.launch.launcher import LauncherSpec, build_launcher, build_utilities, launcher_of
+from quengine.kernels.cuda.launch.compile_messages import TO_LEADER, Built, Order, ToLeader
+from quengine.kernels.cuda.launch.launcher import build_launcher, build_utilities, launcher_of
 from quengine.kernels.cuda.launch.record_kernels import Kernel, record_kernels
 
 Stages = Sequence[Callable[[], object]]
@@ -48,40 +46,14 @@ _SLOW = (
 )
 """Kernels that may take half a second or more to compile, the slowest first; the others take less."""
 _NICENESS = 5
-"""Reading the weights has priority."""
+"""Reading the weights has priority, and recording what is to be compiled has priority over compiling."""
 
 
-class Order(msgspec.Struct, frozen=True):
-    """What is to be compiled; see `CompilePool`. `task` is pickled: a part of the program that the other process has
-    this one run. cache: Triton's folder."""
-
-    task: bytes
-    gpu: Gpu
-    processes: int
-    every: bool
-    marker: str | None
-    cache: str
-
-
-class Built(msgspec.Struct, frozen=True):
-    """A kernel that was compiled or found in the cache. key: its folder there. launcher: how to launch it, given where
-    `Order.every` is set. error: why it was not compiled; "" if it was."""
-
-    key: str
-    name: str
-    launcher: LauncherSpec | None
-    error: str = ""
-
-
-ToLeader: TypeAlias = Order | str
-FromLeader: TypeAlias = list[str] | Built | None
-TO_LEADER: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader)
-FROM_LEADER: msgspec.msgpack.Decoder[FromLeader] = msgspec.msgpack.Decoder(FromLeader)
 _TO_WORKER, _FROM_WORKER = msgspec.msgpack.Decoder(str), msgspec.msgpack.Decoder(Built)
 
 
 def main() -> None:
-    """The first process, as `ChildProcess` starts it."""
+    """The first process, once it has its imports (compiler_process.py)."""
     lead(parent_channel(TO_LEADER))
 
 
@@ -90,15 +62,11 @@ def lead(channel: Channel[ToLeader]) -> None:
     of kernels that are compiled, a list for each computation, None, and a Built for each kernel."""
     os.nice(_NICENESS)
     torch.set_num_threads(1)  # the process will be forked
-    # Triton hashes its compiler library of some 400 MB; do so while the order's modules are imported.
-    hashing = Thread(target=triton_key)
-    hashing.start()
     try:
         order = channel.receive()
         assert isinstance(order, Order)
         os.environ["TRITON_CACHE_DIR"] = order.cache  # which Triton reads at each look-up
         triton_cache.use_private_cache()
-        hashing.join()
         whole = _Leader(channel, order).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
@@ -110,79 +78,103 @@ def lead(channel: Channel[ToLeader]) -> None:
             Path(order.marker).touch(mode=0o600)
 
 
+@dataclass(frozen=True, eq=False)
+class _Worker:
+    """A forked process that compiles. known: the number of kernels that it has in its memory."""
+
+    process: int
+    channel: Channel[Built]
+    known: int
+
+    def fileno(self) -> int:
+        return self.channel.fileno()
+
+    def end(self) -> None:
+        os.kill(self.process, signal.SIGKILL)
+        os.waitpid(self.process, 0)
+        self.channel.close()
+
+
 class _Leader:
     """Hands out an order's kernels to forked processes, those of each computation while the next one is recorded."""
 
     def __init__(self, channel: Channel[ToLeader], order: Order) -> None:
         self._channel, self._order = channel, order
         self._kernels: dict[str, Kernel] = {}
-        self._waiting: list[Kernel] = []
-        self._workers: dict[Channel[Built], int] = {}  # the number of kernels that each has in its memory
-        self._idle: list[Channel[Built]] = []
-        self._busy: list[Channel[Built]] = []
+        self._waiting: dict[Kernel, int] = {}  # with the number of kernels that were recorded before each
+        self._idle: list[_Worker] = []
+        self._busy: list[_Worker] = []
+        self._whole = True  # none has failed
 
     def run(self) -> bool:
         """Runs until all kernels are done; returns whether all are in the cache. Raises EOFError if the
         requester has ended.
         """
-        processes = [_fork(lambda _: build_utilities())[0]]
+        helper = _Worker(*_fork(lambda _: build_utilities()), 0)
         try:
             task: Callable[[], Stages] = pickle.loads(self._order.task)
             for compute in task():
-                found = record_kernels([compute], self._order.gpu)
-                new = [kernel for key, kernel in found.items() if key not in self._kernels]
-                self._kernels |= found
-                missing = sorted((k for k in new if self._order.every or not _is_cached(k)), key=_order)
-                self._channel.send([kernel.key for kernel in missing])
-                self._waiting += missing
-                for _ in missing[: self._order.processes]:
-                    process, end = _fork(lambda channel: _work(channel, self._kernels, self._order.every))
-                    processes.append(process)
-                    self._workers[end] = len(self._kernels)
-                    self._idle.append(end)
+                self._record(compute)
                 self._hand_out()
+                self._take_reports(0)
             self._channel.send(None)
-            return self._finish()
+            while self._busy:
+                self._take_reports(None)
+            return self._whole and not self._waiting
         finally:
-            for process in processes:
-                os.kill(process, signal.SIGKILL)
-                os.waitpid(process, 0)
+            for worker in (helper, *self._idle, *self._busy):
+                worker.end()
+
+    def _record(self, compute: Callable[[], object]) -> None:
+        found = record_kernels([compute], self._order.gpu)
+        new = [kernel for key, kernel in found.items() if key not in self._kernels]
+        places = {kernel: len(self._kernels) + place for place, kernel in enumerate(new)}
+        self._kernels |= found
+        missing = sorted((k for k in new if self._order.every or not _is_cached(k)), key=_order)
+        if missing:
+            self._channel.send([kernel.key for kernel in missing])
+        self._waiting |= {kernel: places[kernel] for kernel in missing}
 
     def _hand_out(self) -> None:
-        """Sends waiting kernels to idle workers, which know the kernels that were recorded before they were forked."""
-        numbers = {key: number for number, key in enumerate(self._kernels)}
-        for kernel in tuple(self._waiting):
-            able = [end for end in self._idle if numbers[kernel.key] < self._workers[end]]
+        """Gives waiting kernels to processes, as many as may compile at a time. A process knows the kernels that were
+        recorded before it was forked; where no idle one knows a kernel, a new one takes the place of one."""
+        for kernel, place in tuple(self._waiting.items()):
             if len(self._busy) >= self._order.processes:
                 return
-            if not able:
-                continue
-            self._waiting.remove(kernel)
-            self._idle.remove(able[0])
-            self._busy.append(able[0])
-            able[0].send(kernel.key)
+            worker = next((idle for idle in self._idle if place < idle.known), None)
+            if worker is not None:
+                self._idle.remove(worker)
+            else:
+                if len(self._idle) + len(self._busy) >= self._order.processes:
+                    self._idle.pop(0).end()
+                given = self._kernels, self._order.every
+                worker = _Worker(
+                    *_fork(lambda channel, given=given: _work(channel, *given)), len(self._kernels)
+                )
+            del self._waiting[kernel]
+            self._busy.append(worker)
+            worker.channel.send(kernel.key)
 
-    def _finish(self) -> bool:
-        """Runs until all are done, or no process is left; returns whether none has failed."""
-        whole = True
-        while self._busy:
-            channels: list[Channel[Any]] = [self._channel, *self._busy]
-            for ready in select.select(channels, [], [])[0]:
-                if ready is self._channel:
-                    wanted = ready.receive()
-                    self._waiting.sort(key=lambda kernel: kernel.key != wanted)
-                    continue
-                self._busy.remove(ready)
-                try:
-                    built: Built = ready.receive()
-                except (EOFError, OSError):  # it crashed; its kernel is left to who launches it
-                    whole = False
-                    continue
-                self._idle.append(ready)
-                whole &= not built.error
-                self._channel.send(built)
-            self._hand_out()
-        return whole and not self._waiting
+    def _take_reports(self, seconds: float | None) -> None:
+        """Takes what has been compiled, and what is wanted next. seconds: to wait for one, at most."""
+        channels: list[Channel[ToLeader] | _Worker] = [self._channel, *self._busy]
+        for ready in select.select(channels, [], [], seconds)[0]:
+            if not isinstance(ready, _Worker):
+                wanted = self._channel.receive()
+                first = {kernel: place for kernel, place in self._waiting.items() if kernel.key == wanted}
+                self._waiting = first | self._waiting
+                continue
+            self._busy.remove(ready)
+            try:
+                built: Built = ready.channel.receive()
+            except (EOFError, OSError):  # it crashed; its kernel is left to who launches it
+                self._whole = False
+                ready.end()
+                continue
+            self._idle.append(ready)
+            self._whole &= not built.error
+            self._channel.send(built)
+        self._hand_out()
 
 
 def _order(kernel: Kernel) -> int:
@@ -225,6 +217,7 @@ def _fork(run: Callable[[Channel[str]], object]) -> tuple[int, Channel[Built]]:
         return process, Channel(ours, _FROM_WORKER)
     status = 1
     try:
+        os.nice(_NICENESS)
         gc.disable()  # compiling creates many objects, and a process compiles few kernels
         for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
             if number > 2 and number != theirs.fileno():

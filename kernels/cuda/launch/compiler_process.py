@@ -4,27 +4,34 @@ It imports torch and Triton before it can do anything, and may be started before
 its order.
 """
 
+from importlib import import_module
+from threading import Thread
+
 import msgspec
 
 from quengine.kernels.child_process import ChildProcess
 
 _RAW: msgspec.msgpack.Decoder[msgspec.Raw] = msgspec.msgpack.Decoder(msgspec.Raw)
-_MAIN = "from quengine.kernels.cuda.launch.compile_processes import main; main()"
+_MAIN = "from quengine.kernels.cuda.launch.compiler_process import main; main({!r})"
 
 _waiting: list[ChildProcess[msgspec.Raw]] = []
 
 
-def start(prelude: str) -> ChildProcess[msgspec.Raw]:
-    """A new one. prelude: Python statements that it runs first. Raises OSError where no process can be started."""
+def start(prelude: str, needed: str = "") -> ChildProcess[msgspec.Raw]:
+    """A new one. prelude: Python statements that it runs first. needed: a module that it imports before its order
+    comes. Raises OSError where no process can be started."""
     # It knows of no GPU.
     return ChildProcess(
-        ("-c", f"{prelude}\n{_MAIN}"), _RAW, environment={"CUDA_VISIBLE_DEVICES": ""}, quiet=True
+        ("-c", f"{prelude}\n{_MAIN.format(needed)}"),
+        _RAW,
+        environment={"CUDA_VISIBLE_DEVICES": ""},
+        quiet=True,
     )
 
 
-def start_ahead(prelude: str) -> None:
-    """Start one that `taken` gives. Raises OSError."""
-    _waiting.append(start(prelude))
+def start_ahead(prelude: str, needed: str = "") -> None:
+    """Start one that `taken` gives, with the arguments of `start`. Raises OSError."""
+    _waiting.append(start(prelude, needed))
 
 
 def taken(prelude: str) -> ChildProcess[msgspec.Raw]:
@@ -36,3 +43,18 @@ def drop() -> None:
     """End the one that waits."""
     while _waiting:
         _waiting.pop().close()
+
+
+def main(needed: str) -> None:
+    """What the process does: it imports, and meanwhile hashes Triton's compiler library of some 400 MB, which the keys
+    of all kernels begin with."""
+    from triton.runtime.cache import triton_key
+
+    hashing = Thread(target=triton_key)
+    hashing.start()
+    if needed:
+        import_module(needed)
+    from quengine.kernels.cuda.launch.compile_processes import main as lead
+
+    hashing.join()
+    lead()

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,12 @@ def assuming(gpu: Gpu) -> Iterator[None]:
         _assumed = before
 
 
-def gpu_of(device: torch.device) -> Gpu | None:
+def gpu_of(device: "torch.device") -> Gpu | None:
     """The GPU that kernels with arguments on `device` are selected for; None for another device type."""
     return _assumed or (_present(device) if device.type == "cuda" else None)
 
 
-def is_hopper(device: torch.device) -> bool:
+def is_hopper(device: "torch.device") -> bool:
     """Whether kernels are selected for a GPU of compute capability 9."""
     gpu = gpu_of(device)
     return gpu is not None and gpu.capability[0] == 9
@@ -58,9 +60,13 @@ def current_gpu() -> Gpu | None:
 
 @cache
 def _current() -> Gpu | None:
+    import torch
+
     return _present(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
 @cache
-def _present(device: torch.device) -> Gpu:
+def _present(device: "torch.device") -> Gpu:
+    import torch
+
     return Gpu(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))

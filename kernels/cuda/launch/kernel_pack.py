@@ -27,10 +27,14 @@ import triton
 from triton.runtime.cache import triton_key
 
 from quengine.errors import EngineError
-from quengine.kernels.cuda.launch.compile_ahead import source_stamp
-from quengine.kernels.cuda.launch.compile_processes import Built
+from quengine.kernels.cuda.launch.compile_messages import Built
 from quengine.kernels.cuda.launch.launcher import LauncherSpec
-from quengine.kernels.cuda.launch.triton_cache import DIGEST_SUFFIX, CheckedCache, kernel_names
+from quengine.kernels.cuda.launch.triton_cache import (
+    DIGEST_SUFFIX,
+    CheckedCache,
+    kernel_names,
+    source_stamp,
+)
 
 FORMAT = 1
 _MANIFEST = "manifest.json"

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 import triton
@@ -81,6 +82,14 @@ def kernel_names(folder: Path) -> list[str]:
     manager = CheckedCache(folder.name)
     listed = [path.name[len(_GROUP) :] for path in folder.glob(f"{_GROUP}*.json")]
     return [Path(name).stem for name in listed if manager.get_group(name)]
+
+
+def source_stamp() -> bytes:
+    """A digest of the modules that contain kernels."""
+    digest = sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.digest()
 
 
 @cache

@@ -142,7 +142,7 @@ def _pack(experts: Sequence[QuantTensor], device: torch.device | str) -> PackedP
     _check(experts, -(-first.rows // TILE_ROWS) * TILE_ROWS)
     if not first.format.is_quantized:
         return pack(experts, device).parts[0]
-    blocks = _blocks(experts, TILE_ROWS, rows_at_a_time(first.cols), device)
+    blocks = _blocks(experts, TILE_ROWS, rows_at_a_time(first, device), device)
     return pack_blocks(first, len(experts) * (-(-first.rows // TILE_ROWS) * TILE_ROWS), blocks, device)
 
 
@@ -152,7 +152,7 @@ def _pack_paired(
     half = TILE_ROWS // 2
     padded = -(-gate[0].rows // half) * half
     _check([*gate, *up], 2 * padded, len(gate))
-    at_a_time = rows_at_a_time(gate[0].cols) // 2
+    at_a_time = rows_at_a_time(gate[0], device) // 2
     gates, ups = (_blocks(experts, half, at_a_time, device) for experts in (gate, up))
     pairs = (pair_rows(*pair) for pair in zip(gates, ups, strict=True))
     return pack_blocks(gate[0], 2 * len(gate) * padded, pairs, device)

@@ -220,9 +220,14 @@ class PackedLayout:
         return self.super_bytes > 0 or self.scales == ScaleKind.E4M3
 
     @property
+    def plane_bytes(self) -> tuple[int, int, int, int]:
+        """Bytes of a unit, one chunk of one tile (16 rows), in each plane."""
+        return self.low_bytes, self.high_bytes, self.scale_bytes, self.super_bytes
+
+    @property
     def chunk_bytes(self) -> int:
-        """Bytes of one chunk of one tile (16 rows)."""
-        return self.low_bytes + self.high_bytes + self.scale_bytes + self.super_bytes
+        """Bytes of a unit."""
+        return sum(self.plane_bytes)
 
 
 _SCALE_KINDS = {

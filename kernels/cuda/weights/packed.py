@@ -4,31 +4,25 @@ Repacking is lossless: the planes hold the stored integers and scales, and take 
 padding: rows to 16, columns to 128). Plain floats are stored unchanged.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quengine.kernels.block_formats import Groups, unpack
-from quengine.kernels.cuda.weights.book_planes import book_plane, book_scale_plane, device_book
-from quengine.kernels.cuda.weights.lanes import by_lane, padded
-from quengine.kernels.cuda.weights.layout import (
-    CODE_PIECES,
-    LANES,
-    TILE_ROWS,
-    PackedLayout,
-    ScaleKind,
-    packed_layout,
-)
+from quengine.kernels.block_formats import unpack, unpack_scales
+from quengine.kernels.cuda.weights.book_planes import device_book
+from quengine.kernels.cuda.weights.bounds import PartBounds, WeightBounds
+from quengine.kernels.cuda.weights.layout import TILE_ROWS, PackedLayout, packed_layout
+from quengine.kernels.cuda.weights.planes import planes_of
+from quengine.kernels.cuda.weights.repack import repack
+from quengine.kernels.cuda.weights.repack_table import RepackTable, repack_table
 from quengine.kernels.cuda.weights.row_change import RowChange
 from quengine.kernels.quant_tensor import QuantTensor
 
-_WEIGHTS_AT_A_TIME = 1 << 25
-"""Weights repacked at a time, by a hundred torch operations: more weights take fewer of them, and four
-temporary bytes each.
+_WEIGHTS_AT_A_TIME, _MOVED_AT_A_TIME = 1 << 25, 1 << 27
+"""Weights repacked at a time by a hundred torch operations, with four temporary bytes each, and by a kernel, with one:
+more weights take fewer launches.
 """
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -161,7 +155,7 @@ def pack_on_host(table: QuantTensor, device: torch.device) -> PackedWeight:
         held.copy_(data)
         return PackedWeight((FloatPart(held.view(_FLOATS[table.format.name])),))
     planes = _Planes(table, table.rows, device, on_host=True)
-    for block in _tile_rows([data], rows_at_a_time(table.cols)):
+    for block in _tile_rows([data], rows_at_a_time(table)):
         planes.append(block)
     return PackedWeight((planes.finish(),))
 
@@ -190,11 +184,11 @@ def _pack_run(run: Sequence[QuantTensor], device: torch.device | str) -> PackedP
         stored = torch.cat([block.to(device, non_blocking=True) for block in data])
         return FloatPart(stored.view(_FLOATS[fmt.name]))
     rows = sum(tensor.rows for tensor in run)
-    return pack_blocks(run[0], rows, _tile_rows(data, rows_at_a_time(run[0].cols)), device)
+    return pack_blocks(run[0], rows, _tile_rows(data, rows_at_a_time(run[0], device)), device)
 
 
 def _pack_pair(gate: QuantTensor, up: QuantTensor, device: torch.device | str) -> PackedPart:
-    half = rows_at_a_time(gate.cols) // 2
+    half = rows_at_a_time(gate, device) // 2
     starts = range(0, gate.rows, half)
     blocks = (pair_rows(gate.data[row : row + half], up.data[row : row + half]) for row in starts)
     return pack_blocks(gate, 2 * gate.rows, blocks, device)
@@ -218,9 +212,16 @@ def pack_blocks(
     return planes.finish()
 
 
-def rows_at_a_time(cols: int) -> int:
-    """Rows repacked at a time, a multiple of 16."""
-    return max(1, _WEIGHTS_AT_A_TIME // (cols * TILE_ROWS)) * TILE_ROWS
+def rows_at_a_time(like: QuantTensor, device: torch.device | str = "cpu") -> int:
+    """Rows of such a matrix that are repacked at a time on a device, a multiple of 16."""
+    most = _WEIGHTS_AT_A_TIME if _table_of(like, device) is None else _MOVED_AT_A_TIME
+    return max(1, most // (like.cols * TILE_ROWS)) * TILE_ROWS
+
+
+def _table_of(like: QuantTensor, device: torch.device | str) -> RepackTable | None:
+    """By which a kernel repacks; None where torch does."""
+    on_gpu = torch.device(device).type == "cuda" and like.format.is_quantized
+    return repack_table(like.format, like.cols, device) if on_gpu else None
 
 
 def _tile_rows(data: Sequence[Tensor], count: int) -> list[Tensor]:
@@ -229,38 +230,6 @@ def _tile_rows(data: Sequence[Tensor], count: int) -> list[Tensor]:
     if len(data) > 1 and (together or any(len(block) % TILE_ROWS for block in data[:-1])):
         data = [torch.cat(list(data))]
     return [block[row : row + count] for block in data for row in range(0, len(block), count)]
-
-
-class PartBounds(NamedTuple):
-    """`weight_scale` and `norm` of a PackedPart."""
-
-    scale: float
-    norm: float
-
-
-@dataclass(frozen=True)
-class WeightBounds:
-    """Bounds on weights, fp32 on the device: on |w|, and on the 2-norm of a row."""
-
-    peak: Tensor
-    norm: Tensor
-
-    @classmethod
-    def none(cls, device: torch.device | str) -> "WeightBounds":
-        """Of no weights."""
-        zero = torch.zeros((), device=device)
-        return cls(zero, zero)
-
-    @classmethod
-    def of(cls, groups: Groups) -> "WeightBounds":
-        bounds = _bounds(groups)
-        return cls(bounds.amax(), bounds.square().sum(1).mul(groups.group).sqrt().amax())
-
-    def __or__(self, other: "WeightBounds") -> "WeightBounds":
-        return WeightBounds(torch.maximum(self.peak, other.peak), torch.maximum(self.norm, other.norm))
-
-    def read(self) -> PartBounds:
-        return PartBounds(_weight_scale(float(self.peak)), float(self.norm))
 
 
 def empty_part(
@@ -278,15 +247,10 @@ def empty_part(
     layout = packed_layout(like.format, like.cols)
     tiles, chunks = -(-rows // TILE_ROWS), -(-like.cols // layout.chunk)
     low, high, scales, supers = (
-        allocate(tiles * chunks * size).view(tiles, chunks, size) for size in _plane_bytes(layout)
+        allocate(tiles * chunks * size).view(tiles, chunks, size) for size in layout.plane_bytes
     )
     high = device_book(like.format.book, device) if layout.book else high
     return PackedPart(layout, rows, like.cols, low, high, scales, supers, *bounds)
-
-
-def _plane_bytes(layout: PackedLayout) -> tuple[int, int, int, int]:
-    """Bytes of a unit, a tile's chunk, in each plane."""
-    return layout.low_bytes, layout.high_bytes, layout.scale_bytes, layout.super_bytes
 
 
 class _Planes:
@@ -301,21 +265,40 @@ class _Planes:
         self.tiles = -(-rows // TILE_ROWS)
         self.filled = 0
         self.bounds = WeightBounds.none(device)
-        shapes = [(self.tiles, self.chunks, size) for size in _plane_bytes(self.layout)]
+        shapes = [(self.tiles, self.chunks, size) for size in self.layout.plane_bytes]
         if on_host:
             self.planes = [_host_memory(shape, torch.device(device)) for shape in shapes]
         else:
             self.planes = [torch.empty(shape, dtype=torch.uint8, device=device) for shape in shapes]
+        self.table = None if on_host else _table_of(like, device)
+        self.first_place = torch.zeros(1, dtype=torch.int32, device=device)
 
     def append(self, data: Tensor) -> None:
-        groups = unpack(self.format, data.to(self.device, non_blocking=True))
-        tiles = -(-data.shape[0] // TILE_ROWS)
+        stored = data.to(self.device, non_blocking=True)
+        tiles = -(-len(data) // TILE_ROWS)
         filled = slice(self.filled, self.filled + tiles)
-        for plane, values in zip(self.planes, self._planes_of(groups), strict=True):
-            if values is not None:
-                plane[filled] = values.reshape(tiles, self.chunks, -1)
+        here = [plane[filled] for plane in self.planes]
+        if self.table is None:
+            groups = unpack(self.format, stored)
+            for plane, values in zip(here, planes_of(groups, self.layout), strict=True):
+                if values is not None:
+                    plane.copy_(values.reshape(tiles, self.chunks, -1))
+            self.bounds |= WeightBounds.of(groups)
+        else:
+            plain = self._plain_room(tiles)
+            repack([*here, plain], stored.unsqueeze(0), None, self.first_place, self.table)
+            if plain is None:
+                self.bounds |= WeightBounds.of(unpack_scales(self.format, stored))
+            else:
+                self.bounds.include(plain, self.format)
         self.filled += tiles
-        self.bounds |= WeightBounds.of(groups)
+
+    def _plain_room(self, tiles: int) -> Tensor | None:
+        """Room for the plain scales of rows, if they are moved bits."""
+        if self.table is None or self.table.plain is None:
+            return None
+        shape = (tiles, self.chunks, self.table.plain.shape[1])
+        return torch.empty(shape, dtype=torch.uint8, device=self.device)
 
     def finish(self) -> PackedPart:
         if self.filled != self.tiles:
@@ -333,132 +316,3 @@ class _Planes:
             supers,
             *self.bounds.read(),
         )
-
-    def _planes_of(self, groups: Groups) -> tuple[Tensor | None, ...]:
-        layout = self.layout
-        if layout.book:
-            scales = book_scale_plane(groups, layout)
-            return book_plane(groups, layout), None, scales, _super_plane(groups, layout)
-        codes = (
-            groups.codes.view(torch.uint8) ^ layout.offset
-            if layout.offset
-            else groups.codes.view(torch.uint8)
-        )
-        fragments = _to_fragments(padded(codes, layout.chunk), layout)
-        high = _high_plane(fragments >> layout.low, layout) if layout.high else None
-        low = _low_plane(fragments & ((1 << layout.low) - 1) if layout.high else fragments, layout)
-        return low, high, _scale_plane(groups, layout), _super_plane(groups, layout)
-
-
-def _bounds(groups: Groups) -> Tensor:
-    """A bound on the finite |w| of each group, fp32 [rows, groups]."""
-    fmt = groups.format
-    largest = max(map(abs, fmt.table)) if fmt.table else max(fmt.offset, 2**fmt.bits - 1 - fmt.offset)
-    bound = groups.scales().abs() * largest
-    mins = groups.mins()
-    if mins is not None:
-        bound = bound + mins.abs()
-    return bound.nan_to_num(0, 0, 0)
-
-
-def _weight_scale(peak: float) -> float:
-    """The power of two that brings `peak` into [8, 16); 1 for a matrix of zeros."""
-    return 2.0 ** (4 - math.frexp(peak)[1]) if peak > 0 else 1.0
-
-
-def _to_fragments(codes: Tensor, layout: PackedLayout) -> Tensor:
-    """Reorders uint8 [rows, cols] to [tiles, chunks, steps, 32 lanes, 2 halves, 2 rh, 4 columns]."""
-    columns = codes.contiguous().view(torch.int32)  # four at a time
-    shape = (-1, 2, 8, codes.shape[1] // layout.chunk, layout.blocks, 4, 4, 2)
-    order = (0, 3, 4, 6, 2, 5, 7, 1)  # tile, chunk, block, step, r, q, half, rh
-    fragments = columns.view(shape).permute(order)
-    tiles, chunks = fragments.shape[:2]
-    fragments = fragments.reshape(tiles, chunks, layout.steps, 32, 2, 2, 1).contiguous()
-    return fragments.view(torch.uint8)
-
-
-def _low_plane(codes: Tensor, layout: PackedLayout) -> Tensor:
-    if layout.low == 8:
-        return codes.transpose(4, 5).transpose(3, 4)  # [.., steps, rh, lane, half, column]
-    if layout.low in CODE_PIECES:
-        return _pieces_plane(codes, layout)
-    if layout.table:
-        return codes[..., 0::2] | (codes[..., 1::2] << 4)
-    return codes[..., 0, :] | (codes[..., 1, :] << 4)
-
-
-def _pieces_plane(codes: Tensor, layout: PackedLayout) -> Tensor:
-    """Packs [tiles, chunks, steps, 32 lanes, 2, 2, 4] into int64 words as bytes, [tiles, chunks, words, 32
-    lanes, 2, 4].
-    """
-    pieces = CODE_PIECES[layout.low]
-    tiles, chunks = codes.shape[:2]
-    split = codes.view(tiles, chunks, -1, len(pieces) // 4, LANES, 4, 4).transpose(4, 5)
-    split = split.reshape(tiles, chunks, -1, len(pieces), LANES, 4)
-    words = split.new_zeros(*split.shape[:3], len(pieces) * layout.low // 8, LANES, 4)
-    for code, places in enumerate(pieces):
-        for word, first, count, place in places:
-            words[:, :, :, word] |= ((split[:, :, :, code] >> place) & ((1 << count) - 1)) << first
-    return words.view(tiles, chunks, -1, 2, LANES, 4).transpose(3, 4)
-
-
-def _high_plane(codes: Tensor, layout: PackedLayout) -> Tensor:
-    tiles, chunks = codes.shape[:2]
-    bits = codes.reshape(tiles, chunks, layout.steps // 2, 2, 32, 4, 4).transpose(3, 4).flatten(4, 5)
-    shifts = torch.arange(8, dtype=torch.uint8, device=codes.device).view(8, 1)
-    return (bits << shifts).sum(4, dtype=torch.uint8)
-
-
-def _scale_plane(groups: Groups, layout: PackedLayout) -> Tensor:
-    kind = layout.scales
-    if kind == ScaleKind.E8M0:
-        return by_lane(groups.d, layout)
-    if kind == ScaleKind.HALF:
-        return _half_plane(groups.d, layout)
-    if kind == ScaleKind.E4M3:
-        return by_lane(groups.d.masked_fill(groups.d == 127, 0), layout)
-    if kind == ScaleKind.HALF_MIN:
-        assert groups.dmin is not None
-        both = torch.cat([by_lane(groups.d, layout), by_lane(groups.dmin, layout)], -1)
-        return both.transpose(2, 3).contiguous().view(torch.uint8)
-    assert groups.sc is not None
-    if kind == ScaleKind.BYTE:
-        return by_lane(groups.sc, layout).contiguous().view(torch.uint8)
-    if kind == ScaleKind.SIX:
-        return _six_bit_plane(by_lane((groups.sc + 32).view(torch.uint8), layout).flatten(-2))
-    assert groups.mn is not None
-    sc, mn = by_lane(groups.sc, layout), by_lane(groups.mn, layout)
-    return sc | (mn << 4) if kind == ScaleKind.NIBBLE_MIN else torch.stack([sc, mn], -1)
-
-
-def _half_plane(d: Tensor, layout: PackedLayout) -> Tensor:
-    """fp16 d [rows, cols/block], of each set of lanes that shares one: [tiles, chunks, lanes, sets, 2 rh]."""
-    each = layout.chunk if layout.one_scale else 32 << layout.share
-    return (
-        by_lane(d.repeat_interleave(each // layout.group, 1), layout)[
-            :, :, :: 1 << layout.share, : layout.scale_sets
-        ]
-        .contiguous()
-        .view(torch.uint8)
-    )
-
-
-def _six_bit_plane(fields: Tensor) -> Tensor:
-    """Packs eight 6-bit fields per lane, [tiles, chunks, 32, 8], to [tiles, chunks, 192]: words, then shorts."""
-    wide = fields.to(torch.int32)
-    at = torch.arange(0, 30, 6, dtype=torch.int32, device=fields.device)
-    words = (wide[..., :5] << at).sum(-1, dtype=torch.int32) | (wide[..., 7] << 30)
-    shorts = wide[..., 5] | (wide[..., 6] << 6) | (wide[..., 7] >> 2 << 12)
-    halves = torch.where(shorts < 1 << 15, shorts, shorts - (1 << 16)).to(torch.int16)
-    return torch.cat([words.view(torch.uint8), halves.view(torch.uint8)], -1)
-
-
-def _super_plane(groups: Groups, layout: PackedLayout) -> Tensor | None:
-    if not layout.super_bytes:
-        return None
-    if groups.top is not None:
-        values = [groups.top]
-    else:
-        values = [groups.d] if groups.dmin is None else [groups.d, groups.dmin]
-    rows = [padded(value, 1).view(-1, 2, 8, value.shape[1]).permute(0, 3, 2, 1) for value in values]
-    return torch.stack(rows, -1).contiguous().view(torch.uint8)

@@ -1,6 +1,7 @@
 """The process that compiles kernels is started early for a model that is new on this machine, and for no other."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Process]:
     """The processes, in place of real ones, with caches of their own."""
     made = list[Process]()
 
-    def start(prelude: str) -> Any:
-        assert "keep_bytecode" in prelude
+    def start(prelude: str, needed: str) -> Any:
+        assert "torch_import" in prelude and find_spec(needed) is not None
         made.append(Process())
         return made[-1]
 

@@ -344,8 +344,8 @@ layer = LayerPlan(draft.config, stored_tensors(draft.tensors), 8, 3, 16)
 pools = [CachePool(16) for _ in target.config.cache_groups]
 plan = KernelPlan(target.config, stored_tensors(target.tensors), 128, pools, 64, "f16", 16, 64, True, False, layer)
 stages = compile_stages(plan)
-record(stages[0])
-kernels = {launch.key: launch.name for launch in record(stages[2])}
+record(stages[1])
+kernels = {launch.key: launch.name for launch in record(stages[3])}
 print(sorted(set(kernels.values())))
 drafts = plan.drafts(plan.graphs())
 assert [drafts.most_drafted(n) for n in (1, 2, 3, 4, 8, 9)] == [3, 3, 3, 3, 1, 0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quengine.kernels.block_formats import FORMATS, Groups, dequantize, unpack
-from quengine.kernels.cuda.weights import packed
+from quengine.kernels.cuda.weights import packed, planes
 from quengine.kernels.cuda.weights.lanes import by_lane
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS, packed_layout
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, pack
@@ -56,7 +56,7 @@ def test_unpacking_gives_back_the_stored_integers(
 def test_a_lane_holds_32_neighbouring_columns_of_a_block_and_their_scales(name: str) -> None:
     layout = packed_layout(FORMATS[name], 256)
     columns = torch.arange(256, dtype=torch.uint8).expand(16, 256)
-    (held,) = packed._to_fragments(columns, layout)[0]  # [steps, 32 lanes, 2 halves, 2 rh, 4 columns]
+    (held,) = planes.to_fragments(columns, layout)[0]  # [steps, 32 lanes, 2 halves, 2 rh, 4 columns]
     block, step = torch.arange(2).view(2, 1, 1, 1), torch.arange(4).view(1, 4, 1, 1)
     first = (128 * block + 8 * step + 32 * (torch.arange(32) % 4).view(1, 1, 32, 1)).view(8, 32, 1)
     for rh in (0, 1):

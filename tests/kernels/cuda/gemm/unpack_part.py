@@ -54,7 +54,7 @@ def unpack_part(part: PackedPart) -> Groups:
 
 
 def _read_six(scales: Tensor) -> Tensor:
-    """The inverse of `packed._six_bit_plane`: [tiles, chunks, 32, 8]."""
+    """The inverse of `planes._six_bit_plane`: [tiles, chunks, 32, 8]."""
     words = scales[..., :128].contiguous().view(torch.int32)
     shorts = scales[..., 128:].contiguous().view(torch.int16).int()
     fields = [(words >> (6 * field)) & 63 for field in range(5)]
@@ -63,7 +63,7 @@ def _read_six(scales: Tensor) -> Tensor:
 
 
 def _read_pieces(part: PackedPart) -> Tensor:
-    """The inverse of `packed._pieces_plane`: [tiles, chunks, steps, 32 lanes, half, rh, 4]."""
+    """The inverse of `planes._pieces_plane`: [tiles, chunks, steps, 32 lanes, half, rh, 4]."""
     layout = part.layout
     pieces = CODE_PIECES[layout.low]
     words = part.low.view(part.tiles, part.chunks, -1, 32, 2, 4).transpose(3, 4)
@@ -101,7 +101,7 @@ def _read_codes(part: PackedPart) -> Tensor:
 
 
 def _from_fragments(fragments: Tensor, layout: PackedLayout) -> Tensor:
-    """The inverse of `packed._to_fragments`."""
+    """The inverse of `planes.to_fragments`."""
     tiles, chunks = fragments.shape[:2]
     shape = (tiles, chunks, layout.blocks, 4, 8, 4, 2, 2, 4)
     return (

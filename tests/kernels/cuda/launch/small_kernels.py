@@ -9,7 +9,8 @@ import torch
 
 from quengine.kernels.channel import Channel
 from quengine.kernels.cuda.launch import triton_cache
-from quengine.kernels.cuda.launch.compile_processes import FROM_LEADER, TO_LEADER, lead
+from quengine.kernels.cuda.launch.compile_messages import FROM_LEADER, TO_LEADER
+from quengine.kernels.cuda.launch.compile_processes import lead
 from quengine.kernels.cuda.sampling import batch_rows
 
 

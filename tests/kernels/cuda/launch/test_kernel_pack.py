@@ -12,7 +12,7 @@ import triton
 
 from quengine.errors import EngineError
 from quengine.kernels.cuda.launch import kernel_pack, triton_cache
-from quengine.kernels.cuda.launch.compile_processes import Built
+from quengine.kernels.cuda.launch.compile_messages import Built
 from quengine.kernels.cuda.launch.kernel_pack import (
     cache_summary,
     clear_kernels,
