@@ -174,7 +174,12 @@ def multiply_and_add(
 
 
 def _multiply_block(
-    e: Emitter, format_name: str, x: ir.Value, panel: ir.Value, sums: ir.Value, others: list[Callable[[], None]]
+    e: Emitter,
+    format_name: str,
+    x: ir.Value,
+    panel: ir.Value,
+    sums: ir.Value,
+    others: list[Callable[[], None]],
 ) -> None:
     """`multiply_byte_tiles`. `others` emit code that may read the sums of before; it is spread over the products."""
     fmt, both = FORMATS[format_name], abs(FACTORS[format_name]) < 256
@@ -202,9 +207,7 @@ def _multiply_block(
         amx_ir.store_tile(e, half, e.at(sums, TILE_BYTES * (_MINS + half)))
 
 
-def _multiply_step(
-    e: Emitter, x: ir.Value, panel: ir.Value, both: bool, between: Callable[[], None]
-) -> None:
+def _multiply_step(e: Emitter, x: ir.Value, panel: ir.Value, both: bool, between: Callable[[], None]) -> None:
     """STEP columns. Tiles 0 and 1: sums of high bytes; 2, 3: of high by low; 4, 5: activations; 6, 7: weights.
 
     Products with the same sums are three apart, nearly their latency. `between` emits what stands after each.
