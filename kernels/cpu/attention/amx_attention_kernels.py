@@ -77,7 +77,7 @@ def amx_scores_kernel(cache_type: CacheType) -> bytes:
             for t in range(0, work.rows, BLOCK):
                 last = work.first_row + min(t + BLOCK, work.rows) - 1
                 if args.start + last // args.group >= position:
-                    multiply_amx_tiles(two, queries + t // _HALF * HALF_BYTES, width, panel, sums, 1)
+                    multiply_amx_tiles(two, two, queries + t // _HALF * HALF_BYTES, width, panel, sums, 1)
                     for i in range(min(BLOCK, work.rows - t)):
                         # Sums: tiles of 16 rows by 16 positions, the second half of positions after the first.
                         source = sums + i // _HALF * 2 * TILE_BYTES + i % _HALF * 64
@@ -133,7 +133,7 @@ def amx_sums_kernel(cache_type: CacheType) -> bytes:
                 seen = min(positions, args.start + last // args.group + 1 - base)
                 if seen > 0:
                     depth = (seen + STEP - 1) // STEP * STEP
-                    multiply_amx_tiles(two, weights + t // _HALF * HALF_BYTES, depth, panel, sums, 1)
+                    multiply_amx_tiles(two, two, weights + t // _HALF * HALF_BYTES, depth, panel, sums, 1)
                     for i in range(min(BLOCK, work.rows - t)):
                         source = sums + i // _HALF * 2 * TILE_BYTES + i % _HALF * 64
                         target = work.sums + 4 * (DEPTH * (t + i) + strip)

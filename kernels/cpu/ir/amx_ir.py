@@ -15,7 +15,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cpu.gemm.amx import HALF_BYTES, STEP, TILE_BYTES
+from quengine.kernels.cpu.gemm.amx import HALF_BYTES, ONE_TERM, STEP, TILE_BYTES
 from quengine.kernels.cpu.ir.tile_ir import transposed
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, Emitter, vec
@@ -48,7 +48,7 @@ def scale_and_split_row(
     tiles: ir.Value,
 ) -> None:
     """`split_row` of scale * code - min. codes: int8; scales, mins: fp32, one per group."""
-    fmt = FORMATS[format_name]
+    fmt, terms = FORMATS[format_name], 1 if format_name in ONE_TERM else 2
 
     def step(k: ir.Value) -> None:
         group = e.b.mul(e.b.udiv(k, e.i64(fmt.group)), e.i64(4))
@@ -61,15 +61,17 @@ def scale_and_split_row(
             ints = e.load(vec(I8, STEP // 2), e.at(codes, k), STEP // 2 * half)
             value = e.b.fmul(e.to_float(e.widen(ints, I32, True)), scale)
             values.append(e.b.fsub(value, added) if fmt.has_min else value)
-        _store_pairs(e, values[0], values[1], tiles, k)
+        _store_pairs(e, values[0], values[1], tiles, k, terms)
 
     e.each(e.i64(0), depth, STEP, step)
 
 
-def _store_pairs(e: Emitter, first: ir.Value, second: ir.Value, tiles: ir.Value, k: ir.Value) -> None:
+def _store_pairs(
+    e: Emitter, first: ir.Value, second: ir.Value, tiles: ir.Value, k: ir.Value, terms: int = 2
+) -> None:
     """Stores STEP columns from k on, given as two halves, as a row of the first-term and of the second-term tile."""
     target = e.at(tiles, e.b.mul(k, e.i64(2 * TILE_BYTES // STEP)))
-    for term, pairs in enumerate(_pairs(e, first, second)):
+    for term, pairs in enumerate(_pairs(e, first, second)[:terms]):
         e.store(pairs, target, TILE_BYTES * term)
 
 
@@ -145,13 +147,21 @@ def release_tiles(
 
 @vector_code
 def multiply_amx_tiles(
-    e: Emitter, halves: int, weights: ir.Value, depth: ir.Value, x: ir.Value, sums: ir.Value, fresh: ir.Value
+    e: Emitter,
+    halves: int,
+    terms: int,
+    weights: ir.Value,
+    depth: ir.Value,
+    x: ir.Value,
+    sums: ir.Value,
+    fresh: ir.Value,
 ) -> None:
     """sums += products over `depth` columns, a multiple of STEP above 0; where `fresh`, sums start at 0.
 
-    weights, x, sums: addresses of the first tile of each. halves: 1 for 16 rows of x, 2 for 32.
+    weights, x, sums: addresses of the first tile of each. halves: 1 for 16 rows of x, 2 for 32. terms: of weights, 1
+    where the second is 0.
     """
-    product = _Product(halves)
+    product = _Product(halves, terms)
 
     def operands(k: ir.Value) -> tuple[ir.Value, ir.Value]:
         steps = e.b.udiv(k, e.i64(STEP))
@@ -179,18 +189,18 @@ def multiply_amx_tiles(
 class _Product:
     """The products of one step of STEP columns. Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 activations.
 
-    Products in order: second terms of weights by first terms of x, first by first, first by second. Each operand is
-    loaded once, as soon as its tile is free, so that loads overlap with products.
+    Products in order: second terms of weights, if any, by first terms of x, first by first, first by second. Each
+    operand is loaded once, as soon as its tile is free, so that loads overlap with products.
     """
 
-    def __init__(self, halves: int) -> None:
-        self.x = range(halves)
+    def __init__(self, halves: int, terms: int) -> None:
+        self.x, self.terms = range(halves), terms
         self.sums = [2 * a + b for a in range(2) for b in self.x]
 
     def begin(self, e: Emitter, at: tuple[ir.Value, ir.Value]) -> None:
         """Loads the operands that a step begins with."""
         for half in range(2):
-            self._weights(e, at, half, 1)
+            self._weights(e, at, half, self.terms - 1)
         for half in self.x:
             self._activations(e, at, half, 0)
 
@@ -198,7 +208,7 @@ class _Product:
         self, e: Emitter, at: tuple[ir.Value, ir.Value], following: tuple[ir.Value, ir.Value] | None
     ) -> None:
         """The products of a step, and the loads that the following step begins with."""
-        for a in range(2):
+        for a in range(2 if self.terms == 2 else 0):
             for b in self.x:
                 self._multiply(e, a, b)
             self._weights(e, at, a, 0)
@@ -212,7 +222,7 @@ class _Product:
                 if a == 1 and following is not None:
                     self._activations(e, following, b, 0)
             if following is not None:
-                self._weights(e, following, a, 1)
+                self._weights(e, following, a, self.terms - 1)
 
     def _multiply(self, e: Emitter, a: int, b: int) -> None:
         tile_instruction(e, "tdpbf16ps", 2 * a + b, 4 + a, 6 + b)
