@@ -154,13 +154,18 @@ def multiply_amx_tiles(
     depth: ir.Value,
     x: ir.Value,
     sums: ir.Value,
+    line: int,
     fresh: ir.Value,
 ) -> None:
     """sums += products over `depth` columns, a multiple of STEP above 0; where `fresh`, sums start at 0.
 
     weights, x, sums: addresses of the first tile of each. halves: 1 for 16 rows of x, 2 for 32. terms: of weights, 1
-    where the second is 0.
+    where the second is 0. line: bytes between the rows of sums; 64 where these are tiles one after another.
     """
+
+    def place(tile: int) -> ir.Value:
+        return e.at(sums, TILE_BYTES * tile if line == 64 else 16 * line * (tile // 2) + 64 * (tile % 2))
+
     product = _Product(halves, terms)
 
     def operands(k: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -177,13 +182,13 @@ def multiply_amx_tiles(
                 clear_tile(e, tile)
         with otherwise:
             for tile in product.sums:
-                load_tile(e, tile, e.at(sums, TILE_BYTES * tile))
+                load_tile(e, tile, place(tile), line)
     product.begin(e, operands(e.i64(0)))
     last = e.at(depth, -STEP)
     e.each(e.i64(0), last, STEP, step)
     product.emit(e, operands(last), None)
     for tile in product.sums:
-        store_tile(e, tile, e.at(sums, TILE_BYTES * tile))
+        store_tile(e, tile, place(tile), line)
 
 
 class _Product:
@@ -238,14 +243,14 @@ def _tile(number: int) -> ir.Constant:
     return ir.Constant(I8, number)
 
 
-def load_tile(e: Emitter, tile: int, address: ir.Value) -> None:
-    """Loads a tile whose rows are 64 bytes apart."""
-    _call(e, "tileloadd64", _tile(tile), _pointer(e, address), e.i64(64))
+def load_tile(e: Emitter, tile: int, address: ir.Value, line: int = 64) -> None:
+    """Loads a tile whose rows are `line` bytes apart."""
+    _call(e, "tileloadd64", _tile(tile), _pointer(e, address), e.i64(line))
 
 
-def store_tile(e: Emitter, tile: int, address: ir.Value) -> None:
-    """Stores a tile with rows 64 bytes apart."""
-    _call(e, "tilestored64", _tile(tile), _pointer(e, address), e.i64(64))
+def store_tile(e: Emitter, tile: int, address: ir.Value, line: int = 64) -> None:
+    """Stores a tile with rows `line` bytes apart."""
+    _call(e, "tilestored64", _tile(tile), _pointer(e, address), e.i64(line))
 
 
 def clear_tile(e: Emitter, tile: int) -> None:
