@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.cpu.gemm.tile_matmul import tile_matmul_launches
+from quengine.kernels.cpu.gemv.amx_rows import uses_amx_rows
 from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
 from quengine.kernels.cpu.runtime.kernel_table import (
+    amx_matvec_kernel,
     dequantize_kernel,
     float_matvec_kernel,
     matvec_kernel,
@@ -124,7 +126,9 @@ def matvec_launch(
     """
     count = source.shape[0]
     step = step or task_rows(w)
-    if w.format.is_quantized:
+    if uses_amx_rows(w, count):
+        kernel, length = amx_matvec_kernel(w.format.name), w.cols // w.format.block
+    elif w.format.is_quantized:
         kernel, length = matvec_kernel(w.format.name, count > 1), w.cols // w.format.block
     else:
         kernel, length = float_matvec_kernel(w.format.name), w.cols

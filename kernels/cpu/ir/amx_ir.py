@@ -128,11 +128,12 @@ def configure_tiles(e: Emitter, memory: ir.Value) -> None:
     configure(e, memory, e.const(vec(I8, 16), [16] * 8 + [0] * 8))
 
 
-def configure(e: Emitter, memory: ir.Value, rows: ir.Value) -> None:
-    """Configures eight tiles of 64 bytes a row. rows: int8 [16], of each tile, then zeros."""
+def configure(e: Emitter, memory: ir.Value, rows: ir.Value, widths: ir.Value | None = None) -> None:
+    """Configures eight tiles. rows: int8 [16], of each tile, then zeros; widths: the same of bytes a row, int16, 64 if
+    not given."""
     # Byte 0: palette 1; bytes 16 on: bytes per row, int16; bytes 48 on: rows, int8.
     e.store(e.const(vec(I8, 16), [1] + [0] * 15), memory)
-    e.store(e.const(vec(I16, 16), [64] * 8 + [0] * 8), memory, 16)
+    e.store(e.const(vec(I16, 16), [64] * 8 + [0] * 8) if widths is None else widths, memory, 16)
     e.store(rows, memory, 48)
     _call(e, "ldtilecfg", _pointer(e, memory))
 
@@ -243,9 +244,10 @@ def _tile(number: int) -> ir.Constant:
     return ir.Constant(I8, number)
 
 
-def load_tile(e: Emitter, tile: int, address: ir.Value, line: int = 64) -> None:
+def load_tile(e: Emitter, tile: int, address: ir.Value, line: int | ir.Value = 64) -> None:
     """Loads a tile whose rows are `line` bytes apart."""
-    _call(e, "tileloadd64", _tile(tile), _pointer(e, address), e.i64(line))
+    stride = e.i64(line) if isinstance(line, int) else line
+    _call(e, "tileloadd64", _tile(tile), _pointer(e, address), stride)
 
 
 def store_tile(e: Emitter, tile: int, address: ir.Value, line: int = 64) -> None:
