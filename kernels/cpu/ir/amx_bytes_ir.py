@@ -165,7 +165,7 @@ def multiply_and_add(
             e.load(F32, scales, 4 * row),
             e.at(totals, 4 * COLUMNS * row),
         )
-        others += [partial(_add_half_row, e, format_name, half, *places, factors) for half in range(2)]
+        others += [partial(_add_scaled_half, e, format_name, half, *places, factors) for half in range(2)]
     _multiply_block(e, format_name, x, panel, sums, others)
 
 
@@ -250,7 +250,7 @@ def add_scaled(
         t = e.load(F32, e.at(scales, e.b.mul(i, e.i64(4))))
         line, target = e.at(sums, e.b.mul(i, e.i64(64))), e.at(totals, e.b.mul(i, e.i64(4 * COLUMNS)))
         for half in range(2):
-            _add_half_row(e, format_name, half, line, t, target, factors)
+            _add_scaled_half(e, format_name, half, line, t, target, factors)
 
     e.each(e.i64(0), rows, 1, row)
 
@@ -264,7 +264,7 @@ def _factors(e: Emitter, format_name: str, panel: ir.Value) -> _Factors:
     return [[e.load(_LANES, panel, HALF_BYTES * half + D + 64 * i) for half in range(2)] for i in kinds]
 
 
-def _add_half_row(
+def _add_scaled_half(
     e: Emitter, format_name: str, half: int, line: ir.Value, t: ir.Value, target: ir.Value, factors: _Factors
 ) -> None:
     """Adds one row's sums at address `line` to the half of its totals at address `target`."""
