@@ -39,16 +39,14 @@ _HALF = COLUMNS // 2
 def amx_bytes_pack_kernel() -> bytes:
     """Packs fp32 activation rows. A task is DEPTH columns of a block; rows past the last one are left as they are.
 
-    Tasks are ordered by rows first: a thread reads on in the same rows, which the processor foresees.
+    Tasks are ordered by column first: the first DEPTH columns of all blocks, then the next.
     """
     block_bytes = ROWS * ROW_BYTES
 
     def amx_bytes_pack(args: PackArguments, task: int) -> None:
-        panels = (args.cols + DEPTH - 1) // DEPTH
-        block, panel = task // panels, task % panels
-        target = args.packed + (panel * args.blocks + block) * block_bytes
-        x, stride = args.x + 4 * DEPTH * panel + block * ROWS * args.x_stride, args.x_stride
-        rows, largest = min(ROWS, args.rows - block * ROWS), stack_floats(ROWS)
+        first, target = task % args.blocks * ROWS, args.packed + task * block_bytes
+        x, stride = args.x + 4 * DEPTH * (task // args.blocks) + first * args.x_stride, args.x_stride
+        rows, largest = min(ROWS, args.rows - first), stack_floats(ROWS)
         # Both steps are chains of dependent instructions: rows side by side overlap.
         for i in range(rows):
             find_largest(x + i * stride, largest + 4 * i)
