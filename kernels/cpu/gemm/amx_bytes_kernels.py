@@ -136,8 +136,6 @@ def amx_bytes_matmul_kernel(format_name: str) -> bytes:
                             multiply_and_add(format_name, x, panel, sums, before, place - tile_bytes)
                         else:
                             multiply_byte_tiles(format_name, x, panel, sums)
-                        if first == begin:  # the next activations come from further away than the L2 cache
-                            _prefetch_run(x + x_bytes, x_bytes, 0, 1)
                         # What is unpacked next, spread over the work: a burst would stall on the memory.
                         if few:
                             _prefetch_run(ahead, strip_bytes, 2 + b, shares)

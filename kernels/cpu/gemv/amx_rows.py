@@ -12,13 +12,16 @@ one row.
 
 from __future__ import annotations
 
-from quengine.kernels.cpu.gemm.amx_bytes import FACTORS, has_amx_bytes
+from quengine.kernels.cpu.gemm.amx_bytes import has_amx_bytes
 from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.runtime.target import host_tile
 from quengine.kernels.quant_tensor import QuantTensor
 
 ROWS = 16  # weight rows per panel: columns of a tile
 MOST_ROWS = 16  # activation rows at once: rows of a tile
+LEAST_ROWS = 8  # activation rows from which tiles are faster: two take as long
+TYPES = frozenset({"Q3_K", "Q4_K", "Q5_K"})
+"""Types that are faster on tiles. Of Q6_K 8 rows take 1.5 times as long as by byte dots; others are not measured."""
 MOST_GROUPS = DEPTH // 16
 SCALES_AT = DEPTH * ROWS
 MINS_AT = SCALES_AT + 4 * MOST_GROUPS * ROWS
@@ -27,4 +30,6 @@ PANEL_BYTES = MINS_AT + 4 * MOST_GROUPS * ROWS
 
 def uses_amx_rows(w: QuantTensor, rows: int) -> bool:
     """Whether this processor multiplies the weight with `rows` activation rows of a decode step on tiles."""
-    return rows > 1 and w.format.name in FACTORS and has_amx_bytes() and host_tile().byte_dot_lanes > 0
+    return (
+        rows >= LEAST_ROWS and w.format.name in TYPES and has_amx_bytes() and host_tile().byte_dot_lanes > 0
+    )

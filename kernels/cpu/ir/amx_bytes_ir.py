@@ -21,6 +21,7 @@ from quengine.kernels.cpu.gemm.amx_bytes import (
     LOW,
     MINS,
     MOST,
+    ROW_BYTES,
     ROWS,
     SCALE,
     STEP,
@@ -155,7 +156,8 @@ def multiply_and_add(
 ) -> None:
     """`add_scaled` of the ROWS rows of sums of the block before, and `multiply_byte_tiles` of a block.
 
-    A product of tiles takes 16 cycles of a unit of its own: a few vector instructions stand after each.
+    A product of tiles takes 16 cycles of a unit of its own: a few vector instructions stand after each. They also
+    prefetch the activations that follow in memory, which come from the L2 cache or from further away.
     """
     factors = _factors(e, format_name, panel)
     others: list[Callable[[], None]] = []
@@ -166,6 +168,8 @@ def multiply_and_add(
             e.at(totals, 4 * COLUMNS * row),
         )
         others += [partial(_add_scaled_half, e, format_name, half, *places, factors) for half in range(2)]
+        lines = range(ROW_BYTES * row // 64, ROW_BYTES * (row + 1) // 64)
+        others += [partial(e.prefetch, e.at(x, ROWS * ROW_BYTES + 64 * line)) for line in lines]
     _multiply_block(e, format_name, x, panel, sums, others)
 
 
