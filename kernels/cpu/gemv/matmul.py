@@ -2,7 +2,8 @@
 
 Decode uses q-dot: activations are rounded to int16 in groups of 32, and weights are read block by block where they
 lie, usually in the mapped file. A result depends on its activation row and weight row alone: not on the number of
-threads or on the other rows of the batch. Several rows share the unpacking of a weight.
+threads or on the other rows of the batch. Several rows share the unpacking of a weight; AMX multiplies many of them on
+tiles, with the same bits (amx_rows.py).
 
 Prefill multiplies in fp32, on AMX or on int16, see tile_matmul.py.
 """
