@@ -159,7 +159,14 @@ def cpu_code(_device: str, _only: str) -> Record:
     return record
 
 
-_NEEDED = {"amx_matmul_kernel": "+amx-bf16", "vnni_matmul_kernel": "+avx512vnni"}
+_NEEDED = {
+    "amx_matmul_kernel": "+amx-bf16",
+    "amx_scores_kernel": "+amx-bf16",
+    "amx_sums_kernel": "+amx-bf16",
+    "amx_bytes_matmul_kernel": "+amx-int8",
+    "amx_matvec_kernel": "+amx-int8",
+    "vnni_matmul_kernel": "+avx512vnni",
+}
 """Kernels written in the instructions of a processor feature, as LLVM names it."""
 
 

@@ -1,6 +1,6 @@
 """Rates of the CPU's matmuls alone: prompts in fp32 and, where there are any, on AMX tiles; decode's row dots.
 
-    python benchmarks/cpu/cpu_matmul.py [-t 2] [-T 1 16 128 512] [-b 1 8] [-r 15]
+    python benchmarks/cpu/cpu_matmul.py [-t 2] [-T 1 16 128 512] [-b 1 8 16] [-r 15]
 
 GMAC/s, the best of some samples: a busy machine disturbs those least. Weights of a prompt are unpacked for every call.
 In decode matrices of 64 rows stay in the caches, those of 16384 do not. -T or -b without numbers leaves one out.
@@ -18,7 +18,7 @@ from quengine.kernels import cpu
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.gemm import tile_matmul
 from quengine.kernels.cpu.gemm.amx import has_amx
-from quengine.kernels.cpu.gemv.matmul import matvec_launch, quantize_launch
+from quengine.kernels.cpu.gemv import matmul
 from quengine.kernels.cpu.gemv.quantized_rows import quantized_row_bytes
 from quengine.kernels.cpu.runtime.threads import Launch, Program
 from quengine.kernels.quant_tensor import QuantTensor
@@ -70,17 +70,21 @@ def prompt_rates(tokens: Sequence[int], samples: int) -> dict[str, float]:
 
 
 def decode_rates(counts: Sequence[int], samples: int) -> dict[str, float]:
-    """GMAC/s by weight and number of rows of activations."""
-    rates = {}
+    """GMAC/s by weight and number of rows of activations, and where rows are multiplied on tiles also without."""
+    rates, on_tiles = {}, matmul.uses_amx_rows
     for name, rows, cols in DECODE:
         w = weight(name, rows, cols)
         for count in counts:
             x, y = torch.randn(count, cols), torch.empty(count, rows)
             records = torch.empty(count, quantized_row_bytes(cols), dtype=torch.uint8)
             times = max(1, int(_ENOUGH / (rows * cols * count)))
-            dots = [matvec_launch(records, w, y, 0)] * times
-            seconds = best_seconds([quantize_launch(x, records), *dots], samples)
-            rates[f"decode {name} {rows}x{cols} {count} rows"] = times * rows * cols * count / seconds / 1e9
+            for unit in (True, False) if on_tiles(w, count) else (False,):
+                matmul.uses_amx_rows = lambda *_, unit=unit: unit  # type: ignore[assignment]
+                dots = [matmul.matvec_launch(records, w, y, 0)] * times
+                seconds = best_seconds([matmul.quantize_launch(x, records), *dots], samples)
+                key = f"decode {name} {rows}x{cols} {count} rows{' tiles' * unit}"
+                rates[key] = times * rows * cols * count / seconds / 1e9
+    matmul.uses_amx_rows = on_tiles
     return rates
 
 
@@ -88,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-t", type=int, default=physical_cores(), help="threads")
     parser.add_argument("-T", type=int, nargs="*", default=[1, 16, 128, 512], help="rows of a prompt")
-    parser.add_argument("-b", type=int, nargs="*", default=[1, 8], help="rows of a decode step")
+    parser.add_argument("-b", type=int, nargs="*", default=[1, 8, 16], help="rows of a decode step")
     parser.add_argument("-r", type=int, default=15, help="samples")
     options = parser.parse_args()
     cpu.set_threads(options.t)

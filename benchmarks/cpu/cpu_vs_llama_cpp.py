@@ -1,14 +1,15 @@
 """quengine and llama.cpp on the same file and the same processor, in turns.
 
     python benchmarks/cpu/cpu_vs_llama_cpp.py [-m MODEL | --synthetic PRESET] [-p 512] [-n 64] [-r 5] [-s SECONDS]
-        [-t 2] [--no-mmap] [--llama-bench PATH]
+        [-t 2] [-d DEPTH] [--no-mmap] [--llama-bench PATH]
 
 Each engine lives in a process of its own, loaded once, and the parent asks them in turns: a machine whose
 speed drifts slows both. Medians, their ratio, and one JSON line at the end. The peer is the package
 xllamacpp, which is llama.cpp's server as a library, or any build of llama.cpp given by its llama-bench
-program. Which instruction sets the peer uses is printed (of a program: which ones its code contains): a
-build without this processor's fastest ones is not llama.cpp at its best. Beside the medians stand the best
-samples, the ones that a busy machine disturbed least.
+program, which alone can time what comes after a depth of tokens in the cache. Which instruction sets the peer
+uses is printed (of a program: which ones its code contains): a build without this processor's fastest ones is
+not llama.cpp at its best. Beside the medians stand the best samples, the ones that a busy machine disturbed
+least.
 """
 
 import argparse
@@ -51,7 +52,7 @@ PEER_SIMD = {
 
 
 class Engine(Protocol):
-    """Something that can be timed: seconds for `prompt` tokens from an empty cache, or to generate `count`."""
+    """Something that can be timed: seconds for `prompt` tokens, or to generate `count`, after its depth."""
 
     facts: dict[str, Any]
 
@@ -63,9 +64,10 @@ class Engine(Protocol):
 class Quengine:
     """Our side, as `engine bench` times it."""
 
-    def __init__(self, model: Path, threads: int, positions: int, mmap: bool) -> None:
+    def __init__(self, model: Path, threads: int, positions: int, depth: int, mmap: bool) -> None:
         from quengine import LLM, __version__
 
+        self.depth = depth
         self.llm = LLM(model, "cpu", positions, threads, reuse_prefix=True, mmap=mmap)
         self.facts = {"version": __version__, "simd": list(simd_features()), "load_s": self.llm.loaded.load_s}
 
@@ -79,7 +81,7 @@ class Quengine:
         from quengine.diagnostics.bench.bench_plan import BenchTest
         from quengine.diagnostics.bench.bench_time import time_batch
 
-        (seconds,) = time_batch(self.llm, BenchTest(prompt, count), 1, 1, False, lambda _: None)
+        (seconds,) = time_batch(self.llm, BenchTest(prompt, count, self.depth), 1, 1, False, lambda _: None)
         return seconds
 
 
@@ -133,7 +135,7 @@ class LlamaServer:
 class LlamaBench:
     """Any build of llama.cpp through its llama-bench program; it loads the model anew for every sample."""
 
-    def __init__(self, program: Path, model: Path, threads: int) -> None:
+    def __init__(self, program: Path, model: Path, threads: int, depth: int) -> None:
         self.command = [
             str(program),
             "-m",
@@ -142,6 +144,8 @@ class LlamaBench:
             str(threads),
             "-ngl",
             "0",
+            "-d",
+            str(depth),
             "-r",
             "1",
             "-o",
@@ -207,14 +211,15 @@ class Setup:
     model: Path
     threads: int
     positions: int
+    depth: int
     llama_bench: Path | None
     mmap: bool
 
     def make(self) -> Engine:
         if self.ours:
-            return Quengine(self.model, self.threads, self.positions, self.mmap)
+            return Quengine(self.model, self.threads, self.positions, self.depth, self.mmap)
         if self.llama_bench is not None:
-            return LlamaBench(self.llama_bench, self.model, self.threads)
+            return LlamaBench(self.llama_bench, self.model, self.threads, self.depth)
         return LlamaServer(self.model, self.threads, self.positions)
 
 
@@ -330,6 +335,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("-r", type=int, default=5, help="rounds")
     parser.add_argument("-s", type=float, default=1e9, help="seconds after which no round is begun")
     parser.add_argument("-t", type=int, default=physical_cores(), help="threads")
+    parser.add_argument("-d", type=int, default=0, help="tokens in the cache before")
     parser.add_argument("--no-mmap", action="store_true", help="our weights in a copy, in huge pages")
     parser.add_argument("--llama-bench", type=Path, help="a build of llama.cpp to use as the peer")
     return parser.parse_args()
@@ -337,6 +343,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
+    if args.llama_bench is None and args.d:
+        print("-d needs --llama-bench: the package's server has no depth to start from", file=sys.stderr)
+        return 2
     if args.llama_bench is None and importlib.util.find_spec("xllamacpp") is None:
         print(f"llama.cpp is not here: {INSTALL_PEER}", file=sys.stderr)
         return 2
@@ -357,9 +366,9 @@ def _say(text: str) -> None:
 def measure(args: argparse.Namespace, model: Path) -> None:
     """Both engines on a model, in turns, and the report."""
     tests = {f"pp{p}": ("prompt", p) for p in args.p if p} | {f"tg{n}": ("generate", n) for n in args.n if n}
-    positions = max(*args.p, *args.n) + 2
+    positions = args.d + max(*args.p, *args.n) + 2
     setups = {
-        name: Setup(name == "quengine", model, args.t, positions, args.llama_bench, not args.no_mmap)
+        name: Setup(name == "quengine", model, args.t, positions, args.d, args.llama_bench, not args.no_mmap)
         for name in ("quengine", "llama_cpp")
     }
     print(json.dumps(report(compare(setups, tests, args.r, args.s), model, args.t)))

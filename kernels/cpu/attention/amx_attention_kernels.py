@@ -24,7 +24,7 @@ from quengine.kernels.cpu.ir.amx_ir import (
 )
 from quengine.kernels.cpu.ir.attention_ir import block_run
 from quengine.kernels.cpu.ir.prefill_attention_ir import cache_row
-from quengine.kernels.cpu.ir.tile_ir import clear_floats, copy_floats, stack_floats
+from quengine.kernels.cpu.ir.tile_ir import clear_floats, stack_floats
 from quengine.kernels.cpu.runtime.argument_types import arguments_at
 from quengine.kernels.cpu.runtime.compiled import compile_kernel
 from quengine.kernels.cpu.runtime.target import host_tile
@@ -41,14 +41,17 @@ def amx_scores_kernel(cache_type: CacheType) -> bytes:
     rows_most = TILES * host_tile().rows
     query_floats = -(-rows_most // BLOCK) * 2 * HALF_BYTES // 4
     row_floats, key_floats = BLOCK * DEPTH, BLOCK * DEPTH
-    two, sum_floats, memory_floats = 2, TILE_BYTES, 16
+    two, line, memory_floats = 2, 4 * DEPTH, 16
     args_at = arguments_at(PrefillArguments)
 
     def score_block(work: WorkArguments, _task: int) -> None:
         args = args_at(work.call)
         keys, width = args.k, args.width
-        queries, rows = stack_floats(query_floats), stack_floats(row_floats)
-        panel, sums = stack_floats(key_floats), stack_floats(sum_floats)
+        queries, rows, panel = (
+            stack_floats(query_floats),
+            stack_floats(row_floats),
+            stack_floats(key_floats),
+        )
         configure_tiles(stack_floats(memory_floats))
         for r in range(work.rows):
             split_row(work.queries + r * 4 * DEPTH, width, queries + r // _HALF * HALF_BYTES + r % _HALF * 64)
@@ -77,13 +80,11 @@ def amx_scores_kernel(cache_type: CacheType) -> bytes:
             for t in range(0, work.rows, BLOCK):
                 last = work.first_row + min(t + BLOCK, work.rows) - 1
                 if args.start + last // args.group >= position:
-                    multiply_amx_tiles(two, queries + t // _HALF * HALF_BYTES, width, panel, sums, 1)
-                    for i in range(min(BLOCK, work.rows - t)):
-                        # Sums: tiles of 16 rows by 16 positions, the second half of positions after the first.
-                        source = sums + i // _HALF * 2 * TILE_BYTES + i % _HALF * 64
-                        target = work.scores + 4 * (DEPTH * (t + i) + strip)
-                        copy_floats(source, target, _HALF)
-                        copy_floats(source + TILE_BYTES, target + 4 * _HALF, _HALF)
+                    # Also of rows past the last one, for which there is room.
+                    target = work.scores + 4 * (DEPTH * t + strip)
+                    multiply_amx_tiles(
+                        two, two, queries + t // _HALF * HALF_BYTES, width, panel, target, line, 1
+                    )
         release_tiles()
 
     return compile_kernel(score_block, WorkArguments)
@@ -94,7 +95,7 @@ def amx_sums_kernel(cache_type: CacheType) -> bytes:
     rows_most = TILES * host_tile().rows
     weight_floats = -(-rows_most // BLOCK) * 2 * HALF_BYTES // 4
     row_floats, value_floats = DEPTH * BLOCK, DEPTH * BLOCK
-    two, sum_floats, memory_floats = 2, TILE_BYTES, 16
+    two, line, sum_floats, memory_floats = 2, 64, TILE_BYTES, 16
     args_at = arguments_at(PrefillArguments)
 
     def add_values(work: WorkArguments, _task: int) -> None:
@@ -133,7 +134,9 @@ def amx_sums_kernel(cache_type: CacheType) -> bytes:
                 seen = min(positions, args.start + last // args.group + 1 - base)
                 if seen > 0:
                     depth = (seen + STEP - 1) // STEP * STEP
-                    multiply_amx_tiles(two, weights + t // _HALF * HALF_BYTES, depth, panel, sums, 1)
+                    multiply_amx_tiles(
+                        two, two, weights + t // _HALF * HALF_BYTES, depth, panel, sums, line, 1
+                    )
                     for i in range(min(BLOCK, work.rows - t)):
                         source = sums + i // _HALF * 2 * TILE_BYTES + i % _HALF * 64
                         target = work.sums + 4 * (DEPTH * (t + i) + strip)

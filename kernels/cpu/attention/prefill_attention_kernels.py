@@ -11,6 +11,7 @@ from quengine.kernels.cpu.attention.prefill_attention import (
     WorkArguments,
     widest,
 )
+from quengine.kernels.cpu.gemm.amx import BLOCK
 from quengine.kernels.cpu.gemm.tiles import DEPTH
 from quengine.kernels.cpu.ir.attention_ir import block_run
 from quengine.kernels.cpu.ir.cache_ir import hadamard_row
@@ -66,7 +67,8 @@ def block_kernel(sinks: bool = False, wide: bool = False) -> bytes:
     """Task h * head_tasks + b: tile b of the query rows of key/value head h; its sinks, if any, start the softmax."""
     tile = host_tile()
     columns, most_rows, row_bytes = tile.columns, TILES * tile.rows, 4 * widest(wide)
-    block_floats, panel_floats, state_floats = most_rows * DEPTH, columns * widest(wide), 2 * most_rows
+    block_floats = -(-most_rows // BLOCK) * BLOCK * DEPTH  # AMX writes whole blocks of scores
+    panel_floats, state_floats = columns * widest(wide), 2 * most_rows
     head_floats = most_rows * widest(wide)
     work_at, work_floats = arguments_at(WorkArguments), size_of(WorkArguments) // 4
     panel_argument_floats = size_of(CachePanelArguments) // 4

@@ -6,6 +6,8 @@ out:
 
     x = xh + xl,  w = wh + wl:   y = sum over k of xh*wh + xl*wh + xh*wl
 
+Weights of the types in ONE_TERM are bf16 themselves, wl is 0 and its product left out.
+
 The relative error of a product is about 2^-16, a tenth of that of int16 activations. An element of the result depends
 on its two rows alone: columns are added in order, 32 at a time, one kind of product after another.
 """
@@ -26,6 +28,7 @@ from quengine.kernels.cpu.runtime.target import host_target
 STEP = 32  # columns of an operand tile: 16 rows of 64 bytes
 TILE_BYTES = 1024
 BLOCK = 32  # rows and columns of the result per step: four accumulator tiles, two tiles of each operand
+ONE_TERM = frozenset({"BF16", "MXFP4", "NVFP4"})  # at most 8 significant bits, scales of group included
 MOST_ROWS = 512  # activation rows per launch: their DEPTH columns stay in the L2 cache
 MOST_BLOCKS = 128  # accumulator blocks per task, 512 KiB on the stack
 HALF_BYTES = DEPTH // STEP * 2 * TILE_BYTES  # of DEPTH columns of 16 weight rows, both terms

@@ -22,6 +22,7 @@ from quengine.kernels.cpu.ir.amx_bytes_ir import (
     add_scaled,
     configure_rows,
     fill_byte_panel,
+    multiply_and_add,
     multiply_byte_tiles,
     quantize_two_bytes,
 )
@@ -129,7 +130,12 @@ def amx_bytes_matmul_kernel(format_name: str) -> bytes:
                         call_kernel(args.panel_kernel, request, half)
                     x = args.packed + k // DEPTH * blocks * x_bytes
                     for b in range(blocks):
-                        multiply_byte_tiles(format_name, x, panel, sums)
+                        place = total + b * tile_bytes
+                        if b:
+                            before = x - x_bytes + SCALE
+                            multiply_and_add(format_name, x, panel, sums, before, place - tile_bytes)
+                        else:
+                            multiply_byte_tiles(format_name, x, panel, sums)
                         # What is unpacked next, spread over the work: a burst would stall on the memory.
                         if few:
                             _prefetch_run(ahead, strip_bytes, 2 + b, shares)
@@ -137,9 +143,9 @@ def amx_bytes_matmul_kernel(format_name: str) -> bytes:
                             _prefetch_share(args, first + COLUMNS, end, k // DEPTH, b, blocks)
                         elif k + DEPTH < cols:
                             _prefetch_share(args, begin, end, k // DEPTH + 1, b, blocks)
-                        rows, place = min(ROWS, x_rows - b * ROWS), total + b * tile_bytes
-                        add_scaled(format_name, rows, sums, x + SCALE, panel, place)
                         x += x_bytes
+                    rows, place = x_rows - (blocks - 1) * ROWS, total + (blocks - 1) * tile_bytes
+                    add_scaled(format_name, rows, sums, x - x_bytes + SCALE, panel, place)
                 total += tile_bytes * blocks
         release_tiles()
         for first in range(begin, end, COLUMNS):

@@ -91,9 +91,12 @@ def _quantized_tiles_kernel(format_name: str) -> bytes:
     return compile_kernel(quantized_tiles, PanelArguments)
 
 
-def amx_matmul_kernel() -> bytes:
-    """A task is a few strips of 32 weight rows, at most MOST_BLOCKS blocks of sums with the activation rows."""
-    one, two, block_bytes = 1, 2, 4 * DEPTH * BLOCK
+def amx_matmul_kernel(one_term: bool = False) -> bytes:
+    """A task is a few strips of 32 weight rows, at most MOST_BLOCKS blocks of sums with the activation rows.
+
+    one_term: the second terms of weights are 0.
+    """
+    one, two, block_bytes, terms, line = 1, 2, 4 * DEPTH * BLOCK, 1 if one_term else 2, 64
     sum_floats, panel_floats, edge_floats = MOST_BLOCKS * BLOCK * BLOCK, BLOCK * DEPTH, TILE_BYTES // 4
     # request: as large as the tile configuration, which uses the same memory
     request_at, request_floats = arguments_at(PanelArguments), 16
@@ -125,9 +128,9 @@ def amx_matmul_kernel() -> bytes:
                 for b in range(blocks):
                     x, place = packed + block_bytes * b, block + 4 * TILE_BYTES * b
                     if x_rows - b * BLOCK > _HALF:
-                        multiply_amx_tiles(two, tiles, whole, x, place, int(k == 0))
+                        multiply_amx_tiles(two, terms, tiles, whole, x, place, line, int(k == 0))
                     else:
-                        multiply_amx_tiles(one, tiles, whole, x, place, int(k == 0))
+                        multiply_amx_tiles(one, terms, tiles, whole, x, place, line, int(k == 0))
                 block += 4 * TILE_BYTES * blocks
         release_tiles()
         for i in range(0, x_rows, _HALF):

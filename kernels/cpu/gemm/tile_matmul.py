@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.cpu.gemm import amx_bytes, vnni
-from quengine.kernels.cpu.gemm.amx import BLOCK, MOST_BLOCKS, MOST_ROWS, has_amx
+from quengine.kernels.cpu.gemm.amx import BLOCK, MOST_BLOCKS, MOST_ROWS, ONE_TERM, has_amx
 from quengine.kernels.cpu.gemm.amx_bytes import uses_amx_bytes
 from quengine.kernels.cpu.gemm.tiles import DEPTH, MatmulArguments, PackArguments
 from quengine.kernels.cpu.gemm.vnni import uses_vnni
@@ -158,7 +158,8 @@ def _amx_product(w: QuantTensor, blocks: int, matrices: int) -> _Product:
     """The AMX product. Strips of one task share activations in the cache."""
     strips = -(-w.rows // BLOCK)
     of_task = max(1, min(MOST_BLOCKS // blocks, strips * matrices // (_TASKS * get_threads())))
-    return amx_matmul_kernel(), amx_panel_kernel(w.format.name), of_task, -(-strips // of_task)
+    kernel = amx_matmul_kernel(True) if w.format.name in ONE_TERM else amx_matmul_kernel()
+    return kernel, amx_panel_kernel(w.format.name), of_task, -(-strips // of_task)
 
 
 def _amx_bytes_product(w: QuantTensor, blocks: int, matrices: int) -> _Product:

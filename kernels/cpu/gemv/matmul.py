@@ -2,7 +2,8 @@
 
 Decode uses q-dot: activations are rounded to int16 in groups of 32, and weights are read block by block where they
 lie, usually in the mapped file. A result depends on its activation row and weight row alone: not on the number of
-threads or on the other rows of the batch. Several rows share the unpacking of a weight.
+threads or on the other rows of the batch. Several rows share the unpacking of a weight; AMX multiplies many of them on
+tiles, with the same bits (amx_rows.py).
 
 Prefill multiplies in fp32, on AMX or on int16, see tile_matmul.py.
 """
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.cpu.gemm.tile_matmul import tile_matmul_launches
+from quengine.kernels.cpu.gemv.amx_rows import uses_amx_rows
 from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
 from quengine.kernels.cpu.runtime.kernel_table import (
+    amx_matvec_kernel,
     dequantize_kernel,
     float_matvec_kernel,
     matvec_kernel,
@@ -124,7 +127,9 @@ def matvec_launch(
     """
     count = source.shape[0]
     step = step or task_rows(w)
-    if w.format.is_quantized:
+    if uses_amx_rows(w, count):
+        kernel, length = amx_matvec_kernel(w.format.name), w.cols // w.format.block
+    elif w.format.is_quantized:
         kernel, length = matvec_kernel(w.format.name, count > 1), w.cols // w.format.block
     else:
         kernel, length = float_matvec_kernel(w.format.name), w.cols

@@ -6,6 +6,10 @@ of sums lie as in the result. The panels' codes are transposed and scaled as tho
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+
 from llvmlite import ir
 
 from quengine.kernels.block_formats import FORMATS
@@ -17,6 +21,7 @@ from quengine.kernels.cpu.gemm.amx_bytes import (
     LOW,
     MINS,
     MOST,
+    ROW_BYTES,
     ROWS,
     SCALE,
     STEP,
@@ -136,30 +141,81 @@ def configure_rows(e: Emitter, memory: ir.Value, rows: ir.Value) -> None:
 @vector_code
 def multiply_byte_tiles(e: Emitter, format_name: str, x: ir.Value, panel: ir.Value, sums: ir.Value) -> None:
     """The products of a block of activations with a panel: two tiles of each kind of sums at address `sums`."""
+    _multiply_block(e, format_name, x, panel, sums, [])
+
+
+@vector_code
+def multiply_and_add(
+    e: Emitter,
+    format_name: str,
+    x: ir.Value,
+    panel: ir.Value,
+    sums: ir.Value,
+    scales: ir.Value,
+    totals: ir.Value,
+) -> None:
+    """`add_scaled` of the ROWS rows of sums of the block before, and `multiply_byte_tiles` of a block.
+
+    A product of tiles takes 16 cycles of a unit of its own: a few vector instructions stand after each. They also
+    prefetch the activations that follow in memory, which come from the L2 cache or from further away.
+    """
+    factors = _factors(e, format_name, panel)
+    others: list[Callable[[], None]] = []
+    for row in range(ROWS):
+        places = (
+            e.at(sums, 64 * row),
+            e.load(F32, scales, 4 * row),
+            e.at(totals, 4 * COLUMNS * row),
+        )
+        others += [partial(_add_scaled_half, e, format_name, half, *places, factors) for half in range(2)]
+        lines = range(ROW_BYTES * row // 64, ROW_BYTES * (row + 1) // 64)
+        others += [partial(e.prefetch, e.at(x, ROWS * ROW_BYTES + 64 * line)) for line in lines]
+    _multiply_block(e, format_name, x, panel, sums, others)
+
+
+def _multiply_block(
+    e: Emitter,
+    format_name: str,
+    x: ir.Value,
+    panel: ir.Value,
+    sums: ir.Value,
+    others: list[Callable[[], None]],
+) -> None:
+    """`multiply_byte_tiles`. `others` emit code that may read the sums of before; it is spread over the products."""
     fmt, both = FORMATS[format_name], abs(FACTORS[format_name]) < 256
+    waiting, slots = iter(others), DEPTH // STEP * (6 if both else 4)
+
+    def between() -> None:
+        for other in islice(waiting, -(-len(others) // slots)):
+            other()
+
+    for tile in range(4):
+        amx_ir.clear_tile(e, tile)
+    for step in range(DEPTH // STEP):
+        _multiply_step(e, e.at(x, TILE_BYTES * step), e.at(panel, 2 * TILE_BYTES * step), both, between)
+    for half in range(2):
+        amx_ir.store_tile(e, half, e.at(sums, TILE_BYTES * (_HIGH + half)))
     if fmt.has_min:
         amx_ir.load_tile(e, 4, e.at(x, SUMS))
         for half in range(2):
             amx_ir.clear_tile(e, half)
             amx_ir.load_tile(e, 6 + half, e.at(panel, HALF_BYTES * half + MINS))
             amx_ir.tile_instruction(e, "tdpbf16ps", half, 4, 6 + half)
-            amx_ir.store_tile(e, half, e.at(sums, TILE_BYTES * (_MINS + half)))
-    for tile in range(4):
-        amx_ir.clear_tile(e, tile)
-    for step in range(DEPTH // STEP):
-        _multiply_step(e, e.at(x, TILE_BYTES * step), e.at(panel, 2 * TILE_BYTES * step), both)
-    for tile in range(4):
-        amx_ir.store_tile(e, tile, e.at(sums, TILE_BYTES * tile))
+    for half in range(2):
+        amx_ir.store_tile(e, 2 + half, e.at(sums, TILE_BYTES * (_CROSS + half)))
+    for half in range(2 if fmt.has_min else 0):
+        amx_ir.store_tile(e, half, e.at(sums, TILE_BYTES * (_MINS + half)))
 
 
-def _multiply_step(e: Emitter, x: ir.Value, panel: ir.Value, both: bool) -> None:
+def _multiply_step(e: Emitter, x: ir.Value, panel: ir.Value, both: bool, between: Callable[[], None]) -> None:
     """STEP columns. Tiles 0 and 1: sums of high bytes; 2, 3: of high by low; 4, 5: activations; 6, 7: weights.
 
-    Products with the same sums are three apart, nearly their latency.
+    Products with the same sums are three apart, nearly their latency. `between` emits what stands after each.
     """
 
     def multiply(sums: int, activations: int, weights: int) -> None:
         amx_ir.tile_instruction(e, "tdpbssd", sums, activations, weights)
+        between()
 
     def weights(half: int, term: int) -> None:
         amx_ir.load_tile(e, 6 + half, e.at(panel, HALF_BYTES * half + TILE_BYTES * term))
@@ -192,28 +248,38 @@ def add_scaled(
     totals: ir.Value,
 ) -> None:
     """totals fp32 [rows, COLUMNS] += the sums of `multiply_byte_tiles`, scaled. scales: fp32 t of each row."""
-    b, has_min = e.b, FORMATS[format_name].has_min
-    factors = [
-        [e.load(_LANES, panel, HALF_BYTES * half + D + 64 * i) for half in range(2)]
-        for i in range(1 + has_min)
-    ]
+    factors = _factors(e, format_name, panel)
 
     def row(i: ir.Value) -> None:
-        t = e.splat(e.load(F32, e.at(scales, b.mul(i, e.i64(4)))), ROWS)
-        line = e.at(sums, b.mul(i, e.i64(64)))
-        target = e.at(totals, b.mul(i, e.i64(4 * COLUMNS)))
+        t = e.load(F32, e.at(scales, e.b.mul(i, e.i64(4))))
+        line, target = e.at(sums, e.b.mul(i, e.i64(64))), e.at(totals, e.b.mul(i, e.i64(4 * COLUMNS)))
         for half in range(2):
-            high, cross = (
-                e.load(vec(I32, ROWS), line, TILE_BYTES * (kind + half)) for kind in (_HIGH, _CROSS)
-            )
-            ints = e.to_float(b.add(e.shift_left(high, 8), cross))
-            total = e.fma(b.fmul(ints, t), factors[0][half], e.load(_LANES, target, 64 * half))
-            if has_min:
-                mins = e.load(_LANES, line, TILE_BYTES * (_MINS + half))
-                total = e.fma(mins, factors[1][half], total)
-            e.store(total, target, 64 * half)
+            _add_scaled_half(e, format_name, half, line, t, target, factors)
 
     e.each(e.i64(0), rows, 1, row)
+
+
+_Factors = list[list[ir.Value]]
+"""d of each half of a panel, and -dmin if there are minimums."""
+
+
+def _factors(e: Emitter, format_name: str, panel: ir.Value) -> _Factors:
+    kinds = range(1 + FORMATS[format_name].has_min)
+    return [[e.load(_LANES, panel, HALF_BYTES * half + D + 64 * i) for half in range(2)] for i in kinds]
+
+
+def _add_scaled_half(
+    e: Emitter, format_name: str, half: int, line: ir.Value, t: ir.Value, target: ir.Value, factors: _Factors
+) -> None:
+    """Adds one row's sums at address `line` to the half of its totals at address `target`."""
+    b = e.b
+    high, cross = (e.load(vec(I32, ROWS), line, TILE_BYTES * (kind + half)) for kind in (_HIGH, _CROSS))
+    ints = e.to_float(b.add(e.shift_left(high, 8), cross))
+    total = e.fma(b.fmul(ints, e.splat(t, ROWS)), factors[0][half], e.load(_LANES, target, 64 * half))
+    if FORMATS[format_name].has_min:
+        mins = e.load(_LANES, line, TILE_BYTES * (_MINS + half))
+        total = e.fma(mins, factors[1][half], total)
+    e.store(total, target, 64 * half)
 
 
 @vector_code

@@ -15,7 +15,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cpu.gemm.amx import HALF_BYTES, STEP, TILE_BYTES
+from quengine.kernels.cpu.gemm.amx import HALF_BYTES, ONE_TERM, STEP, TILE_BYTES
 from quengine.kernels.cpu.ir.tile_ir import transposed
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, Emitter, vec
@@ -48,7 +48,7 @@ def scale_and_split_row(
     tiles: ir.Value,
 ) -> None:
     """`split_row` of scale * code - min. codes: int8; scales, mins: fp32, one per group."""
-    fmt = FORMATS[format_name]
+    fmt, terms = FORMATS[format_name], 1 if format_name in ONE_TERM else 2
 
     def step(k: ir.Value) -> None:
         group = e.b.mul(e.b.udiv(k, e.i64(fmt.group)), e.i64(4))
@@ -61,15 +61,17 @@ def scale_and_split_row(
             ints = e.load(vec(I8, STEP // 2), e.at(codes, k), STEP // 2 * half)
             value = e.b.fmul(e.to_float(e.widen(ints, I32, True)), scale)
             values.append(e.b.fsub(value, added) if fmt.has_min else value)
-        _store_pairs(e, values[0], values[1], tiles, k)
+        _store_pairs(e, values[0], values[1], tiles, k, terms)
 
     e.each(e.i64(0), depth, STEP, step)
 
 
-def _store_pairs(e: Emitter, first: ir.Value, second: ir.Value, tiles: ir.Value, k: ir.Value) -> None:
+def _store_pairs(
+    e: Emitter, first: ir.Value, second: ir.Value, tiles: ir.Value, k: ir.Value, terms: int = 2
+) -> None:
     """Stores STEP columns from k on, given as two halves, as a row of the first-term and of the second-term tile."""
     target = e.at(tiles, e.b.mul(k, e.i64(2 * TILE_BYTES // STEP)))
-    for term, pairs in enumerate(_pairs(e, first, second)):
+    for term, pairs in enumerate(_pairs(e, first, second)[:terms]):
         e.store(pairs, target, TILE_BYTES * term)
 
 
@@ -126,11 +128,12 @@ def configure_tiles(e: Emitter, memory: ir.Value) -> None:
     configure(e, memory, e.const(vec(I8, 16), [16] * 8 + [0] * 8))
 
 
-def configure(e: Emitter, memory: ir.Value, rows: ir.Value) -> None:
-    """Configures eight tiles of 64 bytes a row. rows: int8 [16], of each tile, then zeros."""
+def configure(e: Emitter, memory: ir.Value, rows: ir.Value, widths: ir.Value | None = None) -> None:
+    """Configures eight tiles. rows: int8 [16], of each tile, then zeros; widths: the same of bytes a row, int16, 64 if
+    not given."""
     # Byte 0: palette 1; bytes 16 on: bytes per row, int16; bytes 48 on: rows, int8.
     e.store(e.const(vec(I8, 16), [1] + [0] * 15), memory)
-    e.store(e.const(vec(I16, 16), [64] * 8 + [0] * 8), memory, 16)
+    e.store(e.const(vec(I16, 16), [64] * 8 + [0] * 8) if widths is None else widths, memory, 16)
     e.store(rows, memory, 48)
     _call(e, "ldtilecfg", _pointer(e, memory))
 
@@ -145,13 +148,26 @@ def release_tiles(
 
 @vector_code
 def multiply_amx_tiles(
-    e: Emitter, halves: int, weights: ir.Value, depth: ir.Value, x: ir.Value, sums: ir.Value, fresh: ir.Value
+    e: Emitter,
+    halves: int,
+    terms: int,
+    weights: ir.Value,
+    depth: ir.Value,
+    x: ir.Value,
+    sums: ir.Value,
+    line: int,
+    fresh: ir.Value,
 ) -> None:
     """sums += products over `depth` columns, a multiple of STEP above 0; where `fresh`, sums start at 0.
 
-    weights, x, sums: addresses of the first tile of each. halves: 1 for 16 rows of x, 2 for 32.
+    weights, x, sums: addresses of the first tile of each. halves: 1 for 16 rows of x, 2 for 32. terms: of weights, 1
+    where the second is 0. line: bytes between the rows of sums; 64 where these are tiles one after another.
     """
-    product = _Product(halves)
+
+    def place(tile: int) -> ir.Value:
+        return e.at(sums, TILE_BYTES * tile if line == 64 else 16 * line * (tile // 2) + 64 * (tile % 2))
+
+    product = _Product(halves, terms)
 
     def operands(k: ir.Value) -> tuple[ir.Value, ir.Value]:
         steps = e.b.udiv(k, e.i64(STEP))
@@ -167,30 +183,30 @@ def multiply_amx_tiles(
                 clear_tile(e, tile)
         with otherwise:
             for tile in product.sums:
-                load_tile(e, tile, e.at(sums, TILE_BYTES * tile))
+                load_tile(e, tile, place(tile), line)
     product.begin(e, operands(e.i64(0)))
     last = e.at(depth, -STEP)
     e.each(e.i64(0), last, STEP, step)
     product.emit(e, operands(last), None)
     for tile in product.sums:
-        store_tile(e, tile, e.at(sums, TILE_BYTES * tile))
+        store_tile(e, tile, place(tile), line)
 
 
 class _Product:
     """The products of one step of STEP columns. Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 activations.
 
-    Products in order: second terms of weights by first terms of x, first by first, first by second. Each operand is
-    loaded once, as soon as its tile is free, so that loads overlap with products.
+    Products in order: second terms of weights, if any, by first terms of x, first by first, first by second. Each
+    operand is loaded once, as soon as its tile is free, so that loads overlap with products.
     """
 
-    def __init__(self, halves: int) -> None:
-        self.x = range(halves)
+    def __init__(self, halves: int, terms: int) -> None:
+        self.x, self.terms = range(halves), terms
         self.sums = [2 * a + b for a in range(2) for b in self.x]
 
     def begin(self, e: Emitter, at: tuple[ir.Value, ir.Value]) -> None:
         """Loads the operands that a step begins with."""
         for half in range(2):
-            self._weights(e, at, half, 1)
+            self._weights(e, at, half, self.terms - 1)
         for half in self.x:
             self._activations(e, at, half, 0)
 
@@ -198,7 +214,7 @@ class _Product:
         self, e: Emitter, at: tuple[ir.Value, ir.Value], following: tuple[ir.Value, ir.Value] | None
     ) -> None:
         """The products of a step, and the loads that the following step begins with."""
-        for a in range(2):
+        for a in range(2 if self.terms == 2 else 0):
             for b in self.x:
                 self._multiply(e, a, b)
             self._weights(e, at, a, 0)
@@ -212,7 +228,7 @@ class _Product:
                 if a == 1 and following is not None:
                     self._activations(e, following, b, 0)
             if following is not None:
-                self._weights(e, following, a, 1)
+                self._weights(e, following, a, self.terms - 1)
 
     def _multiply(self, e: Emitter, a: int, b: int) -> None:
         tile_instruction(e, "tdpbf16ps", 2 * a + b, 4 + a, 6 + b)
@@ -228,14 +244,15 @@ def _tile(number: int) -> ir.Constant:
     return ir.Constant(I8, number)
 
 
-def load_tile(e: Emitter, tile: int, address: ir.Value) -> None:
-    """Loads a tile whose rows are 64 bytes apart."""
-    _call(e, "tileloadd64", _tile(tile), _pointer(e, address), e.i64(64))
+def load_tile(e: Emitter, tile: int, address: ir.Value, line: int | ir.Value = 64) -> None:
+    """Loads a tile whose rows are `line` bytes apart."""
+    stride = e.i64(line) if isinstance(line, int) else line
+    _call(e, "tileloadd64", _tile(tile), _pointer(e, address), stride)
 
 
-def store_tile(e: Emitter, tile: int, address: ir.Value) -> None:
-    """Stores a tile with rows 64 bytes apart."""
-    _call(e, "tilestored64", _tile(tile), _pointer(e, address), e.i64(64))
+def store_tile(e: Emitter, tile: int, address: ir.Value, line: int = 64) -> None:
+    """Stores a tile with rows `line` bytes apart."""
+    _call(e, "tilestored64", _tile(tile), _pointer(e, address), e.i64(line))
 
 
 def clear_tile(e: Emitter, tile: int) -> None:

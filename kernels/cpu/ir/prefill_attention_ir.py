@@ -26,7 +26,8 @@ def cache_row(
 ) -> None:
     """Elements first .. last - 1 of a stored key or value as fp32 at address out.
 
-    row: address of fp16, or of codes whose fp16 scales, one per 32, are at address scales. first: a multiple of 8.
+    row: address of fp16, or of codes whose fp16 scales, one per 32, are at address scales. first: a multiple
+    of 8, and of `Tile.lanes`.
     """
 
     def widen(i: ir.Value, lanes: int) -> None:
@@ -39,7 +40,7 @@ def cache_row(
             values = e.b.fmul(codes, e.splat_lane(scale, 0, lanes))
         e.store(values, e.at(out, e.b.mul(e.b.sub(i, first), e.i64(4))))
 
-    e.spans(first, last, widen)
+    e.spans(first, last, widen, max(8, host_tile().lanes))
 
 
 @vector_code(divisor=types.float32)

@@ -248,6 +248,21 @@ def row_addresses(
     return [e.at(w, b.mul(number, row_bytes)) for number in numbers]
 
 
+def super_block_bytes(
+    e: Emitter, fmt: BlockFormat, starts: list[ir.Value]
+) -> tuple[Scales, Iterator[tuple[int, ir.Value]]]:
+    """The scales of a super-block of PANEL_ROWS rows, and for each four columns q of them, int8, four to a row."""
+    offset = fmt.offset if fmt.table is None else TABLE_OFFSET
+    rows = _Rows(e, starts)
+
+    def lines() -> Iterator[tuple[int, ir.Value]]:
+        for column, codes in _CODES[fmt.name](rows, fmt):
+            line = e.b.bitcast(codes, _BYTES)
+            yield column, e.b.sub(line, e.const(_BYTES, offset)) if offset else line
+
+    return _SCALES[fmt.name](rows, fmt), lines()
+
+
 def super_block(e: Emitter, fmt: BlockFormat, starts: list[ir.Value]) -> tuple[Scales, _Words]:
     """The scales of a super-block of PANEL_ROWS rows, and for each four columns q of the even ones and of the odd
     ones, int16 pairs in the lanes of their rows."""

@@ -16,11 +16,13 @@ from quengine.kernels.cpu.attention.attention import CacheArguments, check_types
 from quengine.kernels.cpu.ops.rms_norm import rms_norm_launch
 from quengine.kernels.cpu.runtime.arguments import Arguments, Fp32
 from quengine.kernels.cpu.runtime.kernel_table import rope_store_kernel
-from quengine.kernels.cpu.runtime.threads import Launch, run
+from quengine.kernels.cpu.runtime.threads import Launch, get_threads, run
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.kernels.rope_store import row_tables
+
+_TASKS = 4  # per thread, at least, that rows are split into
 
 
 @dataclass
@@ -30,7 +32,8 @@ class RopeStoreArguments(Arguments):
     cos, sin: fp32 tables, `pairs` per row. queries: fp32 [rows, heads, width], where those of qkv are moved that lie
     between gates; 0: there are no gates.
     q_norm, k_norm, v_norm: fp32 [width], or 0. norms_rotated: 1 where the first two are of the rotated heads.
-    query_scale: fp32 by position, or 0. hadamard: as of `hadamard_log`, of queries, keys and values.
+    query_scale: fp32 by position, or 0. hadamard: as of `hadamard_log`, of queries, keys and values. all_heads: heads
+    of all rows; task_heads: how many a task takes.
     """
 
     qkv: int
@@ -51,6 +54,8 @@ class RopeStoreArguments(Arguments):
     eps: Fp32
     query_scale: int
     hadamard: int
+    all_heads: int
+    task_heads: int
     k: CacheArguments
     v: CacheArguments
 
@@ -87,6 +92,9 @@ def rope_store_launches(
             row = qkv[:, column : column + width]
             launches.append(rms_norm_launch(row, norm, spec.eps, row))
         column += width
+    # A head takes less time than to take a task: rows of a prompt are a task each.
+    row_heads = spec.heads + 2 * kv_heads
+    task_heads = row_heads if qkv.shape[0] >= _TASKS * get_threads() else 1
     arguments = RopeStoreArguments(
         qkv=qkv.data_ptr(),
         queries=0 if queries is None else queries.data_ptr(),
@@ -106,11 +114,13 @@ def rope_store_launches(
         eps=spec.eps,
         query_scale=0 if spec.query_scale is None else spec.query_scale.data_ptr(),
         hadamard=hadamard_log(layer),
+        all_heads=qkv.shape[0] * row_heads,
+        task_heads=task_heads,
         k=CacheArguments.of(layer.k, layer.k_scale),
         v=CacheArguments.of(layer.v, layer.v_scale),
     )
     kernel = rope_store_kernel(spec.rope_layout, layer.cache_type)
-    tasks = qkv.shape[0] * (spec.heads + 2 * kv_heads)
+    tasks = -(-arguments.all_heads // task_heads)
     launches.append(
         Launch(kernel, arguments, tasks, keep=(qkv, spec, layer, positions, slots, queries, ones, angle_rows))
     )

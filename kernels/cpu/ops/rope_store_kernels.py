@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llvmlite import ir
+from numba import njit
 
 from quengine.kernels.cpu.ir.cache_ir import hadamard_row, store_codes
 from quengine.kernels.cpu.ir.row_ir import float_at, int64_at, scale_row
@@ -16,15 +17,16 @@ from quengine.kernels.rope import RopeLayout
 
 
 def rope_store_kernel(layout: RopeLayout, cache_type: CacheType) -> bytes:
-    """Task t * H + h: head h of row t, of H = heads + 2 * kv_heads heads of queries, keys and values."""
+    """A task is `task_heads` of the heads of all rows, heads + 2 * kv_heads a row: of queries, keys and values."""
 
     is_coded = CACHE_FORMATS[cache_type].coded
 
-    def rope_store_head(args: RopeStoreArguments, task: int) -> None:
+    @njit  # type: ignore[untyped-decorator]
+    def rope_store_head(args: RopeStoreArguments, number: int) -> None:
         heads, kv_heads, width = args.heads, args.kv_heads, args.width
-        token, h = task // (heads + 2 * kv_heads), task % (heads + 2 * kv_heads)
+        token, h = number // (heads + 2 * kv_heads), number % (heads + 2 * kv_heads)
         position, slot, pairs = int64_at(args.positions, token), int64_at(args.slots, token), args.pairs
-        head = args.qkv + task * 4 * width
+        head = args.qkv + number * 4 * width
         if args.queries:  # gates follow each query head
             head += (token * heads + min(h, heads)) * 4 * width
             if h < heads:
@@ -59,7 +61,12 @@ def rope_store_kernel(layout: RopeLayout, cache_type: CacheType) -> bytes:
         else:
             store_halves(head, width, row)
 
-    return compile_kernel(rope_store_head, RopeStoreArguments)
+    def rope_store(args: RopeStoreArguments, task: int) -> None:
+        first = task * args.task_heads
+        for number in range(first, min(first + args.task_heads, args.all_heads)):
+            rope_store_head(args, number)
+
+    return compile_kernel(rope_store, RopeStoreArguments)
 
 
 @vector_code

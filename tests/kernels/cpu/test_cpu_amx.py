@@ -11,7 +11,7 @@ from torch import Tensor
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.kernels.cpu import prompt_linear, set_threads
 from quengine.kernels.cpu.gemm import tile_matmul
-from quengine.kernels.cpu.gemm.amx import has_amx, two_term_product, two_terms
+from quengine.kernels.cpu.gemm.amx import ONE_TERM, has_amx, two_term_product, two_terms
 from quengine.kernels.cpu.gemm.tiles import DEPTH, PackArguments, PanelArguments
 from quengine.kernels.cpu.runtime.kernel_table import amx_pack_kernel, amx_panel_kernel
 from quengine.kernels.cpu.runtime.threads import Launch, max_threads, run
@@ -85,6 +85,11 @@ def test_weight_rows_become_tiles_of_two_terms(name: str, depth: int) -> None:
         assert torch.equal(term[:, :depth], expected)
 
 
+@pytest.mark.parametrize("name", sorted(ONE_TERM))
+def test_weights_of_one_term_are_bf16(name: str) -> None:
+    assert not two_terms(dequantize(FORMATS[name], random_weight(name, 64, 8).data))[1].any()
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="an x86 instruction set")
 def test_the_product_compiles_for_a_processor_with_tiles(tmp_path: Path) -> None:
     out = run_for_target(tmp_path, "matrix", **SAPPHIRE_RAPIDS)
@@ -97,7 +102,7 @@ def test_the_product_compiles_for_a_processor_with_tiles(tmp_path: Path) -> None
 def test_the_product_is_its_definition_with_emulated_tiles(tmp_path: Path) -> None:
     """Of kernels compiled without optimization, in half the time: they do the same."""
     out = run_for_target(tmp_path, "emulate", NUMBA_OPT="0")
-    assert out.strip() == "6 weights in bf16, 4 in bytes, 3 attentions"
+    assert out.strip() == "7 weights in bf16, 4 in bytes, 3 attentions, 3 steps"
 
 
 @pytest.mark.skipif(not has_amx(), reason="no AMX tiles on this processor, or not allowed")

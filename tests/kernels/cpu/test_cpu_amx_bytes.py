@@ -120,8 +120,10 @@ def test_weight_rows_become_tiles_of_two_bytes(name: str) -> None:
 def test_the_product_compiles_for_a_processor_with_tiles(tmp_path: Path) -> None:
     features = SAPPHIRE_RAPIDS["NUMBA_CPU_FEATURES"] + ",+amx-int8"
     out = run_for_target(tmp_path, "bytes", **{**SAPPHIRE_RAPIDS, "NUMBA_CPU_FEATURES": features})
-    # Of four steps: three products of terms, of two tiles of weights; and the minimums.
-    assert re.findall(r"(\w+) (\d+)", out) == [("tdpbssd", "24"), ("tdpbf16ps", "2"), ("ldtilecfg", "1")]
+    # Four steps: three products of terms, of two tiles of weights; and the minimums. Once of a first block, once of
+    # the others; LLVM may join their ends.
+    counts = {name: int(count) for name, count in re.findall(r"(\w+) (\d+)", out)}
+    assert 24 < counts["tdpbssd"] <= 48 and 2 <= counts["tdpbf16ps"] <= 4 and counts["ldtilecfg"] == 1
 
 
 @needs_tiles

@@ -186,3 +186,17 @@ def test_a_cpu_without_vector_extensions_gives_the_same_bits() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == results()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or max_threads() < 2, reason="counts the threads of a process")
+def test_torch_starts_no_threads_for_the_rows_whose_logits_are_wanted() -> None:
+    script = """
+import os, torch
+from quengine.kernels.plain_rows import PlainRows
+torch.set_num_threads(2)
+x, before = torch.empty(256, 4096), len(os.listdir("/proc/self/task"))
+PlainRows().gather_rows(x, torch.tensor([7]))
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+    done = run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr

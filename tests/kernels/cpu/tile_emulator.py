@@ -16,21 +16,25 @@ from quengine.kernels.cpu.attention import prefill_attention
 from quengine.kernels.cpu.gemm import tile_matmul
 from quengine.kernels.cpu.gemm.amx import TILE_BYTES, two_term_product
 from quengine.kernels.cpu.gemm.amx_bytes import FACTORS, byte_product
+from quengine.kernels.cpu.gemv import amx_rows
 from quengine.kernels.cpu.ir import amx_ir
-from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, Emitter, vec
+from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, I64, Emitter, vec
+from quengine.kernels.cpu.runtime.target import host_tile
 from quengine.kernels.kv.cache_types import CacheType
-from tests.kernels.cpu.cpu_runs import attend_chunk
+from tests.kernels.cpu.cpu_runs import attend_chunk, decode_linear
 from tests.kernels.cpu.test_cpu_prefill_attention import expected as definition_of_attention
 from tests.kernels.cpu.test_cpu_prefill_attention import queries, random_layer
 from tests.kernels.weights import nmse, random_weight
 
 TILES = (ctypes.c_uint8 * (8 * TILE_BYTES))()
+CONFIGURATION = (ctypes.c_uint8 * 64)()
 CASES = [
     ("Q4_K", 77, 512, 33),
     ("Q6_K", 32, 768, 16),
     ("Q4_1", 64, 576, 530),
     ("Q8_0", 300, 96, 40),
     ("F16", 40, 300, 50),
+    ("MXFP4", 70, 288, 40),
     ("F32", 5, 31, 1),
 ]
 BYTES = [
@@ -39,6 +43,7 @@ BYTES = [
     ("Q2_K", 300, 256, 40),
     ("Q3_K", 37, 512, 530),
 ]
+ROWS = [("Q4_K", 50, 2, 8), ("Q5_K", 16, 3, 9), ("Q3_K", 37, 1, 19)]
 ATTENTION: list[tuple[CacheType, int, int, int, int, int, int | None]] = [
     ("f16", 9, 3, 64, 0, 77, None),
     ("q8_0", 6, 2, 96, 250, 70, 100),
@@ -49,28 +54,46 @@ ATTENTION: list[tuple[CacheType, int, int, int, int, int, int | None]] = [
 def emulate(e: Emitter, name: str, *args: ir.Value) -> None:
     """In the place of amx_ir._call."""
     if name == "tileloadd64":
-        for row in range(16):
-            e.store(e.load(vec(I32, 16), _row(e, args[1], args[2], row)), e.i64(_file(args[0])), 64 * row)
+        _clear(e, args[0])
+        _move(e, args, True)
     elif name == "tilestored64":
-        for row in range(16):
-            e.store(e.load(vec(I32, 16), e.i64(_file(args[0])), 64 * row), _row(e, args[1], args[2], row))
+        _move(e, args, False)
     elif name == "tdpbf16ps":
         _multiply(e, *(_file(arg) for arg in args))
     elif name == "tdpbssd":
         _multiply_bytes(e, *(_file(arg) for arg in args))
     elif name == "tilezero":
-        for row in range(16):
-            e.store(e.const(vec(I32, 16), 0), e.i64(_file(args[0])), 64 * row)
+        _clear(e, args[0])
+    elif name == "ldtilecfg":
+        held = e.load(vec(I8, 64), e.b.ptrtoint(args[0], I64))
+        e.store(held, e.i64(ctypes.addressof(CONFIGURATION)))
     else:
-        assert name in ("ldtilecfg", "tilerelease")
+        assert name == "tilerelease"
+
+
+def _clear(e: Emitter, tile: ir.Constant) -> None:
+    for row in range(16):
+        e.store(e.const(vec(I32, 16), 0), e.i64(_file(tile)), 64 * row)
+
+
+def _move(e: Emitter, args: tuple[ir.Value, ...], into_file: bool) -> None:
+    """Moves the configured rows and bytes of a tile; what else it has is 0, and adds nothing to products."""
+    tile, pointer, stride = args
+    number, configured = int(tile.constant), e.i64(ctypes.addressof(CONFIGURATION))
+    width = e.b.zext(e.load(I16, configured, 16 + 2 * number), I64)
+    rows = e.b.zext(e.load(I8, configured, 48 + number), I64)
+
+    def row(i: ir.Value) -> None:
+        outside = e.at(e.b.ptrtoint(pointer, I64), e.b.mul(stride, i))
+        inside = e.at(e.i64(_file(tile)), e.b.mul(i, e.i64(64)))
+        source, target = (outside, inside) if into_file else (inside, outside)
+        e.each(e.i64(0), width, 16, lambda k: e.store(e.load(vec(I8, 16), e.at(source, k)), e.at(target, k)))
+
+    e.each(e.i64(0), rows, 1, row)
 
 
 def _file(tile: ir.Constant) -> int:
     return ctypes.addressof(TILES) + TILE_BYTES * int(tile.constant)
-
-
-def _row(e: Emitter, pointer: ir.Value, stride: ir.Value, row: int) -> ir.Value:
-    return e.at(e.b.ptrtoint(pointer, stride.type), e.b.mul(stride, e.i64(row)))
 
 
 def _multiply(e: Emitter, sums: int, a: int, b: int) -> None:
@@ -132,7 +155,22 @@ def main() -> None:
         check(cases, bytes_of, generator)
     for case in ATTENTION:
         check_attention(*case)
-    print(f"{len(CASES)} weights in bf16, {len(BYTES)} in bytes, {len(ATTENTION)} attentions")
+    for rows_case in ROWS:
+        check_rows(*rows_case)
+    print(
+        f"{len(CASES)} weights in bf16, {len(BYTES)} in bytes, {len(ATTENTION)} attentions, {len(ROWS)} steps"
+    )
+
+
+def check_rows(name: str, weight_rows: int, blocks: int, count: int) -> None:
+    """Rows of a decode step on tiles have the bits of a step of their own."""
+    w = random_weight(name, weight_rows, blocks)
+    x = torch.randn(count, w.cols, generator=torch.Generator().manual_seed(2))
+    amx_rows.has_amx_bytes = lambda: False
+    expected = torch.cat([decode_linear(row, [w]) for row in x.split(1)])
+    amx_rows.has_amx_bytes = lambda: True
+    assert amx_rows.uses_amx_rows(w, count) == bool(host_tile().byte_dot_lanes)
+    assert torch.equal(decode_linear(x, [w]), expected), name
 
 
 def check_attention(
