@@ -2,9 +2,10 @@
 
     python -m benchmarks.parallel.rank_layers [--ranks 2] [--json FILE]
 
-Sums are of fp32 rows, in a graph: pushed, in two shots, by NCCL. A layer is the four launches of a rank's part of a
-Q4_K_M model with one row, attention left out; "waits" is what it takes longer than with the same kernels exchanging
-with themselves alone. All times are the best of several replays that the ranks begin together, in us.
+Sums are of fp32 rows, in a graph: pushed, in two shots, by NCCL. With "normed" a sum is added to the residual and
+normed, in one launch or two. A layer is the four launches of a rank's part of a Q4_K_M model with one row, attention
+left out; "waits" is what it takes longer than with the same kernels exchanging with themselves alone. All times are the
+best of several replays that the ranks begin together, in us.
 """
 
 import argparse
@@ -27,12 +28,13 @@ from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.ranks.peers import PeerBuffers, peer_buffers
 from quengine.kernels.cuda.ranks.push import push_all_reduce
 from quengine.kernels.cuda.ranks.two_shot import two_shot_all_reduce
+from quengine.kernels.cuda.rms_norm import rms_norm_fp16
 from quengine.kernels.cuda.weights.packed import PackedWeight
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.models.tensor_split import Rank
 from quengine.parallel.communicator import CudaCommunicator, PeerMemory, join
 
-ROWS = (1, 8, 16, 64, 128, 512, 2048)
+ROWS = (1, 8, 16, 32, 64, 128, 512, 1024, 2048)
 WIDTHS = (4096, 8192)
 Times = tuple[str, dict[str, float]]
 """What was timed, and its times by way."""
@@ -79,7 +81,7 @@ def sum_times(communicator: CudaCommunicator, pdl: bool) -> Iterator[Times]:
                 wrong = way(x) != communicator.size * (communicator.size + 1) / 2
                 assert not wrong.any(), (rows, width)
             ways["nccl"] = dist.all_reduce
-            if rows > 16:
+            if rows > 1:
                 ways |= normed(x, memory, pdl)
             zeros = torch.zeros_like(x)
             times = {
@@ -89,16 +91,24 @@ def sum_times(communicator: CudaCommunicator, pdl: bool) -> Iterator[Times]:
 
 
 def normed(x: torch.Tensor, memory: PeerMemory, pdl: bool) -> dict[str, Callable[[torch.Tensor], Any]]:
-    """The sum, the residual and the norm that reads it."""
+    """The sum, the residual and the norm that reads it: by one launch, or by two."""
     norm, stream = RMSNorm(torch.ones(x.shape[1], device="cuda"), 1e-5), torch.zeros_like(x)
     out = Fp16Operand.empty(*x.shape, "cuda", OperandLayout.WGMMA)
+    few = memory.few.for_rows(*x.shape)
 
-    def by_all(x: torch.Tensor) -> None:
-        few = memory.few.for_rows(*x.shape)
-        product = x if few is not None else two_shot_all_reduce(x, memory.many, pdl)
-        post_norm_add(product, stream, None, norm, out, pdl, peers=few)
+    def two_shots(x: torch.Tensor) -> None:
+        post_norm_add(two_shot_all_reduce(x, memory.many, pdl), stream, None, norm, out, pdl)
 
-    return {"normed": by_all}
+    def one_launch(x: torch.Tensor) -> None:
+        post_norm_add(x, stream, None, norm, out, pdl, peers=few)
+
+    def pushed(x: torch.Tensor) -> None:
+        assert few is not None
+        push_all_reduce(x, few, pdl, stream)
+        rms_norm_fp16(stream, norm.weight, norm.eps, out, pdl)
+
+    ways = {"two shots, normed": two_shots}
+    return ways if few is None else {**ways, "one launch, normed": one_launch, "push, normed": pushed}
 
 
 def with_itself(ranks: int, capacity: int) -> PeerBuffers:

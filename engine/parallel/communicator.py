@@ -99,6 +99,29 @@ class GlooCommunicator:
         return parts
 
 
+class _Exchanges:
+    """Memory that the ranks of a group can all write to. made: the exchanges of addresses of this process."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def addresses(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: str
+    ) -> tuple[Tensor, list[int]]:
+        """Zeros, and the addresses of those of all ranks of the group of this name."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        shared: Tensor = symmetric.empty(*shape, dtype=dtype, device=device)
+        shared.zero_()
+        torch.cuda.synchronize(device)
+        self.made += 1
+        handle: Any = symmetric.rendezvous(shared, group)  # type: ignore[arg-type]
+        return shared, list(handle.buffer_ptrs)
+
+
+_EXCHANGES = _Exchanges()
+
+
 class PeerMemory(NamedTuple):
     """For sums of few values and of many, and for logits."""
 
@@ -223,6 +246,7 @@ class CudaCommunicator:
 
         if not all(torch.cuda.can_device_access_peer(self._device, other) for other in self._others()):
             raise RuntimeError("the devices cannot access each other's memory")
+        self._catch_up()
         few, logits = (
             peer_buffers(*self._shared(received_buffer_shape(self.size, values), torch.int64), self.rank)
             for values in (pushed_values(self.size), GATHERED_VALUES)
@@ -231,18 +255,39 @@ class CudaCommunicator:
         many = two_shot.shared_sums(*self._shared((words,), torch.float32), self.rank, values)
         return PeerMemory(few, many, logits)
 
+    def _catch_up(self) -> None:
+        """Makes as many exchanges of addresses as the process that has made the most: torch numbers them by process,
+        and the ranks find each other's by number. One that shares models one after the other has made some before."""
+        made = [int(part) for part in self._gathered(torch.tensor([_EXCHANGES.made], device=self._device))]
+        try:
+            for number in range(max(made) - _EXCHANGES.made):
+                self._exchange_alone(f"alone {number}")
+        finally:
+            caught_up = torch.tensor([int(_EXCHANGES.made == max(made))], device=self._device)
+            dist.all_reduce(caught_up, dist.ReduceOp.MIN)
+        if not caught_up.item():
+            raise RuntimeError("a rank cannot exchange addresses")
+
+    def _exchange_alone(self, name: Any) -> None:
+        """One such exchange, of this rank with itself."""
+        from torch._C import _distributed_c10d as c10d
+
+        store = dist.PrefixStore(f"{name}, rank {self.rank}", self._store)  # type: ignore[attr-defined]
+        group = c10d.ProcessGroup(store, 0, 1)
+        group._set_group_name(name)
+        c10d._register_process_group(name, group)
+        try:
+            _EXCHANGES.addresses((1,), torch.int32, self._device, name)
+        finally:
+            c10d._unregister_process_group(name)
+
     def _shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, list[int]]:
         """Zeros that all ranks can write to, and the addresses of those of all ranks."""
-        import torch.distributed._symmetric_memory as symmetric
-
-        shared: Tensor = symmetric.empty(*shape, dtype=dtype, device=self._device)
-        shared.zero_()
-        torch.cuda.synchronize(self._device)
         group = dist.group.WORLD
         assert group is not None
-        handle: Any = symmetric.rendezvous(shared, group.group_name)
+        shared, addresses = _EXCHANGES.addresses(shape, dtype, self._device, group.group_name)
         self.meet()  # no rank writes before all have cleared theirs
-        return shared, list(handle.buffer_ptrs)
+        return shared, addresses
 
     def _others(self) -> list[int]:
         """The numbers of the other ranks' devices."""

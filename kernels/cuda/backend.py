@@ -63,6 +63,7 @@ from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pack_experts
 from quengine.kernels.cuda.pointwise import pointwise, pointwise_quantize
 from quengine.kernels.cuda.post_norm import post_norm_add
 from quengine.kernels.cuda.ranks.peers import PeerBuffers
+from quengine.kernels.cuda.ranks.push import push_all_reduce
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16, rms_norm_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.softcap import softcap_logits
@@ -596,6 +597,9 @@ class CudaBackend:
         """Adds a product to the residual with what the matmul does not do (norm, bias, scales), and norms the
         sum, in one launch.
         """
+        plain = all(each is None for each in (post_norm, bias, row_scale, branch))
+        if plain and peers is not None and isinstance(product, Tensor) and len(product) > 1:
+            return self._add_pushed(product, residual, next_norm, peers)
         normed: QuantizedActivations | Fp16Operand | None = None
         if next_norm is not None and self._takes_q_dot(len(residual)):
             normed = QuantizedActivations.empty(1, residual.shape[1], self.device)
@@ -605,6 +609,18 @@ class CudaBackend:
             product, residual, post_norm, next_norm, normed, self.pdl, bias, row_scale, peers, branch
         )
         return residual if normed is None else RmsNormed(residual, normed)
+
+    def _add_pushed(
+        self, product: Tensor, residual: Tensor, next_norm: RMSNorm | None, peers: PeerBuffers
+    ) -> Residual:
+        """The residual plus the sum of several rows over the ranks, normed by a launch of its own: many programs
+        exchange a row's values, and one would norm them."""
+        push_all_reduce(product, peers, self.pdl, residual)
+        if next_norm is None:
+            return residual
+        normed = self._room().fp16_operand(*residual.shape)
+        rms_norm_fp16(residual, next_norm.weight, next_norm.eps, normed, self.pdl, self.batch_invariant)
+        return RmsNormed(residual, normed)
 
     def _prefill(
         self, batch: ForwardBatch, qkv: Tensor | ScaledProduct, spec: AttentionSpec, layer: KVLayer

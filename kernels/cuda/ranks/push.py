@@ -2,9 +2,9 @@
 
     out = ((x_0 + x_1) + x_2) + ...                out = x_0 | x_1 | x_2 | ...
 
-The exchange is described in peers.py. Defined in kernels/ranks/communicator.py. On 2 H200s (torch 2.11, Triton 3.6),
-in a graph, 1 x 4096 values take 2.3 us, 8 x 8192 3.8, 16 x 8192 5.3, where NCCL takes 22, 24 and 27; on 4 of them 1 x
-8192 takes 4.4 us and 8 x 8192 9.6.
+The exchange is described in peers.py. Defined in kernels/ranks/communicator.py. On 2 H200s (torch 2.11, Triton 3.6) a
+sum of 8 x 4096 values, with the residual, takes 2.9 us of a decode step (`python -m benchmarks.parallel.by_ranks
+mistral-7b --ranks 2 --profile`); NCCL takes 24.
 """
 
 from collections.abc import Sequence
@@ -14,22 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quengine.kernels.cuda.gemm.mma import uses_assembly
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import launch_then_wait
 from quengine.kernels.cuda.ranks.peers import (
     PeerBuffers,
+    exchange_sum,
     finish_exchange,
     next_sequence,
     push,
     receive,
-    receive_sum,
     turn,
 )
 
 BLOCK = 256
 """Values per program."""
 
-WARPS = 2
+SUM_WARPS, GATHER_WARPS = 8, 2
+"""Of a program. In a sum each thread has one value, for which it waits by itself."""
 
 GATHERED_VALUES = 1 << 19
 """The most values of one rank that an all-gather pushes: 8 rows of 64K logits."""
@@ -45,18 +47,20 @@ def pushed_values(ranks: int) -> int:
 @DirectLaunch
 @triton.jit
 def _all_reduce_kernel(
-    x_ptr, out_ptr, peers, count,
-    RANKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, out_ptr, peers, count,
+    RANKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """residual_ptr: what is added to the sum, or None."""
     launch_then_wait(PDL)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = at < count
+    at = tl.minimum(at, count - 1)
     sequence = next_sequence(peers, at)
     value = tl.load(x_ptr + at, mask=inside, other=0.0)
-    push(peers, value, at, inside, sequence, RANKS, CAPACITY)
-    words = peers.received + turn(sequence, RANKS, CAPACITY) + at
-    tl.store(out_ptr + at, receive_sum(words, inside, sequence, RANKS, CAPACITY), mask=inside)
-    finish_exchange(peers, at, inside, sequence)
+    total = exchange_sum(peers, value, at, inside, sequence, RANKS, CAPACITY, ASM)
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + at, mask=inside, other=0.0)
+    tl.store(out_ptr + at, total, mask=inside)
 
 
 @DirectLaunch
@@ -85,16 +89,21 @@ def _all_gather_kernel(
     finish_exchange(peers, at, inside, sequence)
 
 
-def push_all_reduce(x: Tensor, buffers: PeerBuffers, pdl: bool = False) -> Tensor:
-    """The sum of x over the ranks, which all launch this: fp32, contiguous, at most `buffers.capacity` values.
+def push_all_reduce(
+    x: Tensor, buffers: PeerBuffers, pdl: bool = False, residual: Tensor | None = None
+) -> Tensor:
+    """The sum of x over the ranks, which all launch this: fp32, contiguous, at most `buffers.capacity` values. With a
+    `residual` of x's shape the sum is added to it, in place.
 
-    `pdl` (sm_90 and later): the launch may start before its predecessor has ended, which may produce x.
+    `pdl` (sm_90 and later): the launch may start before its predecessor has ended, which may produce x and residual.
     """
     assert x.dtype == torch.float32 and x.is_contiguous() and x.numel() <= buffers.capacity
-    out = torch.empty_like(x)
+    assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
+    out = torch.empty_like(x) if residual is None else residual
     _all_reduce_kernel[(triton.cdiv(x.numel(), BLOCK),)](
-        x, out, buffers.pointers, x.numel(),
-        RANKS=buffers.ranks, CAPACITY=buffers.capacity, BLOCK=BLOCK, PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+        x, residual, out, buffers.pointers, x.numel(),
+        RANKS=buffers.ranks, CAPACITY=buffers.capacity, BLOCK=BLOCK, ASM=uses_assembly(), PDL=pdl,
+        num_warps=SUM_WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -113,6 +122,6 @@ def push_all_gather(
     out = torch.empty(rows, width, dtype=torch.float32, device=x.device)
     _all_gather_kernel[(triton.cdiv(rows * max(widths), BLOCK),)](
         x, out, buffers.pointers, starts, rows, own, max(widths), width,
-        RANKS=buffers.ranks, CAPACITY=buffers.capacity, BLOCK=BLOCK, PDL=pdl, num_warps=WARPS, launch_pdl=pdl,
+        RANKS=buffers.ranks, CAPACITY=buffers.capacity, BLOCK=BLOCK, PDL=pdl, num_warps=GATHER_WARPS, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -38,8 +38,10 @@ def test_sums_and_logits_are_among_the_kernels_of_a_rank(tmp_path: Path) -> None
     assert names.count("_all_gather_kernel") == 2  # a decode step, and a prompt
     # Behind the attention of a decode step, and of the prompt's one row that goes on in the last layer.
     assert names.count("_norm_kernel") == layers + 1
-    # Behind the shared expert and the experts, and the attention of a prompt.
-    assert names.count("_post_norm_add_kernel") == layers * 5 - 1 and len(names) == 2 + layers * 6
+    # Several rows: behind the attention and the experts of the prompt's layer ahead of the last.
+    assert names.count("_all_reduce_kernel") == 2
+    # One row, or with scales of rows: behind the shared expert and the experts.
+    assert names.count("_post_norm_add_kernel") == layers * 5 - 3 and len(names) == 2 + layers * 6
 
 
 def test_the_shapes_of_a_part_are_known_before_it_is_read(tmp_path: Path) -> None:

@@ -42,6 +42,20 @@ def test_all_ranks_have_the_sum_in_order(ranks: int, shape: tuple[int, int], dev
                 assert all(torch.equal(a, b.received) for a, b in zip(ahead, group, strict=True))
 
 
+def test_a_sum_is_added_to_a_residual(device: torch.device) -> None:
+    """In place, twice: the last program has values past the end."""
+    group = buffers_of(2, device)
+    residual = torch.randn(3, 320, device=device)
+    for sequence in (1, 2):
+        x = [torch.randn(3, 320, device=device) for _ in range(2)]
+        write_ahead(group, 1, x[1], sequence)
+        write_ahead(group, 0, x[0], sequence)
+        for rank in range(2):
+            found = residual.clone()
+            assert push_all_reduce(x[rank], group[rank], residual=found) is found
+            assert torch.equal(found, (x[0] + x[1]) + residual)
+
+
 def test_small_and_large_launches_follow_each_other(device: torch.device) -> None:
     """Programs that a small launch does not have keep their sequence numbers."""
     group = buffers_of(2, device)
