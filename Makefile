@@ -58,8 +58,9 @@ $(VENV)/linted: $(VENV)/tested
 demo: $(VENV)/installed
 	$(BIN)/engine generate --model smollm2-135m --temp 0 -n 96 --system "$(SYSTEM)" "$(PROMPT)"
 
+# One process more than there are cores: a third of the time of a test is waiting, for processes and servers.
 test: $(VENV)/tested
-	$(BIN)/python -m pytest -n logical --maxprocesses=4 --dist worksteal $(TESTS)
+	$(BIN)/python -m pytest -n $$(( $$(nproc) + 1 )) --maxprocesses=5 --dist worksteal $(TESTS)
 
 # The chat page's bundle, which is committed: its sources, checked for types and bundled by packages of npm. Needs node.
 page:

@@ -3,7 +3,8 @@ none, no notice of kernels being compiled, no logging and no garbage collector s
 end a process however the tests were started.
 
 The interpreter's variable must be set before anything imports triton, and OpenMP's before torch; pytest imports this
-file first.
+file first. What each test needs is a hook, and what all need one fixture: pytest takes a third of a millisecond for a
+fixture, in every test.
 """
 
 import gc
@@ -16,7 +17,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import _pytest.logging
 import pytest
 
 # Workers of a run share the cores: threads that wait must not spin, which takes most of the time of small operators.
@@ -46,10 +49,23 @@ if not _only_hands_out():
 
     import tests.quick_python  # noqa: F401  (keeps the variables of now)
 
-    # pytest puts a handler at each logger that does not propagate, six times a test, and torch has forty of those.
-    for _logger in logging.root.manager.loggerDict.values():
-        if isinstance(_logger, logging.Logger) and _logger.name.startswith("torch"):
-            _logger.propagate = True
+
+class _CaughtLogs(_pytest.logging.catching_logs[Any]):
+    """Of the root and of this package. pytest's goes through all loggers for those that do not propagate, six times a
+    test, and packages have made hundreds."""
+
+    def __enter__(self) -> Any:
+        if self.level is not None:
+            return super().__enter__()
+        for logger in (logging.root, logging.getLogger("quengine")):
+            if logger is logging.root or not logger.propagate:
+                logger.addHandler(self.handler)
+                self.attached_loggers.append(logger)
+        return self.handler
+
+
+_pytest.logging.catching_logs = _CaughtLogs  # type: ignore[misc]
+_freeze = gc.freeze
 
 # A shell starts `make test &` with interrupts ignored, and nohup with hang-ups. Processes of tests would inherit that,
 # where Ctrl-C is to end them.
@@ -78,37 +94,40 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _kernels_compile_quietly() -> None:
-    """A fresh checkout compiles kernels in whichever test comes first; its output must not depend on that."""
+def _as_tests_run() -> Iterator[None]:
+    import torch
+
     from quengine.kernels.cpu.runtime import kernel_table
 
+    # A fresh checkout compiles kernels in whichever test comes first; its output must not depend on that.
     kernel_table.say_once()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _run_models_on_one_thread(monkeypatch)
+        _begin_processes_with_torch(monkeypatch)
+        if not torch.cuda.is_available():
+            from tests.kernels.cuda import interpreter
+
+            # Tests of bit-equality through the interpreter must not depend on the host's BLAS.
+            interpreter.patch(monkeypatch)
+        yield
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _models_run_on_one_thread() -> Iterator[None]:
+def _run_models_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that no test gives a number of threads has one: others of the team watch for work between steps, on cores
     that the other workers of a run have use for. Processes that tests start have as many as a user's."""
     from quengine import load
 
     thread_count = load.thread_count
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(
-            load, "thread_count", lambda threads: thread_count(1 if threads is None else threads)
-        )
-        yield
+    monkeypatch.setattr(load, "thread_count", lambda threads: thread_count(1 if threads is None else threads))
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _processes_begin_with_torch() -> Iterator[None]:
+def _begin_processes_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that models and servers start have imported torch already."""
     from quengine.kernels import child_process
     from tests.quick_python import QuickPopen
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        quick = SimpleNamespace(**{**vars(subprocess), "Popen": QuickPopen})
-        monkeypatch.setattr(child_process, "subprocess", quick)
-        yield
+    quick = SimpleNamespace(**{**vars(subprocess), "Popen": QuickPopen})
+    monkeypatch.setattr(child_process, "subprocess", quick)
 
 
 @pytest.fixture
@@ -117,21 +136,6 @@ def real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     from quengine.kernels import child_process
 
     monkeypatch.setattr(child_process, "subprocess", subprocess)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _interpreter_for_tests() -> Iterator[None]:
-    """Tests of bit-equality through the interpreter must not depend on the host's BLAS."""
-    import torch
-
-    if torch.cuda.is_available():
-        yield
-        return
-    from tests.kernels.cuda import interpreter
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        interpreter.patch(monkeypatch)
-        yield
 
 
 @pytest.hookimpl(wrapper=True)
@@ -152,27 +156,31 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     yield
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
-        gc.freeze()
+        _freeze()
 
 
-@pytest.fixture(autouse=True)
-def _collector_as_found() -> Iterator[Callable[[], None]]:
-    """A command run in a test must not keep what is there from being collected, as if it were the whole process.
-
-    Yields what freezes.
-    """
-    freeze, thresholds = gc.freeze, gc.get_threshold()
-    gc.freeze = lambda: None
-    yield freeze
-    gc.freeze = freeze
-    gc.set_threshold(*thresholds)
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_found() -> Iterator[None]:
-    """A command run in a test sets up its logger for the streams of that test; the next one has others."""
-    logger = logging.getLogger("quengine")
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[object]:
+    """A command run in a test must not keep what is there from being collected, as if it were the whole process, and
+    sets up its logger for the streams of that test; the next one has others."""
+    logger, thresholds = logging.getLogger("quengine"), gc.get_threshold()
     handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
-    yield
-    logger.handlers[:], logger.propagate = handlers, propagate
-    logger.setLevel(level)
+    gc.freeze = _no_freeze
+    try:
+        return (yield)
+    finally:
+        gc.freeze = _freeze
+        gc.set_threshold(*thresholds)
+        logger.handlers[:], logger.propagate = handlers, propagate
+        if logger.level != level:
+            logger.setLevel(level)  # which forgets what every logger lets through
+
+
+def _no_freeze() -> None:
+    pass
+
+
+@pytest.fixture(scope="session")
+def freeze() -> Callable[[], None]:
+    """`gc.freeze`, which does nothing in tests."""
+    return _freeze

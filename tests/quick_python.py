@@ -1,8 +1,8 @@
 """Processes of Python that begin with torch imported: forks of a process that has imported it, where it takes seconds.
 
 `QuickPopen` is `subprocess.Popen`. A program of this interpreter (-c, -m) that is given no `preexec_fn`, and the
-variables that imported packages have read, begins in such a fork; all else begins as ever. The fork imports the program
-and its package. What is asserted of a start (what it imports, what it does while it imports) takes `subprocess.Popen`.
+variables that imported packages have read, begins in such a fork, which imports the program; all else begins as ever.
+What is asserted of a start (what it imports, what it does while it imports) takes `subprocess.Popen`.
 """
 
 import atexit
@@ -39,6 +39,10 @@ IMPORTED = (
     "tokenizers",
     "llguidance",
     "jsonschema_rs",
+    # What most programs have of this package, but for those themselves.
+    "quengine.llm",
+    "quengine.kernels.cpu.backend",
+    "quengine.serve.server",
 )
 _ELSEWHERE = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONIOENCODING")
 _READ_BY_PACKAGES = (

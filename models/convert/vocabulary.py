@@ -7,8 +7,10 @@ text are the folder's (`pre_tokenizer_name`).
 """
 
 import re
+from array import array
 from collections.abc import Mapping
-from itertools import product
+from functools import cache
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -282,20 +284,22 @@ def pre_tokenizer_name(path: Path, parts: Mapping[str, Any]) -> str:
         and found.ignore_merges == whole
     ]
     for probe in _PROBES:
-        splits = _spans(own.pre_tokenizer, probe)
-        fitting = [
-            name for name in fitting if _spans(_splitter(pre_tokenizer(name).patterns), probe) == splits
-        ]
+        cuts = _cuts(own.pre_tokenizer, probe)
+        fitting = [name for name in fitting if _cuts_by(pre_tokenizer(name).patterns, probe) == cuts]
     if not fitting:
         raise EngineError(f"{path}: no pre-tokenizer that a GGUF file can name splits text as it does")
     return next((name for name in fitting if pre_tokenizer(name).add_bos == bos), fitting[0])
 
 
-def _splitter(patterns: tuple[str, ...]) -> Any:
+@cache
+def _cuts_by(patterns: tuple[str, ...], text: str) -> bytes:
+    """Names share patterns, and folders of one process are compared with the same ones."""
     from tokenizers import Regex, pre_tokenizers
 
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(each), "isolated") for each in patterns])
+    splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in patterns]
+    return _cuts(pre_tokenizers.Sequence(splits), text)
 
 
-def _spans(splitter: Any, text: str) -> list[tuple[int, int]]:
-    return [span for _, span in splitter.pre_tokenize_str(text)]
+def _cuts(splitter: Any, text: str) -> bytes:
+    """Where a text's words begin and end."""
+    return array("I", chain.from_iterable(span for _, span in splitter.pre_tokenize_str(text))).tobytes()

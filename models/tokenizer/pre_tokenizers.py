@@ -10,6 +10,7 @@ a text would change with a library's release. TEKKEN and O200K keep the engine's
 
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 
 from quengine.models.tokenizer.vocabulary import TokenizerError
 
@@ -236,6 +237,7 @@ def pre_tokenizer_names() -> list[str]:
     return sorted(_PRE_TOKENIZERS.keys() | _CANONICAL.keys())
 
 
+@cache
 def pre_tokenizer(name: str) -> PreTokenizer:
     """The pre-tokenizer of that GGUF name. Raises TokenizerError that lists the supported ones for another."""
     canonical = _CANONICAL.get(name, name)

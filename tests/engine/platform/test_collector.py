@@ -10,16 +10,16 @@ from quengine.platform import collector
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _nothing_stays_frozen() -> Iterator[None]:
+def _nothing_stays_frozen(freeze: Callable[[], None]) -> Iterator[None]:
     yield
     gc.unfreeze()
     gc.collect()
-    gc.freeze()
+    freeze()
 
 
 @pytest.fixture(autouse=True)
-def _freezing(_collector_as_found: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gc, "freeze", _collector_as_found)
+def _freezing(freeze: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "freeze", freeze)
 
 
 def test_what_a_start_made_stays_and_the_rest_is_collected() -> None:

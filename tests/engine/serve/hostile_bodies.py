@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quengine.serve.routes.openapi import document
+from quengine.serve.schemas.fields import Body, Sampling
 from quengine.serve.settings import ServerSettings
 from tests.engine.serve.serving import TABLE
 
@@ -187,6 +188,10 @@ class Case:
         return f"{self.path} {self.field} = {self.value[:60]}"
 
 
+SHARED = Sampling.__struct_fields__[len(Body.__struct_fields__) :]
+"""Fields that every text route reads in one function."""
+
+
 def fields_of(path: str) -> list[str]:
     """The fields of a route's body, by the document."""
     given = document(TABLE, ServerSettings(("fake",)))
@@ -195,11 +200,13 @@ def fields_of(path: str) -> list[str]:
     return list(schema["properties"])
 
 
-def cases(paths: Sequence[str], each: int | None = None, seed: int = 0) -> Iterator[Case]:
-    """Every field of these routes with every value; `each`: with so many of each kind, drawn by `seed`."""
+def cases(
+    paths: Sequence[str], each: int | None = None, seed: int = 0, without: Sequence[str] = ()
+) -> Iterator[Case]:
+    """Every field of these routes, but `without`, with every value, or `each` of each kind, drawn by `seed`."""
     rng = random.Random(seed)
     for path in paths:
-        for field in fields_of(path):
+        for field in (name for name in fields_of(path) if name not in without):
             for kind in KINDS.values():
                 for value in kind if each is None else rng.sample(kind, each):
                     places = ("%s", *INSIDE.get(field, ()))

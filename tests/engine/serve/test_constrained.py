@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import anthropic
 import httpx
 import jsonschema
 import ollama
@@ -298,6 +297,8 @@ def test_every_api_says_what_no_grammar_held(
 
 
 def test_clients_read_answers_that_say_so(served: Served, client: openai.OpenAI) -> None:
+    import anthropic
+
     limits: dict[str, Any] = {"max_tokens": 99}
     answer = client.responses.create(
         model="tiny",

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import ollama
 import pytest
 
@@ -170,6 +169,8 @@ def test_streams_count_the_rows_of_images(served: Served) -> None:
 
 
 def test_clients_of_each_api_send_an_image(seen: tuple[Served, LLM, FakeVision]) -> None:
+    import anthropic
+
     served, llm, _ = seen
     tokens, _ = expected(llm, "@now")
     with served.openai() as client:

@@ -18,12 +18,7 @@ from zlib import crc32
 import jsonschema
 import pytest
 import requests
-import schemathesis
 from hypothesis import HealthCheck, settings
-from schemathesis.checks import load_all_checks
-from schemathesis.generation.meta import TestPhase
-from schemathesis.pytest.lazy import get_all_tests
-from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve import http
@@ -151,14 +146,23 @@ _SHARING = (
 
 @cache
 def driven(shared_fields: bool, coverage: bool) -> Any:
-    """The document as schemathesis drives it. Fields that every text route reads in one function are driven on one."""
+    """The document as schemathesis drives it. Fields that every text route reads in one function are driven on one.
+
+    schemathesis is imported by who runs this, not by all that collect tests: it takes a second.
+    """
+    import schemathesis
+    from schemathesis.checks import load_all_checks
+
+    load_all_checks()
     given = copy.deepcopy(DOCUMENT)
     for name in () if shared_fields else _SHARING:
         for key in Sampling.__struct_fields__[len(Body.__struct_fields__) :]:
             del given["components"]["schemas"][name]["properties"][key]
     if coverage:  # with no messages the fake engine has no prompt, and all else would be looked at in none
         given["components"]["schemas"]["ChatRequest"]["properties"]["messages"]["minItems"] = 1
-    config = {"generation": {"deterministic": True}, "phases": {"coverage": {"enabled": coverage}}}
+    # What covers a schema has its examples; to make a request of them alone takes as long as all others.
+    phases = {"coverage": {"enabled": coverage}, "examples": {"enabled": not coverage}}
+    config = {"generation": {"deterministic": True}, "phases": phases}
     return schemathesis.openapi.from_dict(given, config=schemathesis.Config.from_dict(config))
 
 
@@ -168,7 +172,6 @@ bounded = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
-load_all_checks()
 
 
 # Not schemathesis's `parametrize`, which makes all requests where tests are collected, in each of pytest's processes.
@@ -176,6 +179,8 @@ load_all_checks()
 def test_answers_are_as_documented(
     method: str, path: str, served: Served, session: requests.Session, statuses: Counter[tuple[str, int]]
 ) -> None:
+    from schemathesis.generation.meta import TestPhase
+
     def send(case: Any) -> None:
         given = (case.path_parameters, case.query, case.headers, case.body)
         if case.meta.phase.name is not TestPhase.COVERAGE or crc32(repr(given).encode()) % SAMPLED == 0:
@@ -187,6 +192,8 @@ def test_answers_are_as_documented(
 
 def drive(schema: Any, send: Callable[[Any], None], given: settings) -> None:
     """Send the requests that schemathesis makes for the operations of a schema."""
+    from schemathesis.pytest.lazy import get_all_tests
+
     for made in get_all_tests(schema=schema, test_func=send, settings=given, given_kwargs={}):
         _, test = made.ok()
         test()
@@ -195,6 +202,8 @@ def drive(schema: Any, send: Callable[[Any], None], given: settings) -> None:
 def hold_to_document(
     case: Any, served: Served, session: requests.Session, statuses: Counter[tuple[str, int]]
 ) -> None:
+    from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
+
     answer = case.call(base_url=served.url, session=session, timeout=120)
     assert answer.status_code < 500, answer.text
     if case.meta.generation.mode.value == "positive":

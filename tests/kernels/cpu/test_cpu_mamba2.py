@@ -1,69 +1,26 @@
-"""The compiled Mamba2 layer against the definition: results, states after them, and the same bits for any chunks."""
+"""The compiled Mamba2 layer against the definition."""
 
-import pytest
-import torch
+from torch import Tensor
 
-from quengine.kernels.backend import SlotLayer
+from tests.kernels import mamba2_steps
 from tests.kernels.cpu.cpu_runs import mamba2
-from tests.kernels.mamba2_steps import Shape, expected, rows_of, spec_of, states
-from tests.kernels.short_conv_steps import ALL_STEPS, prompt, tokens
-from tests.kernels.weights import nmse
-
-SHAPES = [
-    Shape(4, 64, 2, 128),
-    Shape(2, 8, 1, 8, taps=3, rows=5),
-    Shape(6, 32, 3, 40, limits=(0.05, 0.2)),
-    Shape(3, 16, 1, 16, taps=1, rows=1),
-]
+from tests.kernels.cpu.memory_layers import MemoryLayer
+from tests.kernels.mamba2_steps import Shape
 
 
-@pytest.mark.parametrize("step", ALL_STEPS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_steps_are_those_of_the_definition(step: str, shape: Shape) -> None:
-    batch, spec, (history, memory) = ALL_STEPS[step], spec_of(shape), states(shape)
-    x = rows_of(len(batch), shape, 3)
-    wanted, *after = expected(batch, x, spec, history, memory)
-    layer = SlotLayer((history.clone(), memory.clone()))
-    made = mamba2(batch, x.clone(), spec, layer)
-    assert nmse(made, wanted) < 1e-11
-    assert torch.equal(layer.parts[0], after[0])
-    assert nmse(layer.parts[1].flatten(1), after[1].flatten(1)) < 1e-11
+class TestMamba2(MemoryLayer):
+    run, of = staticmethod(mamba2), mamba2_steps
+    shapes = (
+        Shape(4, 64, 2, 128),
+        Shape(2, 8, 1, 8, taps=3, rows=5),
+        Shape(6, 32, 3, 40, limits=(0.05, 0.2)),
+        Shape(3, 16, 1, 16, taps=1, rows=1),
+    )
 
+    def test_extreme_steps_of_time_are_those_of_the_definition(self) -> None:
+        """Memories that fade at once, and not at all."""
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_sequence_has_the_same_bits_in_any_chunks(shape: Shape) -> None:
-    spec, x = spec_of(shape), rows_of(90, shape, 5)
-    found = []
-    for pieces in ([90], [1] * 90, [64, 26], [7, 1, 1, 40, 41]):
-        layer, start, made = SlotLayer(states(shape)), 0, []
-        for length in pieces:
-            rows = x[start : start + length].clone()
-            batch = tokens([start], [2]) if length == 1 else prompt([length], [start], [2])
-            made.append(mamba2(batch, rows, spec, layer))
-            start += length
-        found.append([torch.cat(made), *(part[2] for part in layer.parts)])
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+        def change(x: Tensor, extremes: Tensor) -> None:
+            x[:, -8:] = extremes
 
-
-def test_sequences_of_a_step_leave_each_other_alone() -> None:
-    shape = SHAPES[0]
-    spec, x = spec_of(shape), rows_of(30, shape, 6)
-    layer = SlotLayer(states(shape))
-    together = mamba2(prompt([12, 18], [0, 5], [3, 1]), x.clone(), spec, layer)
-    alone = SlotLayer(states(shape))
-    second = mamba2(prompt([18], [5], [1]), x[12:].clone(), spec, alone)
-    assert torch.equal(together[12:], second)
-    assert all(torch.equal(a[1], b[1]) for a, b in zip(layer.parts, alone.parts, strict=True))
-
-
-def test_extreme_steps_of_time_are_those_of_the_definition() -> None:
-    """Memories that fade at once, and not at all."""
-    shape = Shape(8, 8, 2, 8)
-    spec, x = spec_of(shape), rows_of(6, shape, 7)
-    x[:, -8:] = torch.tensor([-200.0, -88.0, -17.0, 0.0, 17.0, 30.0, 88.0, 200.0])
-    batch, (history, memory) = prompt([6], [9], [1]), states(shape)
-    wanted, *after = expected(batch, x, spec, history, memory)
-    layer = SlotLayer((history, memory))
-    made = mamba2(batch, x, spec, layer)
-    assert nmse(made, wanted) < 1e-11 and nmse(layer.parts[1][1], after[1][1]) < 1e-11
+        self.check_extremes(Shape(8, 8, 2, 8), change)

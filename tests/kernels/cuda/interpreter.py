@@ -4,11 +4,11 @@ The interpreter computes `tl.dot` by `numpy.matmul`, hence by the host's BLAS, w
 the processor and from the shape of the product: a row's bits may then depend on how many rows there are, which on a
 GPU's matrix units they do not. Tests of bit-equality mean the kernels, so their products are added up here instead.
 
-It also takes long for what is not arithmetic. It puts its own functions into `triton.language` at every call of a
-function within a kernel, though the launch has done so; computes each integer operation a second time, in 64 bits, for
-an assertion that only its debug option makes; makes the objects that describe a shape anew for every tensor; works out
-the common type of two operands of one type, and the tensor of a constant, at every operation; checks shapes that it has
-broadcast or expanded before; and reduces by a function one element at a time.
+It also takes long for what is not arithmetic. It puts its own functions into `triton.language` at every launch and
+every call of a function within a kernel, and takes them out again; computes each integer operation a second time, in 64
+bits, for an assertion that only its debug option makes; makes the objects that describe a shape anew for every tensor;
+works out the common type of two operands of one type, and the tensor of a constant, at every operation; checks shapes
+that it has broadcast or expanded before; and reduces by a function one element at a time.
 """
 
 import math
@@ -37,15 +37,18 @@ _expand_dims, _cast, _check_bitwise = (
 _broadcast_impl_value, _init_block_type = _semantic.broadcast_impl_value, tl.block_type.__init__
 _unwrap, constexpr = tl.core._unwrap_if_constexpr, tl.constexpr
 _check_binary, _generic_reduce = _semantic.binary_op_type_checking_impl, interpreter.ReduceOps.generic_reduce
+_to_tensor, _call = _semantic.to_tensor, interpreter.InterpretedFunction.__call__
+_rewritten: dict[Any, Callable[..., Any]] = interpreter.InterpretedFunction.rewritten_fn
+_patched = set[ModuleType]()
 _np_dtypes: dict[str, np.dtype[Any]] = {}
 _Sizes = tuple[tl.tuple, tl.constexpr]
-_tensor_sizes: dict[int, _Sizes] = {}
-_block_sizes: dict[int, tuple[tl.tuple, int, str]] = {}
+_block_sizes: dict[int, tuple[tl.tuple, int, str, _Sizes]] = {}
 """Of shapes that are one object, which stays, by its id."""
 _block_types: dict[tuple[int, str], tl.block_type] = {}
 _broadcasts: dict[tuple[int, int], tl.block_type] = {}
 _expanded: dict[tuple[int, int], tl.block_type] = {}
 _constants: dict[tuple[object, ...], tl.tensor] = {}
+_integers: dict[int, tl.tensor] = {}
 MOST_CONSTANTS = 1024
 _WHOLE = frozenset([tl.tensor, tl.dtype, tl.block_type, tl.pointer_type, int, float, bool, str, type(None)])
 """Of what is no constant expression, nor may hold one."""
@@ -72,11 +75,13 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> None:
     for fn, numpy in instructions().items():
         monkeypatch.setitem(interpreter.InterpretedFunction.rewritten_fn, fn, numpy)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-    monkeypatch.setattr(interpreter, "_patch_lang", _Language().patch)
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_language)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call_function)
     monkeypatch.setattr(_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False))
     monkeypatch.setattr(interpreter, "_get_np_dtype", get_np_dtype)
     monkeypatch.setattr(_semantic, "broadcast_impl_value", broadcast_impl_value)
     monkeypatch.setattr(_semantic, "bitwise_op_type_checking_impl", bitwise_op_type_checking_impl)
+    monkeypatch.setattr(_semantic, "to_tensor", to_tensor)
     monkeypatch.setattr(_semantic, "cast", cast)
     monkeypatch.setattr(_semantic, "expand_dims", expand_dims)
     monkeypatch.setattr(_semantic, "binary_op_type_checking_impl", binary_op_type_checking_impl)
@@ -108,33 +113,41 @@ def create_dot(builder: interpreter.InterpreterBuilder, a: Any, b: Any, d: Any, 
     return interpreter.TensorHandle(ordered_matmul(a.data, b.data, d.data.dtype) + d.data, d.dtype.scalar)
 
 
-class _Language:
-    """What the launch under way has put into `triton.language`, which is put back when the launch ends."""
-
-    def __init__(self) -> None:
-        self._scope: Any = None
-        self._patched: set[ModuleType] = set()
-
-    def patch(self, fn: Callable[..., Any]) -> Any:
-        """Stands for `_patch_lang`: patches the modules that `fn` sees, those that the launch has patched excepted."""
-        visible = _visible_modules(fn)
-        if self._scope is None:
-            self._scope = scope = _patch_lang(fn)
-            scope.restore = partial(self._restore, scope.restore)
-        elif not visible <= self._patched:
-            self._scope._changes += _patch_lang(fn)._changes
-        self._patched |= visible
-        return self._scope
-
-    def _restore(self, restore: Callable[[], None]) -> None:
-        self._scope = None
-        self._patched.clear()
-        restore()
-
-
 @cache
-def _visible_modules(fn: Callable[..., Any]) -> frozenset[ModuleType]:
-    return frozenset(value for value in fn.__globals__.values() if value is tl or value is tl.core)
+def patch_language(fn: Callable[..., Any]) -> Any:
+    """Stands for `_patch_lang`. What it puts into the modules that `fn` sees stays there: nothing but the interpreter
+    calls them in this process."""
+    visible = {value for value in fn.__globals__.values() if value is tl or value is tl.core}
+    if not visible <= _patched:
+        _patch_lang(fn)
+        _patched.update(visible)
+    return interpreter._LangPatchScope()
+
+
+def call_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for `InterpretedFunction.__call__`, which it asks for what is called the first time."""
+    fn = _rewritten.get(function.fn)
+    if fn is None:
+        return _call(function, *args, **kwargs)
+    try:
+        return fn(*args, **kwargs)
+    except Exception as error:
+        raise interpreter.InterpreterError(repr(error)) from error
+
+
+def to_tensor(value: Any, check_type: bool = True) -> Any:
+    """Stands for `TritonSemantic.to_tensor`, which is asked at every assignment."""
+    if value.__class__ is tl.tensor:
+        return value
+    if value.__class__ is not int:
+        return _to_tensor(value, check_type)
+    known = _integers.get(value)
+    if known is None:
+        if len(_integers) >= MOST_CONSTANTS:
+            _integers.clear()
+        known = _integers[value] = _to_tensor(value, check_type)
+        known.handle.data.flags.writeable = False
+    return known
 
 
 def get_np_dtype(tt_dtype: tl.dtype) -> np.dtype[Any]:
@@ -307,8 +320,13 @@ def init_handle(handle: Any, data: NDArray[Any], dtype: tl.dtype, attr: dict[str
 
 def init_tensor(tensor: tl.tensor, handle: Any, type: tl.dtype) -> None:
     """Stands for `tensor.__init__`."""
-    tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
-    tensor.shape, tensor.numel = _tensor_sizes[id(type.shape)] if type.is_block() else _SCALAR
+    tensor.handle, tensor.type = handle, type
+    if type.__class__ is tl.block_type:
+        tensor.dtype = type.element_ty
+        tensor.shape, tensor.numel = type.sizes
+    else:
+        tensor.dtype = type.scalar
+        tensor.shape, tensor.numel = _SCALAR
 
 
 def init_block_type(block: tl.block_type, element_ty: tl.dtype, shape: Iterable[int | tl.constexpr]) -> None:
@@ -317,7 +335,7 @@ def init_block_type(block: tl.block_type, element_ty: tl.dtype, shape: Iterable[
     if known is None:
         known = _block_shape(tuple([each.value if each.__class__ is constexpr else each for each in shape]))
     block.element_ty = element_ty
-    block.shape, block.numel, text = known
+    block.shape, block.numel, text, block.sizes = known
     block.name = f"<{text}, {element_ty}>"
 
 
@@ -339,9 +357,9 @@ _SCALAR = _tensor_shape(())
 
 
 @cache
-def _block_shape(sizes: tuple[int, ...]) -> tuple[tl.tuple, int, str]:
+def _block_shape(sizes: tuple[int, ...]) -> tuple[tl.tuple, int, str, _Sizes]:
     block = tl.block_type.__new__(tl.block_type)
     _init_block_type(block, tl.int32, list(sizes))
-    made = block.shape, block.numel, str(block.shape)
-    _block_sizes[id(block.shape)], _tensor_sizes[id(block.shape)] = made, _tensor_shape(sizes)
+    made = block.shape, block.numel, str(block.shape), _tensor_shape(sizes)
+    _block_sizes[id(block.shape)] = made
     return made

@@ -60,6 +60,8 @@ _KINDS: dict[str, tuple[_Compute, frozenset[str], bool]] = {
     "ne": (np.not_equal, _NUMBERS, True),
 }
 _SHIFTS = frozenset(["lshift", "rshift"])
+_WIDENED = {("int32", "int64"): tl.int64, ("int64", "int32"): tl.int64}
+"""The types of two operands that differ -> the one that both take."""
 
 
 def operators(interpreted: Callable[[str], Operator]) -> dict[str, Operator]:
@@ -85,7 +87,8 @@ def _operator(
             return otherwise(left, right)
         if right.__class__ is _tensor:
             if right.dtype.name != kind:
-                return otherwise(left, right)
+                wide = None if shifts else _WIDENED.get((kind, right.dtype.name))
+                return otherwise(left, right) if wide is None else call(_cast(left, wide), _cast(right, wide))
             type_ = left.type if left.shape is right.shape else _common(left, right)
             operand = right.handle.data
         else:
@@ -130,6 +133,10 @@ def _made(data: NDArray[Any], kind: tl.dtype, type_: tl.dtype, compares: bool) -
     return _tensor(_Handle(data, kind), type_)
 
 
+def _cast(value: tl.tensor, kind: tl.dtype) -> tl.tensor:
+    return interpreter.interpreter_semantic.cast(value, kind)
+
+
 def _common(left: tl.tensor, right: tl.tensor) -> tl.dtype | None:
     """The type of what numpy makes of two shapes; None where the interpreter has to say."""
     if not left.type.is_block():
@@ -155,7 +162,13 @@ def _pointer_sum(numbers: Operator) -> Operator:
         pointer = left.dtype
         if pointer.__class__ is not tl.pointer_type or left.handle.dtype.__class__ is not tl.pointer_type:
             return numbers(left, right)
-        if right.__class__ is not _tensor or right.dtype.name not in ("int32", "int64"):
+        if right.__class__ is not _tensor:
+            number = right.value if right.__class__ is _constexpr else right
+            if number.__class__ is not int:
+                return numbers(left, right)
+            offset = np.uint64(number * _bytes_of(pointer) & (1 << 64) - 1)
+            return _tensor(_Handle(left.handle.data + offset, left.handle.dtype), left.type)
+        if right.dtype.name not in ("int32", "int64"):
             return numbers(left, right)
         if left.shape is right.shape:
             type_ = left.type
@@ -166,11 +179,15 @@ def _pointer_sum(numbers: Operator) -> Operator:
             type_ = (
                 left.type if left.type.is_block() and left.type.shape is shape else _pointers(pointer, shape)
             )
-        width = max(1, pointer.element_ty.primitive_bitwidth // 8)
-        data = left.handle.data + right.handle.data.astype(np.uint64) * np.uint64(width)
+        data = left.handle.data + right.handle.data.astype(np.uint64) * np.uint64(_bytes_of(pointer))
         return _tensor(_Handle(data, left.handle.dtype), type_)
 
     return call
+
+
+def _bytes_of(pointer: tl.pointer_type) -> int:
+    """Of what it points to."""
+    return max(1, pointer.element_ty.primitive_bitwidth // 8)
 
 
 def _common_shape(left: tl.tensor, right: tl.tensor) -> Any:

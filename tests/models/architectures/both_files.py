@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -153,6 +153,10 @@ def opened(root: Path, name: str, kind: str) -> Checkpoint:
     return open_checkpoint(path_of(root, name, kind))
 
 
+_shared = lru_cache(maxsize=32)(opened)
+"""For what only computes with it: a file takes as long to open as a step."""
+
+
 class ChoosingReference(ReferenceBackend):
     """The reference backend; `chosen` has the experts of each row [T, k], a tensor for each call of `route`."""
 
@@ -209,19 +213,19 @@ class ReferenceRun:
 @cache
 def reference_run(root: Path, name: str, kind: str, vocab: int) -> ReferenceRun:
     backend = ChoosingReference()
-    logits = our_logits(opened(root, name, kind), vocab, backend)
+    logits = our_logits(_shared(root, name, kind), vocab, backend)
     return ReferenceRun(nmse(logits, torch.load(root / f"{name}.pt")), backend.chosen)
 
 
 def fp16_logits(
     config: ModelConfig, tensors: Tensors, backend: Backend, vocab: int, decode: bool = False
 ) -> Tensor:
-    """[TOKENS, vocab] over a cache in fp16, operation by operation: a prompt of 40 tokens, or of 28 and single ones,
-    which begin in the first block of the cache and go on in the second."""
+    """[TOKENS, vocab] over a cache in fp16, operation by operation: a prompt of 40 tokens; or one of 28, six single
+    ones, which begin in the first block of the cache and go on in the second, and the rest as a prompt."""
     ids = token_ids(vocab)
     decoder = Decoder(config, tensors, backend, 64, 64)
     cache = KVCache.allocate(config, 64, torch.device("cpu")).layers
-    cuts = [0, 28, *range(29, TOKENS + 1)] if decode else [0, TOKENS]
+    cuts = [0, *range(28, 35), TOKENS] if decode else [0, TOKENS]
     rows = [forward(decoder, ids[a:b], cache, a, all_logits=True) for a, b in pairwise(cuts)]
     return torch.cat(rows).double()
 
@@ -229,7 +233,7 @@ def fp16_logits(
 @cache
 def expected(root: Path, name: str, kind: str, vocab: int) -> Tensor:
     """The reference backend's logits over a cache in fp16, with the experts that it chooses over an exact one."""
-    checkpoint, chosen = opened(root, name, kind), reference_run(root, name, kind, vocab).chosen
+    checkpoint, chosen = _shared(root, name, kind), reference_run(root, name, kind, vocab).chosen
     return fp16_logits(checkpoint.config, checkpoint.tensors, ReferenceWithGivenExperts(chosen, True), vocab)
 
 
@@ -237,7 +241,7 @@ def cpu_difference(
     root: Path, name: str, kind: str, case: Case, decode: bool = False, fault: Fault | None = None
 ) -> float:
     """Of the logits of the CPU's kernels to `expected`; `fault` changes what they compute."""
-    checkpoint = opened(root, name, kind)
+    checkpoint = _shared(root, name, kind)
     config, tensors = checkpoint.config, checkpoint.tensors
     if fault is not None:
         config, tensors = fault(config, tensors)
@@ -256,7 +260,7 @@ def engine_difference(root: Path, name: str, kind: str, case: Case, decode: bool
 
 def amx_difference(root: Path, name: str, kind: str, case: Case) -> float:
     """What AMX's rounding of products changes of `expected`."""
-    checkpoint, chosen = opened(root, name, kind), reference_run(root, name, kind, case.vocab).chosen
+    checkpoint, chosen = _shared(root, name, kind), reference_run(root, name, kind, case.vocab).chosen
     logits = fp16_logits(checkpoint.config, checkpoint.tensors, RoundsAsAmx(chosen, True), case.vocab)
     return nmse(logits, expected(root, name, kind, case.vocab))
 

@@ -5,7 +5,6 @@ from types import ModuleType
 from typing import Any, Literal
 
 import pytest
-from anthropic import Anthropic
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, field_validator
 
@@ -50,6 +49,8 @@ def test_openais_modes_give_a_value_of_the_type(instructor: ModuleType, tiny: Se
 
 
 def test_anthropics_tools_do_too(instructor: ModuleType, tiny: Served) -> None:
+    from anthropic import Anthropic
+
     client = instructor.from_anthropic(
         Anthropic(base_url=tiny.url, api_key=KEY, max_retries=0), mode=instructor.Mode.TOOLS
     )

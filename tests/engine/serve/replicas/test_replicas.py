@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ import pytest
 from quengine import LLM, EngineError, SamplingParams
 from quengine.cli.main import run
 from quengine.config import EngineConfig
+from quengine.kernels import child_process
 from quengine.models.hub.hub import resolve_model
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.models.preset_file import engine_config
@@ -226,8 +228,15 @@ def test_a_stopped_replica_is_passed_over_until_it_answers_again(
 
 
 def test_without_any_replica_health_is_503_and_what_waits_is_computed_later(
-    served: Served, client: httpx.Client, engines: list[ReplicaEngine]
+    served: Served, client: httpx.Client, engines: list[ReplicaEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    both_down = threading.Event()
+
+    def later(*given: Any, **named: Any) -> QuickPopen:
+        both_down.wait(60)
+        return QuickPopen(*given, **named)
+
+    monkeypatch.setattr(child_process.subprocess, "Popen", later)
     for pid in pids(engines):
         os.kill(pid, signal.SIGKILL)
     with ThreadPoolExecutor(1) as pool:
@@ -238,7 +247,10 @@ def test_without_any_replica_health_is_503_and_what_waits_is_computed_later(
             said.append(client.get("/health"))
             return said[-1].status_code == 503
 
-        assert served.wait_until(refused) and "none of the 2 replicas is up" in said[-1].text
+        try:
+            assert served.wait_until(refused) and "none of the 2 replicas is up" in said[-1].text
+        finally:
+            both_down.set()
         assert len(answer.result()["tokens"]) == 12
 
 

@@ -1,14 +1,17 @@
 """The anthropic client against a server: with the fake engine, whose every token is known, with one that says harmony,
-and with a tiny model that is held to a tool's schema."""
+and with a tiny model that is held to a tool's schema.
+
+Its 3,000 modules are imported by who runs these tests, not by all that collect them.
+"""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import jsonschema
 import pytest
-from anthropic import Anthropic
 
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.settings import Limits
@@ -16,6 +19,9 @@ from tests.engine.serve.fake_engine import CRASHING_PROMPT, FAILING_PROMPT, Fake
 from tests.engine.serve.serving import KEY, Served, serving
 from tests.engine.serve.speaking_engine import SpeakingEngine
 from tests.engine.serve.tool_model import SCHEMA, serving_tools
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic
 
 MODEL = FakeModel(4096)
 ASKED: Any = [{"role": "user", "content": "hi"}]
@@ -36,7 +42,9 @@ WEATHER: Any = {
 
 
 def connected(served: Served, key: str = KEY) -> Anthropic:
-    return Anthropic(base_url=served.url, api_key=key, max_retries=0, timeout=60)
+    import anthropic
+
+    return anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0, timeout=60)
 
 
 def words(prompt: str, count: int) -> str:
@@ -226,6 +234,8 @@ def test_a_required_call_has_an_input_of_its_schema_and_the_cache_is_in_the_usag
 
 
 def test_errors_are_the_clients_exceptions(client: Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError, match="no model 'other' here") as missing:
         ask(client, model="other")
     assert missing.value.type == "not_found_error"
@@ -251,17 +261,23 @@ def test_a_prompt_that_is_too_long_is_counted(client: Anthropic) -> None:
 
 
 def test_a_key_is_asked_for_in_both_headers() -> None:
+    import anthropic
+
     with serving(settings={"api_keys": ("right",)}) as served:
         with connected(served, "wrong") as client, pytest.raises(anthropic.AuthenticationError) as caught:
             ask(client)
         assert caught.value.type == "authentication_error"
         with connected(served, "right") as client:
             assert ask(client).usage.output_tokens == 5
-        with Anthropic(base_url=served.url, auth_token="right", api_key=None, max_retries=0) as client:
+        with anthropic.Anthropic(
+            base_url=served.url, auth_token="right", api_key=None, max_retries=0
+        ) as client:
             assert ask(client).usage.output_tokens == 5
 
 
 def test_a_full_queue_is_an_overload() -> None:
+    import anthropic
+
     with (
         serving(limits=Limits(queue=0), settings={"parallel": 1}) as served,
         connected(served) as client,
@@ -274,6 +290,8 @@ def test_a_full_queue_is_an_overload() -> None:
 
 
 def test_a_stream_that_fails_ends_with_an_error_event() -> None:
+    import anthropic
+
     with serving() as served, connected(served) as client:
         with client.messages.stream(model="fake", max_tokens=4000, messages=ASKED) as running:
             next(iter(running))
