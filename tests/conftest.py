@@ -173,7 +173,7 @@ def pytest_runtest_protocol() -> Iterator[object]:
         gc.set_threshold(*thresholds)
         logger.handlers[:], logger.propagate = handlers, propagate
         if logger.level != level:
-            logger.setLevel(level)  # which forgets what every logger lets through
+            logger.setLevel(level)  # at which all loggers work out anew what they let through
 
 
 def _no_freeze() -> None:
