@@ -57,11 +57,18 @@ class _CaughtLogs(_pytest.logging.catching_logs[Any]):
     def __enter__(self) -> Any:
         if self.level is not None:
             return super().__enter__()
-        for logger in (logging.root, logging.getLogger("quengine")):
-            if logger is logging.root or not logger.propagate:
-                logger.addHandler(self.handler)
-                self.attached_loggers.append(logger)
+        own = logging.getLogger("quengine")
+        self.loggers = [logging.root] if own.propagate else [logging.root, own]
+        for logger in self.loggers:
+            logger.addHandler(self.handler)
         return self.handler
+
+    def __exit__(self, *error: Any) -> None:
+        if self.level is not None:
+            super().__exit__(*error)
+            return
+        for logger in self.loggers:
+            logger.removeHandler(self.handler)
 
 
 _pytest.logging.catching_logs = _CaughtLogs  # type: ignore[misc]
@@ -173,7 +180,7 @@ def pytest_runtest_protocol() -> Iterator[object]:
         gc.set_threshold(*thresholds)
         logger.handlers[:], logger.propagate = handlers, propagate
         if logger.level != level:
-            logger.setLevel(level)  # which forgets what every logger lets through
+            logger.setLevel(level)  # at which all loggers work out anew what they let through
 
 
 def _no_freeze() -> None:

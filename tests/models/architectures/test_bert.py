@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +93,21 @@ def path_of(root: Path, name: str, kind: str) -> Path:
     return root / (name if kind == "folder" else f"{name}.gguf")
 
 
-def theirs(folder: Path, text: str, pair: str | None = None) -> tuple[list[int], Tensor, Tensor | None]:
-    """Ids, rows [T, width] and the head's outputs of `transformers`, in float64."""
+@lru_cache(maxsize=2)
+def _of_transformers(folder: Path) -> tuple[Any, Any, bool]:
+    """Its tokenizer, its model in float64, and whether that has a head."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     headed = "Classification" in (folder / "config.json").read_text()
     kind = transformers.AutoModelForSequenceClassification if headed else transformers.AutoModel
     model = kind.from_pretrained(folder, dtype=torch.float64, output_hidden_states=True).eval()
+    return tokenizer, model, headed
+
+
+def theirs(folder: Path, text: str, pair: str | None = None) -> tuple[list[int], Tensor, Tensor | None]:
+    """Ids, rows [T, width] and the head's outputs of `transformers`, in float64."""
+    tokenizer, model, headed = _of_transformers(folder)
     given = tokenizer(text, pair, return_tensors="pt")
     with torch.no_grad():
         out = model(**given)

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from quengine import LLM, SamplingParams
 from quengine.errors import EngineError
-from quengine.kernels.backend import KVLayer, LayerState, SlotLayer
 from quengine.kernels.forward_batch import decode_batch, prefill_batch
 from quengine.kernels.reference import ReferenceBackend
 from quengine.models.architectures import layers_of
@@ -26,6 +24,7 @@ from quengine.models.hf.config_hf import read_hf_config
 from tests.gguf_builder import DELTA, GGUFBuilder, ModelSizes, bpe_vocabulary, model_builder
 from tests.llama_cpp_logits import LlamaCpp
 from tests.models.architectures.both_files import KINDS, Case, SameLogits, opened, path_of
+from tests.models.architectures.long_batches import SameLongLogits, paged_cache
 from tests.transformers_models import DROP, edit, nmse, our_logits, transformers_model
 
 LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"]
@@ -135,72 +134,11 @@ def test_layers_that_draft_are_passed_over_with_a_note(root: Path) -> None:
         assert used in checkpoint.notes
 
 
-LENGTHS = (1, 70, 199)
-"""Of sequences of a batch: borders of the 64 positions in which `transformers` computes lie in two."""
+class TestLongTexts(SameLongLogits):
+    """`transformers` computes 64 positions at once."""
 
-CHUNKS = ((1, 0, 3), (0, 64, 61), (0, 0, 64), (0, 6, 1), (0, 0, 70))
-"""Tokens of each sequence in each step."""
-
-
-def texts(vocab: int) -> list[Tensor]:
-    random = torch.Generator().manual_seed(8)
-    return [torch.randint(0, vocab, (length,), generator=random) for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def long_logits(root: Path) -> list[Tensor]:
-    """Of each text by itself, of `transformers`."""
-    model, _ = transformers_model(root / "plain")
-    with torch.no_grad():
-        return [model(text[None]).logits[0] for text in texts(CASES["plain"].vocab)]
-
-
-def paged_cache(config: ModelConfig, blocks: int = 8) -> list[LayerState]:
-    """Four slots, and so many blocks of 32 positions for each, in fp32."""
-    return [
-        SlotLayer(tuple(torch.full((4, *shape), 7.0) for shape in block.mixer.state.shapes))
-        if isinstance(block.mixer, GatedDelta)
-        else KVLayer(*torch.zeros(2, 4 * 32 * blocks, block.mixer.state.kv_heads, block.mixer.state.head_dim))
-        for block in layers_of(config)
-    ]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_sequences_of_a_batch_have_the_logits_of_each_alone(
-    root: Path, kind: str, long_logits: list[Tensor]
-) -> None:
-    """Prompts of unequal lengths in chunks, and token by token from the last chunk on."""
-    checkpoint = opened(root, "plain", kind)
-    config, ids = checkpoint.config, texts(CASES["plain"].vocab)
-    decoder = Decoder(config, checkpoint.tensors, ReferenceBackend(keep=True), 256, 256)
-    cache, device, done = paged_cache(config), torch.device("cpu"), [0, 0, 0]
-    tables = [[list(range(8 * slot, 8 * slot + 8)), [slot]] for slot in (1, 2, 3)]
-    found: list[list[Tensor]] = [[], [], []]
-    for step in CHUNKS[:-1]:
-        rows = [i for i, count in enumerate(step) if count]
-        chunks = [ids[i][done[i] : done[i] + step[i]].tolist() for i in rows]
-        starts, blocks = [done[i] for i in rows], [tables[i] for i in rows]
-        batch = prefill_batch(chunks, starts, blocks, device, all_logits=True)
-        parts = decoder.forward(batch, cache).split([step[i] for i in rows])
-        for i, logits in zip(rows, parts, strict=True):
-            found[i].append(logits.clone())
-            done[i] += step[i]
-    for position in range(done[2], LENGTHS[2]):
-        one = decode_batch([int(ids[2][position])], [position], [tables[2]], device)
-        found[2].append(decoder.forward(one, cache).clone())
-    for ours, theirs in zip(found, long_logits, strict=True):
-        assert nmse(torch.cat(ours), theirs) < 1e-9
-
-
-def test_the_engine_has_the_same_logits_for_any_chunks(root: Path, long_logits: list[Tensor]) -> None:
-    """And they are those of `transformers` but for the cache in fp16 and what the kernels round."""
-    ids = texts(CASES["plain"].vocab)[2].tolist()
-    found = []
-    for chunk_size in (16, 100, 512):
-        with LLM(path_of(root, "plain", "gguf"), "cpu", ctx_size=256, chunk_size=chunk_size) as llm:
-            found.append(llm.logits(ids))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    assert nmse(found[0].double(), long_logits[2]) < 1e-3
+    lengths = (1, 70, 199)
+    chunks = ((1, 0, 3), (0, 64, 61), (0, 0, 64), (0, 6, 1), (0, 0, 70))
 
 
 @pytest.mark.parametrize("name", ["plain", "next"])

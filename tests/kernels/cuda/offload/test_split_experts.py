@@ -278,11 +278,13 @@ def test_uses_raise_the_share_of_experts_on_the_device(device: torch.device) -> 
         split.logits([1, 1, 1, 1])
         experts.between_steps(512)
         seen.append(experts.counts)
-    first = next(counts for counts in seen if counts.host_uses)
+        first, last = next((counts for counts in seen if counts.host_uses), None), seen[-1]
+        if first and last.replaced == 2 and last.device_uses > last.host_uses - first.host_uses:
+            break
+    else:
+        pytest.fail(f"after {seen} experts are where they were")
     assert first.hits == 0.0 and first[:2] == (2, 2) and sorted(held.experts) == [2, 3]
-    last = seen[-1]
-    assert last.device_uses > last.host_uses - first.host_uses
-    assert last.replaced == 2 and held.held.places.tolist()[:2] == [2, 2]
+    assert held.held.places.tolist()[:2] == [2, 2]
     before = split.logits([1, 1])
     assert nmse(before, split.logits([2])) < 1e-5
     uses = experts.last_uses
