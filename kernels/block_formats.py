@@ -435,12 +435,6 @@ def _digits(field: Tensor, count: int) -> Tensor:
     return ((rest * 3) >> 8).to(torch.uint8).flatten(-2)
 
 
-def _unpack_plane(fmt: BlockFormat, f: Fields) -> Groups:
-    # TQ2_0: planes of 32 bytes; Q1_0 and Q2_0: neighbours share a byte.
-    run = 32 if fmt.name == "TQ2_0" else 1
-    return Groups(fmt, _join(_bit_planes(f["codes"], run, fmt.bits)), _half(f["d"]))
-
-
 def _words(field: Tensor, dtype: torch.dtype) -> Tensor:
     """A field's bytes as little-endian words: [R, B, words]."""
     return field.clone(memory_format=torch.contiguous_format).view(dtype)

@@ -9,7 +9,7 @@ from quengine.config import DEFAULT_CHUNK
 from quengine.errors import CannotRunError, EngineError, nearest
 from quengine.kernels.cuda.aot.meta_backend import ARCHS, TABLE_GPU
 from quengine.kernels.cuda.launch.compile_ahead import CompilePool
-from quengine.kernels.cuda.launch.compile_messages import Built
+from quengine.kernels.cuda.launch.compile_messages import CRASHED, Built
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.kernel_pack import Pack, install_pack, write_pack
 from quengine.kernels.cuda.launch.launcher import build_launchers
@@ -64,10 +64,10 @@ def build_pack(plan: PackPlan, path: Path, progress: Callable[[str], None] | Non
         task = partial(compile_stages, *plans)
         pool = CompilePool(task, gpu, compilers(), progress, every=True, prelude=PRELUDE)
         found = pool.finish()
-        failed = [kernel for kernel in found if kernel.error]
+        failed = [kernel for kernel in found if kernel.error not in ("", CRASHED)]
         if failed:
             raise EngineError(f"{failed[0].name} for sm_{gpu.arch} was not compiled: {failed[0].error}")
-        if not pool.complete:
+        if not pool.complete or any(kernel.error for kernel in found):
             raise CannotRunError(
                 "a process that compiles kernels has ended; run it again: what is compiled is kept"
             )

@@ -100,6 +100,30 @@ def test_every_exit_code_is_met_without_a_traceback(code: int) -> None:
     assert len(done.stderr.splitlines()) == {0: 0, 3: 2, 130: 0, 141: 0}.get(code, 1)
 
 
+LEAVING = """
+import atexit, os, sys, types
+from quengine.cli import main
+from quengine.cli.__main__ import main as run
+class Held:
+    def __del__(self, write=os.write) -> None: write(1, b"taken apart")
+sys.modules["held"] = types.ModuleType("held")
+sys.modules["held"].held = Held()
+@main.app.command("try")
+def attempt() -> int:
+    atexit.register(print, "of a library")
+    print("answer")
+    return 141
+sys.argv[1:] = ["try"]
+sys.exit(run())
+"""
+
+
+def test_a_process_leaves_with_all_written_and_nothing_taken_apart() -> None:
+    """After the functions of `atexit`."""
+    done = ended([sys.executable, "-c", LEAVING], imports=True)
+    assert (done.returncode, done.stdout, done.stderr) == (141, "answer\nof a library\n", "")
+
+
 def test_help_lists_exactly_those_exit_codes() -> None:
     listed = re.findall(r"(?:^|; |: )(\d+) ", main.EXIT_CODES)
     assert [int(code) for code in listed] == list(ENDS)

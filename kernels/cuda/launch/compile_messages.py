@@ -30,6 +30,9 @@ class Built(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+CRASHED = "the process that compiled it has ended"
+"""The error of a kernel whose process was killed, as for lack of memory."""
+
 ToLeader: TypeAlias = Order | str
 FromLeader: TypeAlias = list[str] | Built | None
 TO_LEADER: msgspec.msgpack.Decoder[ToLeader] = msgspec.msgpack.Decoder(ToLeader)

@@ -23,7 +23,7 @@ import triton
 from quengine.kernels.channel import Channel
 from quengine.kernels.child_process import parent_channel
 from quengine.kernels.cuda.launch import triton_cache
-from quengine.kernels.cuda.launch.compile_messages import TO_LEADER, Built, Order, ToLeader
+from quengine.kernels.cuda.launch.compile_messages import CRASHED, TO_LEADER, Built, Order, ToLeader
 from quengine.kernels.cuda.launch.launcher import build_launcher, build_utilities, launcher_of
 from quengine.kernels.cuda.launch.record_kernels import Kernel, record_kernels
 
@@ -103,7 +103,7 @@ class _Leader:
         self._kernels: dict[str, Kernel] = {}
         self._waiting: dict[Kernel, int] = {}  # with the number of kernels that were recorded before each
         self._idle: list[_Worker] = []
-        self._busy: list[_Worker] = []
+        self._busy: dict[_Worker, Kernel] = {}
         self._whole = True  # none has failed
 
     def run(self) -> bool:
@@ -152,7 +152,7 @@ class _Leader:
                     *_fork(lambda channel, given=given: _work(channel, *given)), len(self._kernels)
                 )
             del self._waiting[kernel]
-            self._busy.append(worker)
+            self._busy[worker] = kernel
             worker.channel.send(kernel.key)
 
     def _take_reports(self, seconds: float | None) -> None:
@@ -164,14 +164,13 @@ class _Leader:
                 first = {kernel: place for kernel, place in self._waiting.items() if kernel.key == wanted}
                 self._waiting = first | self._waiting
                 continue
-            self._busy.remove(ready)
+            kernel = self._busy.pop(ready)
             try:
                 built: Built = ready.channel.receive()
+                self._idle.append(ready)
             except (EOFError, OSError):  # it crashed; its kernel is left to who launches it
-                self._whole = False
                 ready.end()
-                continue
-            self._idle.append(ready)
+                built = Built(kernel.key, kernel.name, None, CRASHED)
             self._whole &= not built.error
             self._channel.send(built)
         self._hand_out()

@@ -21,8 +21,8 @@ from quengine.kernels.cuda.weights.row_change import RowChange
 from quengine.kernels.quant_tensor import QuantTensor
 
 _WEIGHTS_AT_A_TIME, _MOVED_AT_A_TIME = 1 << 25, 1 << 27
-"""Weights repacked at a time by a hundred torch operations, with four temporary bytes each, and by a kernel, with one:
-more weights take fewer launches.
+"""Weights repacked at a time where torch computes codes, with four to six temporary bytes each, and where kernels move
+bits, with one: more weights take fewer launches.
 """
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -213,8 +213,10 @@ def pack_blocks(
 
 
 def rows_at_a_time(like: QuantTensor, device: torch.device | str = "cpu") -> int:
-    """Rows of such a matrix that are repacked at a time on a device, a multiple of 16."""
-    most = _WEIGHTS_AT_A_TIME if _table_of(like, device) is None else _MOVED_AT_A_TIME
+    """Rows of such a matrix that are repacked at a time on a device, a multiple of 16. Without plain scales the bounds
+    take torch, which unpacks codes too in those formats."""
+    table = _table_of(like, device)
+    most = _WEIGHTS_AT_A_TIME if table is None or table.plain is None else _MOVED_AT_A_TIME
     return max(1, most // (like.cols * TILE_ROWS)) * TILE_ROWS
 
 

@@ -5,14 +5,17 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from quengine.errors import EngineError
+from quengine.errors import CannotRunError, EngineError
+from quengine.kernels.cuda.launch.compile_messages import CRASHED, Built
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.models.synthetic.presets import PRESETS
 from quengine.platform.torch_import import PRELUDE
-from quengine.runners.kernel_packs import PackPlan, _named, _plans, _shape, arch_of, gpus
+from quengine.runners import kernel_packs
+from quengine.runners.kernel_packs import PackPlan, _named, _plans, _shape, arch_of, build_pack, gpus
 from tests.fork_server import without_interpreter
 
 COVERED = """
@@ -50,6 +53,27 @@ def test_a_pack_covers_a_models_file_with_fewer_requests_and_other_contexts(
     tmp_path: Path, name: str, arch: int
 ) -> None:
     without_interpreter(COVERED, name, arch, tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("error", "complete", "kind"),
+    [
+        ("CompilationError: no", True, EngineError),
+        (CRASHED, True, CannotRunError),
+        ("", False, CannotRunError),
+    ],
+)
+def test_a_pack_that_lacks_a_kernel_is_not_written(
+    error: str, complete: bool, kind: type[EngineError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process is the machine's fault, and building goes on where it ended."""
+    pool = Mock(complete=complete, finish=lambda: [Built("KEY", "norm_kernel", None, error)])
+    monkeypatch.setattr(kernel_packs, "CompilePool", lambda *_, **__: pool)
+    monkeypatch.setattr(kernel_packs, "use_private_cache", lambda: None)
+    with pytest.raises(EngineError, match=r"not compiled|run it again") as raised:
+        build_pack(PackPlan(["tiny"], [90]), tmp_path / "pack")
+    assert type(raised.value) is kind
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_to_be_compiled_is_pickled_for_every_model() -> None:

@@ -8,11 +8,12 @@ import torch
 
 from quengine.kernels.block_formats import FORMATS, unpack
 from quengine.kernels.cuda.moe.expert_weights import pack_experts, pack_gate_up_experts
+from quengine.kernels.cuda.weights import packed
 from quengine.kernels.cuda.weights.bounds import WeightBounds
 from quengine.kernels.cuda.weights.layout import PACKED_FORMATS
 from quengine.kernels.cuda.weights.packed import PackedPart, pack
 from quengine.kernels.cuda.weights.repack import repack
-from quengine.kernels.cuda.weights.repack_table import repack_table
+from quengine.kernels.cuda.weights.repack_table import RepackTable, repack_table
 from quengine.kernels.quant_tensor import QuantTensor
 from tests.kernels.cuda.gemm.unpack_part import unpack_part
 from tests.kernels.cuda.weights import ordinary_weight
@@ -140,7 +141,7 @@ def test_weights_that_are_loaded_are_packed_alike(name: str, monkeypatch: pytest
     alike = [ordinary_weight(name, 152, 1024, seed) for seed in (1, 2)]
     for at_a_time in (1 << 25, 1 << 15):
         for limit in ("_WEIGHTS_AT_A_TIME", "_MOVED_AT_A_TIME"):
-            monkeypatch.setattr(f"quengine.kernels.cuda.weights.packed.{limit}", at_a_time)
+            monkeypatch.setattr(packed, limit, at_a_time)
         for given, paired in (([first, second], False), ([second], False), (alike, True), (alike, False)):
             pairs = zip(pack(given, "cuda", paired).parts, pack(given, "cpu", paired).parts, strict=True)
             for ours, expected in pairs:
@@ -149,6 +150,39 @@ def test_weights_that_are_loaded_are_packed_alike(name: str, monkeypatch: pytest
                     assert torch.equal(mine.cpu(), theirs)
                 assert ours.weight_scale == expected.weight_scale
                 assert ours.norm == pytest.approx(expected.norm, rel=1e-5)
+
+
+def repacked_by_table(like: QuantTensor, device: torch.device | str) -> RepackTable | None:
+    """In the place of `packed._table_of`: also where kernels run in the interpreter."""
+    return repack_table(like.format, like.cols, device)
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q4_1", "IQ2_S"])
+def test_loading_by_kernels_packs_alike(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three tiles, two at a time, with plain scales and without."""
+    weight = ordinary_weight(name, 40, 512, 3)
+    (expected,) = pack(weight, "cpu").parts
+    monkeypatch.setattr(packed, "_table_of", repacked_by_table)
+    for limit in ("_WEIGHTS_AT_A_TIME", "_MOVED_AT_A_TIME"):
+        monkeypatch.setattr(packed, limit, 32 * 512)
+    (made,) = pack(weight, device).parts
+    assert isinstance(made, PackedPart) and isinstance(expected, PackedPart)
+    for ours, theirs in zip(made.planes, expected.planes, strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+    assert made.weight_scale == expected.weight_scale
+    assert made.norm == pytest.approx(expected.norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_more_rows_are_repacked_at_a_time_where_torch_unpacks_no_codes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unpacked codes take five bytes a weight and more."""
+    monkeypatch.setattr(packed, "_table_of", repacked_by_table)
+    moved = packed.rows_at_a_time(ordinary_weight(name, 16, 512, 1)) * 512 == packed._MOVED_AT_A_TIME
+    assert moved == (name not in OTHERS | COMPUTED)
 
 
 @pytest.mark.parametrize("name", sorted(OTHERS))

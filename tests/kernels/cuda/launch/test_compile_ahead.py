@@ -18,8 +18,9 @@ os.environ["TRITON_CACHE_DIR"] = sys.argv[1]
 import torch, triton
 from functools import partial
 from pathlib import Path
-from quengine.kernels.cuda.launch import compile_ahead, compiler_process, triton_cache
+from quengine.kernels.cuda.launch import compile_ahead, compile_processes, compiler_process, triton_cache
 from quengine.kernels.cuda.launch.compile_ahead import CompilePool, finish_compiling
+from quengine.kernels.cuda.launch.compile_messages import CRASHED
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.record_kernels import record_kernels
 from quengine.kernels.cuda.sampling import batch_rows
@@ -152,6 +153,10 @@ os.kill(killed._process.pid, signal.SIGKILL)
 killed.wait("KEY")
 killed.finish()
 assert not killed.complete
+launcher_of, compile_processes.launcher_of = compile_processes.launcher_of, lambda _: os._exit(1)
+crashed = pool((1,), processes=1)
+assert [kernel.error for kernel in crashed.finish()] == [CRASHED]
+compile_processes.launcher_of = launcher_of
 assert compilations() <= len(SIZES) and compilations() == 0
 """,
         tmp_path / "cache",
