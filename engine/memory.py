@@ -33,6 +33,12 @@ LOGIT_BYTES = 104
 sampling. Measured with all of them captured: see tests/engine/test_memory.py.
 """
 
+BURST_LOGIT_BYTES = 4 * 64 * 9
+"""The same of captured steps of 64 prompts, each of which keeps its fp32 logits: nine sizes."""
+
+_BURST_FROM = 17
+"""Sequences from which on there are such steps."""
+
 _DRAFT_LOGIT_BYTES = 48
 """Bytes per logit of a layer that drafts: LOGIT_BYTES without penalties."""
 
@@ -417,6 +423,7 @@ def workspace_bytes(
     activations += chunk * beside
     activations += chunk * 8 * inputs  # what layers get beside the stream, and its projected part
     logits = (12 if draft else LOGIT_BYTES) * rows * config.vocab_size
+    logits += BURST_LOGIT_BYTES * config.vocab_size if rows >= _BURST_FROM and not draft else 0
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
     dequantized = min(2 * largest, _MOST_DEQUANTIZED)
     activations += 0 if net is None else chunk * _delta_row_bytes(net)

@@ -241,13 +241,14 @@ class Scheduler:
         return max(0, min(most, held - len(sequence.token_ids)))
 
     def release(self) -> None:
-        """Free the blocks of finished sequences; those with a full context discard tokens of it, and begin again."""
+        """Free the blocks of finished sequences; those with a full context discard tokens of it, and begin again,
+        but for prompts that are pooled: these have no further token."""
         for sequence in [each for each in self._restarted if each.finished]:
             self.cancel(sequence)
         for sequence in self._running:
             if sequence.finish_reason is not None:
                 self._remove(sequence)
-            elif len(sequence.token_ids) >= sequence.ctx_size:
+            elif len(sequence.token_ids) >= sequence.ctx_size and sequence.pool is None:
                 self._preempt(sequence)
                 sequence.shift_context()
 

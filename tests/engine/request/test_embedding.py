@@ -101,6 +101,17 @@ def test_a_prompt_that_does_not_fit_is_refused(model: Path) -> None:
         llm.embed([PROMPTS[2]])
 
 
+def test_a_prompt_that_fills_the_context_ends_after_its_last_chunk(model: Path) -> None:
+    with LLM(model, "cpu", len(PROMPTS[2]), chunk_size=16) as llm:
+        sequence = llm.embedding_sequence(PROMPTS[2], "mean")
+        llm.scheduler.add(sequence)
+        for _ in range(3):
+            llm.step()
+        assert sequence.finished and not sequence.shifts
+        found = torch.tensor(sequence.embedding(), dtype=torch.float64)
+    torch.testing.assert_close(found, by_hand(model, PROMPTS[2], "mean"), rtol=1e-3, atol=1e-3)
+
+
 def test_rows_that_are_not_finite_are_refused() -> None:
     for pooling in ("mean", "last"):
         with pytest.raises(EngineError, match="not finite"):

@@ -349,11 +349,9 @@ def test_static_inputs_hold_what_a_batch_does_and_where_the_padding_goes(
     assert tiles.tiles.shape == (7, TILE_FIELDS) and not tiles.tiles[count:].any()
     assert batch.token_ids[:53].tolist() == [*chunks[0].ids, *chunks[1].ids]
     assert batch.logits_rows.tolist() == [19, 52, 0, 0]
-    assert (
-        set(tiles.sequences[53:].tolist()) == {PREFILL_SEQUENCES[-1]}
-        and batch.positions[53:].max() < BLOCK_SIZE
-    )
-    assert batch.block_tables[0, 16].tolist() == [PADDING_BLOCK] * STATE_ENTRIES
+    padding = PREFILL_SEQUENCES[-1]
+    assert set(tiles.sequences[53:].tolist()) == {padding} and batch.positions[53:].max() < BLOCK_SIZE
+    assert batch.block_tables[0, padding].tolist() == [PADDING_BLOCK] * STATE_ENTRIES
     assert batch.block_tables[0, :2, :2].tolist() == [[2, 5], [1, 0]]
 
 
@@ -521,6 +519,7 @@ def test_settings_are_sent_while_a_prompt_is_computed(
     assert log == (["settings", "PlannedStep", "rows", "sample"] if ranks else ["rows", "settings", "sample"])
 
 
+@pytest.mark.cuda_kernel
 def test_a_draft_is_verified_where_it_lies_on_the_device(make_rig: Callable[[int], Rig]) -> None:
     """By steps of the same weights in another cache, whose tokens the host reads with the results."""
     rig = make_rig(5)
