@@ -17,6 +17,7 @@ from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Activation
 from quengine.kernels.layer_norm import Norm
 from quengine.kernels.moe.expert_counts import ExpertCounts
+from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.moe.router import Routing
 from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
@@ -105,12 +106,18 @@ class HostExperts:
         """Nothing changes."""
 
     def gate_up_experts(
-        self, gate: Sequence[QuantTensor] | None, up: Sequence[QuantTensor], bias: Tensor | None = None
+        self,
+        gate: Sequence[QuantTensor] | None,
+        up: Sequence[QuantTensor],
+        bias: Tensor | None = None,
+        share: ExpertShare | None = None,
     ) -> Any:
-        return self.host.gate_up_experts(gate, up, self._bias(bias))
+        return self.host.gate_up_experts(gate, up, self._bias(bias), share)
 
-    def down_experts(self, down: Sequence[QuantTensor], bias: Tensor | None = None) -> Any:
-        return self.host.down_experts(down, self._bias(bias))
+    def down_experts(
+        self, down: Sequence[QuantTensor], bias: Tensor | None = None, share: ExpertShare | None = None
+    ) -> Any:
+        return self.host.down_experts(down, self._bias(bias), share)
 
     def experts_glu(
         self,

@@ -69,14 +69,15 @@ def check_rows(x: QuantizedActivations, weights: ExpertWeights, rows: int) -> No
 
 
 def check_routing(routing: Routing, weights: ExpertWeights) -> None:
-    """Raises ValueError unless the routing is contiguous int32 and fp32 [T, k], with k at most the number of
-    the layer's experts."""
+    """Raises ValueError unless the routing is contiguous int32 and fp32 [T, k], with k at most the number of experts.
+    Of a share any number of a row's slots may name experts that are not here."""
     experts, factors = routing.experts, routing.weights
-    fits = experts.ndim == 2 and experts.shape == factors.shape and experts.shape[1] <= weights.among
+    fits = experts.ndim == 2 and experts.shape == factors.shape
+    fits = fits and (weights.share is not None or experts.shape[1] <= weights.count)
     kinds = (experts.dtype, factors.dtype) == (torch.int32, torch.float32)
     if not (fits and kinds and experts.is_contiguous() and factors.is_contiguous()):
         raise ValueError(
-            f"a routing is contiguous int32 and fp32 [T, k], k up to {weights.among}, not {experts.dtype} "
+            f"a routing is contiguous int32 and fp32 [T, k], k up to {weights.count}, not {experts.dtype} "
             f"{list(experts.shape)} and {factors.dtype} {list(factors.shape)}"
         )
 

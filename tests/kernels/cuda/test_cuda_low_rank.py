@@ -133,14 +133,17 @@ def test_rows_without_adapters_keep_their_bits(device: torch.device) -> None:
     assert torch.equal(found[::2], y[::2]) and not torch.equal(found[1], y[1])
 
 
-def test_a_row_has_the_bits_that_it_has_in_any_batch(device: torch.device) -> None:
-    changes = changes_of([48], 320, [16, 4], device)
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_row_has_the_bits_that_it_has_in_any_batch(device: torch.device, halves: bool) -> None:
+    """halves: of factors of 16 bits, whose products another instruction may add where a program has 64 rows."""
+    changes = changes_of([48], 320, [16, 4], device, torch.float16 if halves else torch.float32)
     x, y = torch.randn(80, 320, device=device), torch.randn(80, 48, device=device)
     scales = torch.randn(2, 80, device=device)
 
     def computed(count: int) -> torch.Tensor:
-        own = scales[:, :count].contiguous()
-        return added(y[:count], x[:count], changes, own, fixed_splits=True)
+        own, rows = scales[:, :count].contiguous(), x[:count]
+        read = to_fp16_operand(rows.contiguous()) if halves else rows
+        return added(y[:count], read, changes, own, fixed_splits=True)
 
     assert torch.equal(computed(5), computed(80)[:5])
 

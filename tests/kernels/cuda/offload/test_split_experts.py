@@ -93,6 +93,7 @@ def logits(decoder: Decoder, chunks: list[int]) -> torch.Tensor:
     [
         ("dense layer first", "Q8_0", [1, 1], 0),
         ("dense layer first", "Q8_0", [3, 1], 2),
+        ("dense layer first", "Q8_0", [3, 1], 1),
         ("biases, clamped", "F16", [3, 1], 2),
         ("biases, clamped", "Q8_0", [1, 1], 3),
         ("weighed inputs", "Q8_0", [3, 1], 1),
