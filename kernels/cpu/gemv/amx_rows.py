@@ -33,3 +33,9 @@ def uses_amx_rows(w: QuantTensor, rows: int) -> bool:
     return (
         rows >= LEAST_ROWS and w.format.name in TYPES and has_amx_bytes() and host_tile().byte_dot_lanes > 0
     )
+
+
+def whole_panels(w: QuantTensor, rows: int, step: int) -> int:
+    """`step` weight rows per task, where they are multiplied on tiles rounded up: part of a panel takes as long as all
+    of it."""
+    return -(-step // ROWS) * ROWS if uses_amx_rows(w, rows) else step

@@ -6,9 +6,9 @@
     python -m tests.kernels.cpu.cpu_target emulate
 
 `check` prints the tile in use, `tile` does too and checks only what depends on it; `object` compiles the kernels'
-vector code for another architecture and prints the machine of the object files (ELF e_machine); `matrix` and `bytes`
-compile the products on AMX tiles and count their instructions, without running them; `emulate` runs it with those
-instructions in portable code (tile_emulator.py).
+vector code for another architecture and prints the machine of the object files (ELF e_machine); `matrix`, `bytes`
+and `rows` compile the products on AMX tiles and count their instructions, without running them; `emulate` runs them
+with those instructions in portable code (tile_emulator.py).
 """
 
 import dataclasses
@@ -271,6 +271,9 @@ if __name__ == "__main__":
     elif sys.argv[1] == "bytes":
         product = partial(kernel_table.amx_bytes_matmul_kernel, "Q4_K")
         compile_matrix_kernels(product, "tdpbssd", "tdpbf16ps", "ldtilecfg")
+    elif sys.argv[1] == "rows":
+        product = partial(kernel_table.amx_matvec_kernel, "Q4_K")
+        compile_matrix_kernels(product, "tdpbssd", "ldtilecfg", "tilerelease")
     elif sys.argv[1] == "emulate":
         tile_emulator.main()
     else:
