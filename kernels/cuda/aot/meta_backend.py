@@ -20,9 +20,9 @@ from quengine.kernels.cuda.moe.expert_weights import ExpertWeights, pairs_expert
 from quengine.kernels.cuda.weights.bounds import WeightBounds
 from quengine.kernels.cuda.weights.layout import TILE_ROWS, packed_layout
 from quengine.kernels.cuda.weights.packed import FloatPart, PackedPart, PackedWeight, can_pair
-from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.cuda.weights.repack import repack
 from quengine.kernels.cuda.weights.repack_table import repack_table
+from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.quant_tensor import QuantTensor
 
 META = torch.device("meta")
