@@ -28,6 +28,7 @@ from quengine.kernels.cpu.attention.attention import (
     part_bytes,
 )
 from quengine.kernels.cpu.attention.latent_attention import head_launches, record_bytes, views_of_heads
+from quengine.kernels.cpu.gemv.amx_rows import whole_panels
 from quengine.kernels.cpu.gemv.matmul import (
     check_width,
     embed_launch,
@@ -614,7 +615,8 @@ class StepRecorder:
         """y = row_scale * (products + bias) + residual, soft-capped by `cap` if that is not 0."""
         parts, column = [], 0
         for w in weight.parts:
-            step = min(task_rows(w), _fair_rows(weight.rows, _row_bytes(w)))
+            fair = min(task_rows(w), _fair_rows(weight.rows, _row_bytes(w)))
+            step = whole_panels(w, self.rows, fair)
             part = [matvec_launch(self._input(x, w), w, y, column, step=step)]
             if bias is not None:
                 part.append(add_launch(y, bias, column, w.rows, step))

@@ -19,9 +19,9 @@ from quengine.kernels.quant_tensor import QuantTensor
 
 ROWS = 16  # weight rows per panel: columns of a tile
 MOST_ROWS = 16  # activation rows at once: rows of a tile
-LEAST_ROWS = 8  # activation rows from which tiles are faster: two take as long
+LEAST_ROWS = 8  # activation rows from which tiles are faster: fewer take as long as 8
 TYPES = frozenset({"Q3_K", "Q4_K", "Q5_K"})
-"""Types that are faster on tiles. Of Q6_K 8 rows take 1.5 times as long as by byte dots; others are not measured."""
+"""Types that are faster on tiles. Of Q6_K 8 rows take 1.5 times as long or more; others are not measured."""
 MOST_GROUPS = DEPTH // 16
 SCALES_AT = DEPTH * ROWS
 MINS_AT = SCALES_AT + 4 * MOST_GROUPS * ROWS
@@ -33,3 +33,9 @@ def uses_amx_rows(w: QuantTensor, rows: int) -> bool:
     return (
         rows >= LEAST_ROWS and w.format.name in TYPES and has_amx_bytes() and host_tile().byte_dot_lanes > 0
     )
+
+
+def whole_panels(w: QuantTensor, rows: int, step: int) -> int:
+    """`step` weight rows per task, where they are multiplied on tiles rounded up: part of a panel takes as long as all
+    of it."""
+    return -(-step // ROWS) * ROWS if uses_amx_rows(w, rows) else step

@@ -3,7 +3,7 @@
 Each row of K values is stored as one record:
 
     byte 0            a, in the form that is multiplied (below)
-    byte 2K           per group of 16: -32 times the sum of a, int32 (VNNI only)
+    byte 2K           per group of 16: -32 times the sum of a, int32
     byte 2K + K/4     per group of 32: the same
     byte 2K + 3K/8    per group of 32: t, fp32
     byte 2K + K/2     per group of 32: t * sum(a), fp32

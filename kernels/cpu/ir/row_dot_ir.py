@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.cpu.gemv.quantized_rows import INTS, SCALES, SUM_FACTOR, SUMS
-from quengine.kernels.cpu.ir.block_ir import Slices, emit_blocks
+from quengine.kernels.cpu.ir.block_ir import TABLE_OFFSET, Slices, emit_blocks
 from quengine.kernels.cpu.ir.row_ir import PREFETCH, record_field
 from quengine.kernels.cpu.ir.vector_code import vector_code
 from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, Emitter, vec
@@ -176,7 +176,7 @@ class _RowDots:
         heads = [self._head(before, count) for before in sums]
         factors = [e.b.fmul(scale, both) for scale, both in self._with(scales, t)]
         totals = self._group_sums(dots)
-        if contents[0].offset and e.byte_dot_lanes:
+        if self._multiplies_codes(contents[0]) and contents[0].offset:
             ints = self._field(I32, record, INTS[self.fmt.group], first_slice, count)
             shifted = times_offset(e, ints, contents[0].offset)
             totals = [e.b.add(*both) for both in self._with(totals, shifted, spread=False)]
@@ -226,19 +226,24 @@ class _RowDots:
             return lambda j: (codes(j, n),)
 
         def pairs(j: int) -> Operands:
-            ints = content.ints(e, j, n)
+            ints = content.codes(j, n) if self._multiplies_codes(content) else content.ints(e, j, n)
             wide = e.b.bitcast(ints, vec(I16, ints.type.count // 2))
             eight = e.const(wide.type, 8)
-            if content.offset:
-                return e.b.ashr(e.b.shl(wide, eight), eight), e.b.ashr(wide, eight)
-            return e.and_(wide, 0xFF), e.b.lshr(wide, eight)
+            if self._multiplies_codes(content):
+                return e.and_(wide, 0xFF), e.b.lshr(wide, eight)
+            return e.b.ashr(e.b.shl(wide, eight), eight), e.b.ashr(wide, eight)
 
         return pairs
+
+    def _multiplies_codes(self, content: Slices) -> bool:
+        """Whether products are those of codes, and their offset is subtracted from sums: not where signed bytes are
+        widened to int16."""
+        return bool(self.e.byte_dot_lanes) or content.offset != TABLE_OFFSET
 
     def _dots(self, operands: Operands, record: ir.Value, slice_: ir.Value, n: int) -> ir.Value:
         """n slices times an activation row: int32 lanes, the exact sums over weights 4i .. 4i + 3.
 
-        Of bytes activations are 256 * high + low, and weights codes, before their offset is subtracted.
+        Of bytes activations are 256 * high + low.
         """
         e, b = self.e, self.e.b
         if not e.byte_dot_lanes:

@@ -141,12 +141,12 @@ def quantize_row(
         offset = e.b.lshr(i, e.i64(3))  # 4 bytes per group of 32
         if e.byte_dot_lanes:
             _store_bytes(e, a, record, cols, i)
-            scaled = [e.b.mul(part, e.const(I32, SUM_FACTOR)) for part in ints]
-            for k, part in enumerate(scaled):
-                e.store(part, e.at(ints_16, e.b.lshr(i, e.i64(2))), 4 * k)
-            e.store(e.b.add(*scaled), e.at(ints_32, offset))
         else:
             _store_pairs(e, a, record, cols, i)
+        scaled = [e.b.mul(part, e.const(I32, SUM_FACTOR)) for part in ints]
+        for k, part in enumerate(scaled):
+            e.store(part, e.at(ints_16, e.b.lshr(i, e.i64(2))), 4 * k)
+        e.store(e.b.add(*scaled), e.at(ints_32, offset))
         parts = [e.to_float(part) for part in ints]
         e.store(t, e.at(scales, offset))
         e.store(e.b.fmul(t, e.b.fadd(*parts)), e.at(by_32, offset))

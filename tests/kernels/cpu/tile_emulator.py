@@ -35,11 +35,12 @@ CASES = [
     ("Q8_0", 300, 96, 40),
     ("F16", 40, 300, 50),
     ("MXFP4", 70, 288, 40),
+    ("BF16", 37, 300, 20),
     ("F32", 5, 31, 1),
 ]
 BYTES = [
-    ("Q4_K", 77, 512, 33),
-    ("Q6_K", 32, 768, 16),
+    ("Q4_K", 77, 512, 16),
+    ("Q6_K", 32, 768, 63),
     ("Q2_K", 300, 256, 40),
     ("Q3_K", 37, 512, 530),
 ]
@@ -155,6 +156,7 @@ def main() -> None:
         check(cases, bytes_of, generator)
     for case in ATTENTION:
         check_attention(*case)
+    assert {name for name, *_ in ROWS} == amx_rows.TYPES
     for rows_case in ROWS:
         check_rows(*rows_case)
     print(
