@@ -69,7 +69,9 @@ def _post_norm_add_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     weight, other, first_weight, branch_weight = None, None, None, None
-    if RANKS == 0:
+    # A wide row's words of the ranks take most registers: what they do not need is then read after them.
+    LATE: tl.constexpr = RANKS > 0 and BLOCK > 4096
+    if not LATE:
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
         if bias_ptr is not None:
@@ -77,7 +79,7 @@ def _post_norm_add_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     y = tl.load(product_ptr + row * WIDTH + column, mask=inside, other=0.0)
-    if RANKS == 0:
+    if not LATE:
         x = tl.load(residual_ptr + row * WIDTH + column, mask=inside, other=0.0)
     if SCALED:
         y *= tl.load(row_scale_ptr + row) * inverse_weight_scale
@@ -88,7 +90,7 @@ def _post_norm_add_kernel(
         words = peers.received + turn(sequence, RANKS, CAPACITY) + at
         y = receive_sum(words, inside, sequence, RANKS, CAPACITY)
         finish_exchange(peers, at, inside, sequence)
-        # Not before it: a wide row's words take most registers.
+    if LATE:
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
         if bias_ptr is not None:
