@@ -7,8 +7,8 @@
 
 `check` prints the tile in use, `tile` does too and checks only what depends on it. Given another architecture, `tile`
 takes the tile for that, and either compiles what it has checked for it and prints the machine of the object files (ELF
-e_machine). `matrix`, `bytes` and `rows` compile the products on AMX tiles and count their instructions, without running them;
-`emulate` runs them with those instructions in portable code (tile_emulator.py).
+e_machine). `matrix`, `bytes` and `rows` compile the products on AMX tiles and count their instructions, without
+running them; `emulate` runs them with those instructions in portable code (tile_emulator.py).
 """
 
 import dataclasses
