@@ -49,8 +49,9 @@ _OUTPUTS = 64
 _MOST_ROWS = 64
 """Rows of a program."""
 _MOST_SPLITS = 32
-_FIXED_SPLITS = 4
-"""Splits where a row's bits are not to depend on the number of rows."""
+_FIXED_SPLITS, _FIXED_ROWS = 4, 16
+"""Splits, and rows of a program, where a row's bits are not to depend on the number of rows: of 64 rows of 16-bit
+factors another instruction (WGMMA) adds in another order."""
 _PROGRAMS = 128
 """Programs of A for one adapter, at least, until splits have the fewest columns."""
 _COUNTERS = 1 << 16
@@ -333,7 +334,7 @@ def add_low_rank(
     squares, eps = (None, 0.0) if rms is None else (rms.squares, rms.eps)
     assert squares is None or squares.is_contiguous()
     form = form_of(x, rows, cols)
-    block = min(_MOST_ROWS, max(16, triton.next_power_of_2(rows)))
+    block = _FIXED_ROWS if fixed_splits else min(_MOST_ROWS, max(16, triton.next_power_of_2(rows)))
     blocks, groups = triton.cdiv(rows, block), ranks // RANKS_AT_ONCE
     share, splits = _shares(blocks * groups // adapters, cols, fixed_splits)
     of_rank = blocks * groups * splits
