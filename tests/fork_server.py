@@ -24,7 +24,8 @@ def without_interpreter(code: str, *arguments: object) -> str:
     """
     # The first operation on the meta device imports torch._dynamo, and that more than a second's modules.
     imports, root = ("benchmarks.checks.aot", "torch._dynamo"), str(Path(__file__).parents[1])
-    server = fork_server(imports, (root,), without=("TRITON_INTERPRET",))
+    # The product has Triton keep binaries alone, which Triton tells the processes of tests that follow.
+    server = fork_server(imports, (root,), without=("TRITON_INTERPRET", "TRITON_STORE_BINARY_ONLY"))
     return server.run(code, *arguments)
 
 
