@@ -153,7 +153,8 @@ class _Leader:
                 )
             del self._waiting[kernel]
             self._busy[worker] = kernel
-            worker.channel.send(kernel.key)
+            with suppress(OSError):  # killed while it was idle: its end is what `_take_reports` reads
+                worker.channel.send(kernel.key)
 
     def _take_reports(self, seconds: float | None) -> None:
         """Takes what has been compiled, and what is wanted next. seconds: to wait for one, at most."""

@@ -1,11 +1,17 @@
 """Kernels are compiled by other processes, each once; who needs one waits for it, and what is broken is built anew."""
 
+import os
+import socket
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from quengine.kernels.cuda.launch import compile_processes
 from quengine.kernels.cuda.launch.compile_ahead import compiled_marker
+from quengine.kernels.cuda.launch.compile_messages import CRASHED, Built, Order
+from quengine.kernels.cuda.launch.gpu import Gpu
 from tests.fork_server import without_interpreter
 
 POOL = (
@@ -228,3 +234,20 @@ assert misses == [False] and tokens.tolist() == [5, 0, 3] and inputs.tables.toli
 """,
         tmp_path / "cache",
     )
+
+
+def test_an_idle_process_that_was_killed_costs_the_next_kernel_alone() -> None:
+    order = Order(b"", Gpu("", (9, 0)), processes=1, every=False, marker=None, cache="")
+    silent, other_end = socket.socketpair()
+    with silent, other_end:
+        requester = Mock(fileno=silent.fileno)
+        leader = compile_processes._Leader(requester, order)
+        ended = compile_processes._Worker(*compile_processes._fork(lambda _: None), known=1)
+        os.waitid(os.P_PID, ended.process, os.WEXITED | os.WNOWAIT)
+        kernel = Mock(key="KEY")
+        kernel.name = "norm_kernel"
+        leader._idle, leader._waiting = [ended], {kernel: 0}
+        leader._hand_out()
+        leader._take_reports(None)
+    requester.send.assert_called_once_with(Built("KEY", "norm_kernel", None, CRASHED))
+    assert not leader._idle and not leader._busy
