@@ -13,6 +13,7 @@ NVFP4 NVIDIA's E2M1 with a scale in unsigned E4M3 for each 16 weights.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -212,7 +213,7 @@ def unpack(fmt: BlockFormat, data: Tensor) -> Groups:
     if fmt.name in _UNPACK_BOOK:
         return _UNPACK_BOOK[fmt.name](fmt, fields)
     codes, scales = _UNPACK[fmt.name]
-    return Groups(fmt, codes(fmt, fields), **scales(fields))
+    return Groups(fmt, codes(fields), **scales(fields))
 
 
 def unpack_scales(fmt: BlockFormat, data: Tensor) -> Groups:
@@ -319,65 +320,60 @@ def _six_bit_pairs(scales: Tensor) -> tuple[Tensor, Tensor]:
     return _join(sc), _join(mn)
 
 
-def _nibbles(fmt: BlockFormat, f: Fields) -> Tensor:
+def _nibbles(f: Fields) -> Tensor:
     """Q4_0, Q4_1, IQ4_NL, MXFP4, and groups of IQ4_XS: low nibbles are weights 0..15 of 32, high nibbles 16..31."""
-    del fmt
     return _join(_bit_planes(f["codes"], 16, 4))
 
 
-def _q5_codes(fmt: BlockFormat, f: Fields) -> Tensor:
-    del fmt
+def _q5_codes(f: Fields) -> Tensor:
     return _join(_bit_planes(f["codes"], 16, 4) | (_high_bits_q5(f["high"]) << 4))
 
 
-def _bytes(fmt: BlockFormat, f: Fields) -> Tensor:
-    del fmt
+def _bytes(f: Fields) -> Tensor:
     return _join(f["codes"]).view(torch.int8)
 
 
-def _q2_k_codes(fmt: BlockFormat, f: Fields) -> Tensor:
-    del fmt
+def _q2_k_codes(f: Fields) -> Tensor:
     return _join(_bit_planes(f["codes"], 32, 2))
 
 
-def _q3_k_codes(fmt: BlockFormat, f: Fields) -> Tensor:
+def _q3_k_codes(f: Fields) -> Tensor:
     # The mask bit is the third bit of the code: q = code - 4.
-    del fmt
     return _join(_bit_planes(f["codes"], 32, 2) | (_bit_planes(f["high"], 32, 1) << 2))
 
 
-def _q4_k_codes(fmt: BlockFormat, f: Fields) -> Tensor:
-    del fmt
+def _q4_k_codes(f: Fields) -> Tensor:
     return _join(_bit_planes(f["codes"], 32, 4))
 
 
-def _q5_k_codes(fmt: BlockFormat, f: Fields) -> Tensor:
-    del fmt
+def _q5_k_codes(f: Fields) -> Tensor:
     return _join(_bit_planes(f["codes"], 32, 4) | (_bit_planes(f["high"], 32, 1) << 4))
 
 
-def _q6_k_codes(fmt: BlockFormat, f: Fields) -> Tensor:
+def _q6_k_codes(f: Fields) -> Tensor:
     # Each half of the block (128 weights): 64 bytes of nibbles, 32 bytes of four 2-bit planes.
-    del fmt
     return _join(_bit_planes(f["codes"], 64, 4) | (_bit_planes(f["high"], 32, 2) << 4))
 
 
-def _nvfp4_codes(fmt: BlockFormat, f: Fields) -> Tensor:
+def _nvfp4_codes(f: Fields) -> Tensor:
     # Of each 16 weights, 8 are the low nibbles of 8 bytes, and 8 the high ones.
-    del fmt
     return _join(_bit_planes(f["codes"], 8, 4))
 
 
-def _tq1_0_codes(fmt: BlockFormat, f: Fields) -> Tensor:
+def _tq1_0_codes(f: Fields) -> Tensor:
     """Codes 0, 1, 2: digits in base 3 of a fraction byte/256; digit n of a run of bytes is a run of weights."""
-    del fmt
     runs = (f["codes"][..., :32], 5), (f["codes"][..., 32:], 5), (f["high"], 4)
     return _join(torch.cat([_digits(field, count) for field, count in runs], -1))
 
 
-def _plane_codes(fmt: BlockFormat, f: Fields) -> Tensor:
-    # TQ2_0: planes of 32 bytes; Q1_0 and Q2_0: neighbours share a byte.
-    return _join(_bit_planes(f["codes"], 32 if fmt.name == "TQ2_0" else 1, fmt.bits))
+def _two_bit_runs(f: Fields) -> Tensor:
+    # TQ2_0: planes of 32 bytes.
+    return _join(_bit_planes(f["codes"], 32, 2))
+
+
+def _neighbours(f: Fields, bits: int) -> Tensor:
+    # Q1_0 and Q2_0: neighbours share a byte.
+    return _join(_bit_planes(f["codes"], 1, bits))
 
 
 def _one_scale(f: Fields) -> Scales:
@@ -526,30 +522,28 @@ def _unpack_iq1_m(fmt: BlockFormat, f: Fields) -> Groups:
     return from_book(fmt, index, None, d.squeeze(-1), _fields(word, 3, 4))
 
 
-_UNPACK: Mapping[str, tuple[Callable[[BlockFormat, Fields], Tensor], Callable[[Fields], Scales]]] = (
-    MappingProxyType(
-        {
-            "Q4_0": (_nibbles, _one_scale),
-            "Q4_1": (_nibbles, _added_min),
-            "Q5_0": (_q5_codes, _one_scale),
-            "Q5_1": (_q5_codes, _added_min),
-            "Q8_0": (_bytes, _one_scale),
-            "Q2_K": (_q2_k_codes, _q2_k_scales),
-            "Q3_K": (_q3_k_codes, _q3_k_scales),
-            "Q4_K": (_q4_k_codes, _six_bit_scales),
-            "Q5_K": (_q5_k_codes, _six_bit_scales),
-            "Q6_K": (_q6_k_codes, _signed_scales),
-            "IQ4_NL": (_nibbles, _one_scale),
-            "IQ4_XS": (_nibbles, _iq4_xs_scales),
-            "MXFP4": (_nibbles, _one_byte),
-            "NVFP4": (_nvfp4_codes, _nvfp4_scales),
-            NVFP4_SCALED: (_nvfp4_codes, _nvfp4_scales),
-            "TQ1_0": (_tq1_0_codes, _one_scale),
-            "TQ2_0": (_plane_codes, _one_scale),
-            "Q1_0": (_plane_codes, _one_scale),
-            "Q2_0": (_plane_codes, _one_scale),
-        }
-    )
+_UNPACK: Mapping[str, tuple[Callable[[Fields], Tensor], Callable[[Fields], Scales]]] = MappingProxyType(
+    {
+        "Q4_0": (_nibbles, _one_scale),
+        "Q4_1": (_nibbles, _added_min),
+        "Q5_0": (_q5_codes, _one_scale),
+        "Q5_1": (_q5_codes, _added_min),
+        "Q8_0": (_bytes, _one_scale),
+        "Q2_K": (_q2_k_codes, _q2_k_scales),
+        "Q3_K": (_q3_k_codes, _q3_k_scales),
+        "Q4_K": (_q4_k_codes, _six_bit_scales),
+        "Q5_K": (_q5_k_codes, _six_bit_scales),
+        "Q6_K": (_q6_k_codes, _signed_scales),
+        "IQ4_NL": (_nibbles, _one_scale),
+        "IQ4_XS": (_nibbles, _iq4_xs_scales),
+        "MXFP4": (_nibbles, _one_byte),
+        "NVFP4": (_nvfp4_codes, _nvfp4_scales),
+        NVFP4_SCALED: (_nvfp4_codes, _nvfp4_scales),
+        "TQ1_0": (_tq1_0_codes, _one_scale),
+        "TQ2_0": (_two_bit_runs, _one_scale),
+        "Q1_0": (partial(_neighbours, bits=1), _one_scale),
+        "Q2_0": (partial(_neighbours, bits=2), _one_scale),
+    }
 )
 """How codes, and how scales are read."""
 
