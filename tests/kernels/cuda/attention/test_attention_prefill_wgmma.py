@@ -18,7 +18,6 @@ from quengine.kernels.cuda.attention.rope_store import rope_store
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, operand_shape
 from quengine.kernels.cuda.launch.gpu import is_hopper
 from quengine.kernels.forward_batch import ForwardBatch, prefill_batch
-from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from tests.kernels.cuda.attention.attention_cases import (
     PagedCache,
     make_spec,
@@ -78,8 +77,7 @@ def test_chunks_are_as_defined(
     spec = long_spec(device, size, heads, kv_heads, window)
     cache = PagedCache.empty(device, 1, CONTEXT, kv_heads, size)
     last = prefill_batch([[0] * chunks[-1]], [0], [[table] for table in cache.tables.tolist()], device)
-    taken = window is None or window > BLOCK_SIZE
-    assert stores_wgmma_layout(spec, cache.layer, prefill_tiles(last)) == taken
+    assert stores_wgmma_layout(spec, cache.layer, prefill_tiles(last))
     qkv = random_qkv(device, size, sum(chunks), heads, kv_heads)
     out = run_chunks(spec, cache.layer, qkv, chunks, cache.tables)
     expected = expected_rows(spec, cache, qkv)
