@@ -1,11 +1,11 @@
 """Keys and values of positions in the cache's first blocks, of the heads of all ranks; and the states of the sequence
 that has these blocks, whose channels take the place of heads here.
 
-Several layers are exchanged, and copied between host and device, at a time: as one array of bytes with a row for each
-position, in which the tensors of the layers lie side by side.
+Tensors of one shape and type, of many layers, are exchanged and copied between host and device at a time: as one array
+with a row for each position, in which they lie side by side.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import repeat
 from math import prod
@@ -36,8 +36,9 @@ class _Stored(NamedTuple):
     slots: Tensor
     sections: Shape = (1,)
 
-    def row_bytes(self, heads: int) -> int:
-        return heads * prod(self.tensor.shape[2:]) * self.tensor.itemsize
+    @property
+    def row_bytes(self) -> int:
+        return prod(self.tensor.shape[1:]) * self.tensor.itemsize
 
 
 def read_cached(runner: ModelRunner, start: int, end: int, whole: ModelConfig) -> list[Tensor]:
@@ -65,86 +66,79 @@ def write_cached(runner: ModelRunner, start: int, end: int, rows: Sequence[Tenso
 def read_rank_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
     """Each rank's part of `read_cached`: all have the heads of all, those of a rank side by side, of all layers."""
     communicator, config = runner.decoder.backend.communicator, runner.decoder.config
-    ranks, rows = config.ranks if config.splits_heads else 1, list[Tensor]()
-    for group in _groups(runner, start, end):
-        sizes = [one.row_bytes(one.tensor.shape[1]) for one in group]
-        if group[0].held:
-            own = torch.cat([_bytes(one.tensor[one.slots]) for one in group], dim=1)
-        else:
-            own = torch.empty(
-                len(group[0].slots), sum(sizes), dtype=torch.uint8, device=group[0].tensor.device
-            )
+    ranks, stored = config.ranks if config.splits_heads else 1, list(_stored(runner, start, end))
+    rows: list[Tensor | None] = [None] * len(stored)
+    for group in _groups(stored, config, end - start):
+        first, count = stored[group[0]], len(stored[group[0]].slots)
+        shape = (len(group), *first.tensor.shape[1:])
+        own = first.tensor.new_empty(count, *shape)
+        if first.held:
+            own = torch.stack([stored[number].tensor[stored[number].slots] for number in group], dim=1)
+        values = _bytes(own)
         if config.stage is not None:
-            communicator.broadcast(own, config.stage.rank_of(group[0].layer))
+            communicator.broadcast(values, config.stage.rank_of(first.layer))
         elif ranks > 1:
-            own = communicator.all_gather(own, [sum(sizes)] * ranks)
-        parts = torch.split(own.view(len(own), ranks, sum(sizes)).cpu(), sizes, dim=2)
-        for one, part in zip(group, parts, strict=True):
-            shape = (len(own), ranks, *one.tensor.shape[1:])
-            rows.append(_joined(part.contiguous().view(one.tensor.dtype).view(shape), one.sections))
-    return rows
+            values = communicator.all_gather(values, [values.shape[1]] * ranks)
+        parts = values.cpu().view(own.dtype).view(count, ranks, *shape)
+        for number, of_all in zip(group, _joined(parts, first.sections).unbind(1), strict=True):
+            rows[number] = of_all
+    return [one for one in rows if one is not None]
 
 
 def write_rank_rows(runner: ModelRunner, start: int, end: int, rows: Sequence[Tensor] | None) -> None:
     """Each rank's part of `write_cached`; `rows`: on rank 0."""
-    communicator, config, done = runner.decoder.backend.communicator, runner.decoder.config, 0
-    ranks = config.ranks if config.splits_heads else 1
+    communicator, config = runner.decoder.backend.communicator, runner.decoder.config
+    ranks, stored = config.ranks if config.splits_heads else 1, list(_stored(runner, start, end))
     number = communicator.rank if ranks > 1 else 0
-    for group in _groups(runner, start, end):
-        heads = [ranks * one.tensor.shape[1] for one in group]
-        sizes = [one.row_bytes(every) for one, every in zip(group, heads, strict=True)]
-        count = len(group[0].slots)
-        values = torch.empty(count, sum(sizes), dtype=torch.uint8, device=group[0].tensor.device)
+    for group in _groups(stored, config, end - start):
+        first, count = stored[group[0]], len(stored[group[0]].slots)
+        heads = ranks * first.tensor.shape[1]
+        values = first.tensor.new_empty(count, len(group), heads, *first.tensor.shape[2:])
         if rows is not None:
-            each = zip(rows[done : done + len(group)], heads, strict=True)
-            values.copy_(torch.cat([_bytes(_with_copies(one, every)) for one, every in each], dim=1))
-        done += len(group)
-        communicator.broadcast(values)
-        for one, every, part in zip(group, heads, torch.split(values, sizes, dim=1), strict=True):
-            if one.held:
-                given = part.contiguous().view(one.tensor.dtype).view(count, every, *one.tensor.shape[2:])
-                one.tensor[one.slots] = _own_part(given, number, ranks, one)
+            values.copy_(torch.stack([_with_copies(rows[one], heads) for one in group], dim=1))
+        communicator.broadcast(_bytes(values))
+        if first.held:
+            for one, given in zip(group, _own_part(values, number, ranks, first).unbind(1), strict=True):
+                stored[one].tensor[stored[one].slots] = given
 
 
 def _with_copies(rows: Tensor, heads: int) -> Tensor:
     """As the ranks have them side by side, [n, heads, ...]: what `_without_copies` was given."""
-    return rows.repeat_interleave(heads // rows.shape[1], dim=1)
+    return rows.repeat_interleave(heads // rows.shape[1], dim=1) if heads > rows.shape[1] else rows
 
 
 def _joined(parts: Tensor, sections: Shape) -> Tensor:
-    """The heads of all ranks [n, heads, ...] from what each has of them, [n, ranks, heads of a rank, ...]."""
-    unit = parts.shape[2] // sum(sections)
-    pieces = torch.split(parts, [unit * length for length in sections], dim=2)
-    return torch.cat([piece.flatten(1, 2) for piece in pieces], dim=1)
+    """The heads of all ranks [n, tensors, heads, ...] from what each has, [n, ranks, tensors, heads of a rank, ...]."""
+    unit = parts.shape[3] // sum(sections)
+    pieces = torch.split(parts, [unit * length for length in sections], dim=3)
+    return torch.cat([piece.movedim(1, 2).flatten(2, 3) for piece in pieces], dim=2)
 
 
 def _own_part(rows: Tensor, rank: int, ranks: int, stored: _Stored) -> Tensor:
-    """What a rank has of the heads of all, [n, heads, ...]."""
-    unit, pieces = rows.shape[1] // sum(stored.sections), list[Tensor]()
-    for piece in torch.split(rows, [unit * length for length in stored.sections], dim=1):
-        own = piece.shape[1] // ranks
-        pieces.append(piece[:, rank * own : (rank + 1) * own])
-    return torch.cat(pieces, dim=1)
+    """What a rank has of the heads of all, [n, tensors, heads, ...]."""
+    unit, pieces = rows.shape[2] // sum(stored.sections), list[Tensor]()
+    for piece in torch.split(rows, [unit * length for length in stored.sections], dim=2):
+        own = piece.shape[2] // ranks
+        pieces.append(piece[:, :, rank * own : (rank + 1) * own])
+    return torch.cat(pieces, dim=2)
 
 
 def _bytes(rows: Tensor) -> Tensor:
-    """[n, heads, ...] of any type as uint8 [n, bytes]."""
-    return rows.contiguous().flatten(1).view(torch.uint8)
+    """[n, ...] of any type, contiguous, as uint8 [n, bytes], in the same memory."""
+    return rows.flatten(1).view(torch.uint8)
 
 
-def _groups(runner: ModelRunner, start: int, end: int) -> Iterator[list[_Stored]]:
-    """Every layer's tensors, in groups that are exchanged at once; where layers are shared out, those of one rank."""
-    stage, group, size = runner.decoder.config.stage, list[_Stored](), 0
-    for one in _stored(runner, start, end):
-        more = (end - start) * one.row_bytes(one.tensor.shape[1])
-        moves = group and stage is not None and stage.rank_of(one.layer) != stage.rank_of(group[0].layer)
-        moves = moves or (group and one.is_state != group[0].is_state)
-        if group and (moves or size + more > _MOST_BYTES):
-            yield group
-            group, size = [], 0
-        group.append(one)
-        size += more
-    yield group
+def _groups(stored: Sequence[_Stored], config: ModelConfig, positions: int) -> Iterator[list[int]]:
+    """Every tensor's number, in groups that are exchanged at once: of one shape and type, of one rank's layers where
+    these are shared out."""
+    alike = dict[Hashable, list[int]]()
+    for number, one in enumerate(stored):
+        owner = None if config.stage is None else config.stage.rank_of(one.layer)
+        key = owner, one.is_state, one.tensor.shape[1:], one.tensor.dtype, one.sections
+        alike.setdefault(key, []).append(number)
+    for group in alike.values():
+        most = max(1, _MOST_BYTES // max(1, positions * stored[group[0]].row_bytes))
+        yield from (group[first : first + most] for first in range(0, len(group), most))
 
 
 def _stored(runner: ModelRunner, start: int, end: int) -> Iterator[_Stored]:

@@ -1,7 +1,7 @@
 """The differences of two streams of logits, and whether they are within a budget (docs/parity.md)."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
@@ -98,15 +98,20 @@ class PhaseMetrics:
 
 
 def nmse_cached(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
-    """`nmse_rows` of each of the tensors that two sides cached, codes with the scales after them."""
-    codes = list[tuple[Tensor, Tensor]]()
+    """`nmse_rows` of the tensors that two sides cached, codes with the scales after them: of many of one shape at once,
+    since few rows are compared after every step of decode."""
+    alike, codes = dict[Hashable, list[tuple[Tensor, ...]]](), list[tuple[Tensor, Tensor]]()
     for mine, other in zip(a, b, strict=True):
         if mine.dtype in (torch.int8, torch.uint8):
             codes.append((mine, other))
-        elif codes:
-            yield from _nmse_codes(*codes.pop(0), mine, other)
-        else:
-            yield nmse_rows(mine, other, mine)
+            continue
+        compared = (*codes.pop(0), mine, other) if codes else (mine, other)
+        alike.setdefault(tuple((one.shape, one.dtype) for one in compared), []).append(compared)
+    for tensors in alike.values():
+        most = max(1, TILE_ELEMENTS // max(1, tensors[0][0].numel()))
+        for start in range(0, len(tensors), most):
+            first, second, *scales = map(torch.cat, zip(*tensors[start : start + most], strict=True))
+            yield from _nmse_codes(first, second, *scales) if scales else [nmse_rows(first, second, first)]
 
 
 def _nmse_codes(mine: Tensor, other: Tensor, scale: Tensor, other_scale: Tensor) -> Iterator[Tensor]:
