@@ -163,7 +163,9 @@ def test_a_run_with_other_files_added_is_not_resumed(dense: LLM, tmp_path: Path)
         list(collect(dense, chunks, out, 32, "text", before=[theirs], resume=True))
     cut = replace(read_sums(out), datasets=(*theirs.datasets, "text"))
     write_sums(out, cut)
-    with pytest.raises(EngineError, match="has 0 chunks of added files, not 4: resume with the same --in-file"):
+    with pytest.raises(
+        EngineError, match="has 0 chunks of added files, not 4: resume with the same --in-file"
+    ):
         list(collect(dense, chunks, out, 32, "text", before=[theirs], resume=True))
 
 
@@ -177,7 +179,9 @@ def test_a_run_that_adds_files_is_resumed(dense: LLM, tmp_path: Path) -> None:
     runs = collect(dense, chunks[2:5], cut, 32, "text", save_every=1, **given)
     next(runs)
     runs.close()
-    with pytest.raises(EngineError, match="has 2 chunks of added files, not 0: resume with the same --in-file"):
+    with pytest.raises(
+        EngineError, match="has 2 chunks of added files, not 0: resume with the same --in-file"
+    ):
         list(collect(dense, chunks[2:], cut, 32, "text", first=2, resume=True))
     assert [run.begun for run in collect(dense, chunks[2:5], cut, 32, "text", resume=True, **given)] == [1, 1]
     same(whole, cut)
@@ -215,7 +219,9 @@ def test_tensors_of_the_older_format_weigh_what_they_count(tmp_path: Path) -> No
     entries = {b"a.weight": (6, np.full(4, 6, "<f4")), b"b.weight": (2, np.full(4, 6, "<f4"))}
     data = struct.pack("<i", len(entries))
     for name, (calls, values) in entries.items():
-        data += struct.pack("<i", len(name)) + name + struct.pack("<ii", calls, len(values)) + values.tobytes()
+        data += (
+            struct.pack("<i", len(name)) + name + struct.pack("<ii", calls, len(values)) + values.tobytes()
+        )
     for ending in (b"", struct.pack("<ii", 6, 4) + b"text"):
         (tmp_path / "old.dat").write_bytes(data + ending)
         found = read_sums(tmp_path / "old.dat")
