@@ -18,6 +18,7 @@ from quengine.parallel.communicator import RankCommunicator
 from quengine.parallel.group import RankGroup
 from quengine.parallel.wire import RankPlan
 from quengine.platform.failure import failure_of
+from quengine.platform.leaving import leave
 
 SIZES = ((1, 4096), (1, 8192), (8, 8192), (16, 8192), (64, 8192), (512, 8192))
 """Rows and columns: of single tokens, of small batches, of prompts."""
@@ -149,4 +150,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # not `sys.exit`: after a device has failed, freeing what it holds may hang
+    leave(0)

@@ -259,9 +259,9 @@ class _Dat:
 
 def _read_dat(path: Path) -> Imatrix:
     found = _dat_sums(path)
-    values = {
-        name: each.squares.astype("<f4") / np.float32(each.counts[0]) for name, each in found.sums.items()
-    }
+    values = dict[str, NDArray[np.float32]]()
+    for name, each in found.sums.items():
+        values[name] = each.squares.astype(np.float32) / np.float32(each.counts[0])
     return Imatrix(path, values, found.datasets, found.chunks)
 
 

@@ -19,6 +19,7 @@ from quengine.kernels.channel import Channel
 from quengine.kernels.child_process import end_with_parent, parent_channel
 from quengine.platform import bus_error, collector, cuda_start, log_lines, torch_import
 from quengine.platform.failure import failure_of
+from quengine.platform.leaving import leave
 from quengine.serve.processes.shared_engine import (
     STATS_SECONDS,
     Continuing,
@@ -262,7 +263,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Not `sys.exit`: after a device has failed, freeing what it holds may hang.
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(main())
