@@ -8,7 +8,7 @@ from math import inf
 from operator import mul
 
 from quengine.block_pool import CachePool
-from quengine.config import MOST_DRAFT_TOKENS
+from quengine.config import BACKLOG_CHUNK, MIXED_CHUNK, MOST_DRAFT_TOKENS
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, can_store
 from quengine.kernels.moe.grouping import default_block, most_blocks
@@ -18,6 +18,7 @@ from quengine.models.blocks.experts import ExpertConfig
 from quengine.models.blocks.gated_delta import GatedDeltaSizes
 from quengine.models.blocks.latent_attention import LatentAttention, LatentSizes
 from quengine.models.config import AltUpSizes, CacheGroup, ModelConfig
+from quengine.runners.graph_keys import expected_keys
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
 """Bytes reserved, by kind of device, for everything independent of the model's size: the process, kernels,
@@ -449,6 +450,14 @@ def draft_step_bytes(config: ModelConfig, layer: ModelConfig, parallel: int, row
         each = 4 * (2 * net.channels + 2 * net.value_heads)
         waiting = len(config.recurrent_layers) * rows * each
     return logits + tokens + waiting + _DRAFT_POOL
+
+
+def adapted_step_bytes(config: ModelConfig, chunk: int, rows: int) -> int:
+    """Bytes of captured steps whose rows may have LoRA adapters on a CUDA device, beside those of the same steps
+    without: each keeps its logits. chunk, rows: as of `workspace_bytes`."""
+    keys = expected_keys(rows, chunk, MIXED_CHUNK["cuda"], BACKLOG_CHUNK["cuda"])
+    kept = sum(key.rows if key.phase == "decode" else key.sequences for key in keys)
+    return 4 * kept * config.vocab_size
 
 
 def _altup_row_bytes(config: ModelConfig, sizes: AltUpSizes) -> int:

@@ -14,7 +14,7 @@ from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.load import load_model
 from quengine.loading.machine import Machine, make_backend
 from quengine.loading.placement import choose_cache
-from quengine.memory import WORKSPACE, kv_cache_bytes, workspace_bytes
+from quengine.memory import WORKSPACE, adapted_step_bytes, kv_cache_bytes, workspace_bytes
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.platform.device import choose_device
@@ -160,6 +160,10 @@ def test_too_little_gpu_memory_names_the_layers_whose_experts_would_make_room(tm
         with pytest.raises(CannotRunError, match=rf"not enough memory.*--n-cpu-moe {layers}$"):
             choose(EngineConfig(ctx_size=64), missing)
         assert choose(EngineConfig(ctx_size=64, n_cpu_moe=layers), missing) == 64
+    adapted = adapted_step_bytes(shape, 64, 1)  # captured steps twice
+    assert choose(EngineConfig(ctx_size=64, lora=("a.gguf",)), -adapted) == 64
+    with pytest.raises(CannotRunError, match="not enough memory"):
+        choose(EngineConfig(ctx_size=64, lora=("a.gguf",)), 1 - adapted)
     with pytest.raises(CannotRunError, match=r"1 experts of each layer need .* lower --gpu-experts"):
         choose(EngineConfig(ctx_size=64, n_cpu_moe=1, gpu_experts=1), first)
     checkpoint.close()
