@@ -50,7 +50,7 @@ def _leave() -> None:
     """End the process, after all other functions of `atexit`: what modules hold is not destroyed one by one."""
     if not _ended:  # by an error that Python reports
         return
-    from quengine.platform.leaving import leave
+    from quengine.kernels.process_end import leave
 
     leave(_ended[-1])
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from quengine.errors import CannotRunError
 from quengine.kernels.channel import Channel
 from quengine.kernels.child_process import end_with_parent, parent_channel
+from quengine.kernels.process_end import leave
 from quengine.parallel.wire import TO_RANK, RankPlan, RankReady, Starting, ToRank
 from quengine.platform import bus_error, collector, log_lines
 from quengine.platform.failure import failure_of
-from quengine.platform.leaving import leave
 
 
 def follow(channel: Channel[ToRank]) -> None:
