@@ -170,6 +170,7 @@ def _memory_needs(
         config.parallel,
         config.drafts_on_host,
         config.state_checkpoints if shares else 0,
+        rows if device.type == "cuda" else 0,
     )
     padding = 2 * sum(needs.block_bytes(cache_type))
     return needs, DeviceMemory(str(device), free, weights, workspace + padding, experts.device)

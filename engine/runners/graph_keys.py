@@ -44,6 +44,10 @@ UNMOVED_ROWS = 128
 """Rows up to which decode steps use memory that the backend never replaces by a larger allocation."""
 
 
+_ALIGNED_ROWS = 8
+"""Rows are padded to a multiple of this, so that each vector starts where a kernel may load 16 bytes at a time."""
+
+
 class SamplingKind(NamedTuple):
     """The buffers of a decode step's sampling: candidates kept (0: all), bias, penalties."""
 
@@ -105,6 +109,11 @@ def decode_key(rows: int, sampling: SamplingKind | None = None, shares: bool = F
 def padded_rows(rows: int) -> int:
     """The smallest captured number of decode rows that is at least `rows`."""
     return next(size for size in DECODE_ROWS if size >= rows)
+
+
+def aligned(rows: int) -> int:
+    """At least `rows` rows, of which a vector of int32 ends where a kernel may load 16 bytes at a time."""
+    return -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
 
 
 def prefill_key(lengths: list[int]) -> GraphKey | None:

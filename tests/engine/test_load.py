@@ -14,7 +14,7 @@ from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.load import load_model
 from quengine.loading.machine import Machine, make_backend
 from quengine.loading.placement import choose_cache
-from quengine.memory import WORKSPACE, adapted_step_bytes, kv_cache_bytes, workspace_bytes
+from quengine.memory import WORKSPACE, CacheNeeds, adapted_step_bytes, kv_cache_bytes, workspace_bytes
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.platform.device import choose_device
@@ -147,7 +147,8 @@ def test_too_little_gpu_memory_names_the_layers_whose_experts_would_make_room(tm
     checkpoint = open_checkpoint(write_synthetic(tmp_path / "m.gguf", "mixtral-tiny"))
     device, shape = torch.device("cuda"), checkpoint.config
     workspace = workspace_bytes("cuda", shape, checkpoint.nbytes, 64, 1)
-    context = 4 * kv_cache_bytes(shape, 32) + 64 * 4 * shape.rope_dim  # of the blocks two are for padding
+    # Of the blocks two are for padding.
+    context = 4 * kv_cache_bytes(shape, 32) + CacheNeeds(shape, 64, rows=1).table_bytes(64)
 
     def choose(config: EngineConfig, missing: int) -> int:
         experts = ExpertPlacement.choose(config, checkpoint, "cuda")
