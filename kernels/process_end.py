@@ -25,7 +25,8 @@ def end_at_once(code: int) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, with what it has printed: by C libraries too, such as NCCL's log into a pipe."""
+    """End this process at once, with what it has printed: by C libraries too, whose streams into files and
+    pipes would be lost."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nothing reads it, or it is closed
             stream.flush()

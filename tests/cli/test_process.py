@@ -161,7 +161,6 @@ def test_who_waits_for_the_end_of_a_process_has_it(
 
 
 def test_a_process_that_leaves_writes_what_c_has_printed() -> None:
-    """As NCCL's log of a rank is."""
     body = "import ctypes; ctypes.CDLL(None).puts(b'log'); from quengine.kernels.process_end import leave; leave(3)"
     done = ended([sys.executable, "-c", body])
     assert (done.returncode, done.stdout, done.stderr) == (3, "log\n", "")
