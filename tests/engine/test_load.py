@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -140,6 +141,15 @@ def test_experts_on_the_host_are_no_choice_where_all_is_on_the_cpu(tmp_path: Pat
     loaded = load_model(path, EngineConfig("cpu", 64, 1, n_cpu_moe=1))
     loaded.close()
     assert loaded.notes[-1].endswith("--cpu-moe and --n-cpu-moe change nothing")
+
+
+def test_experts_on_the_host_have_room_for_the_rows_of_every_step() -> None:
+    """Also for those of more sequences than a captured step has rows, or a chunk."""
+    for parallel, rows in ((1, 64), (600, 600)):
+        experts, config = MagicMock(layers=1), EngineConfig(parallel=parallel, chunk_size=64)
+        machine = Machine(config, torch.device("cuda"), 2, 0, None, experts)
+        machine._host_experts(experts, MagicMock(), MagicMock())
+        assert experts.operations.call_args.args[-1] == rows
 
 
 def test_too_little_gpu_memory_names_the_layers_whose_experts_would_make_room(tmp_path: Path) -> None:
