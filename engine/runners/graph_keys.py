@@ -9,7 +9,7 @@ from quengine.request.sampling_params import SamplingParams
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 384, 512)
 """Rows of a captured decode step: matmuls take 8 rows at a time, above 128 rows blocks of 128 or 256 (192
-take as long as 256), and from 16 on a padding row costs little besides the weights.
+take longer than 256), and from 16 on a padding row costs little besides the weights.
 """
 
 PREFILL_ROWS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
