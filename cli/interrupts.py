@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from quengine.cli.progress import ProgressLine
+from quengine.kernels.process_end import end_at_once
 from quengine.platform.deferred_interrupt import DeferredInterrupt
 
 SIGNALS = {
@@ -178,7 +179,7 @@ def _end(number: int) -> NoReturn:
         last.start()
         last.join(_FLUSH_SECONDS)
     finally:
-        os._exit(128 + number)
+        end_at_once(128 + number)
 
 
 def _leave_terminal() -> None:

@@ -105,11 +105,15 @@ class LoadedModel:
         weights = sum(file.nbytes for file in files if file is not None) + self.adapter_bytes
         return weights + self.cache.nbytes + drafts
 
-    def close(self) -> None:
-        """Ends the other ranks, gives up what was captured, and unmaps the files."""
+    def keep_uses(self) -> None:
+        """Keeps how often experts in host memory were used, for the next start."""
         experts = self.decoder.host_experts
         if isinstance(experts, FollowedExperts) and (uses := experts.last_uses) is not None:
             write_uses(self.checkpoint.path, uses)
+
+    def close(self) -> None:
+        """Ends the other ranks, gives up what was captured, and unmaps the files."""
+        self.keep_uses()
         self.runner.release()
         self.checkpoint.close()
         if self.draft_checkpoint is not None:

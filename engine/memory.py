@@ -8,9 +8,9 @@ from math import inf
 from operator import mul
 
 from quengine.block_pool import CachePool
-from quengine.config import MOST_DRAFT_TOKENS
+from quengine.config import BACKLOG_CHUNK, MIXED_CHUNK, MOST_DRAFT_TOKENS
 from quengine.errors import CannotRunError, EngineError
-from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, can_store
+from quengine.kernels.kv.cache_types import BLOCK_SIZE, CACHE_TYPES, CacheType, blocks_for, can_store
 from quengine.kernels.moe.grouping import default_block, most_blocks
 from quengine.models.architectures import attentions_of, layers_of
 from quengine.models.blocks.block import PagedKV, SlotState, State
@@ -18,6 +18,7 @@ from quengine.models.blocks.experts import ExpertConfig
 from quengine.models.blocks.gated_delta import GatedDeltaSizes
 from quengine.models.blocks.latent_attention import LatentAttention, LatentSizes
 from quengine.models.config import AltUpSizes, CacheGroup, ModelConfig
+from quengine.runners.graph_keys import DECODE_ROWS, aligned, expected_keys, padded_rows
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
 """Bytes reserved, by kind of device, for everything independent of the model's size: the process, kernels,
@@ -95,7 +96,8 @@ def gib(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """The memory that a context takes for a model, and for its draft model, if any: cache blocks and rotary tables.
+    """The memory that a context takes for a model, and for its draft model, if any: cache blocks and tables by
+    position, rotary ones and, on a CUDA device, those of slots.
 
     The draft model's layers belong to the first group of layers, which then keeps all positions: a draft model may have
     computed less of a sequence than the model has. A layer of the model's own that drafts counts as a draft model, with
@@ -105,6 +107,7 @@ class CacheNeeds:
     chunk: most tokens of a sequence that a step computes.
     drafts: steps compute drafted tokens, by whatever they are drafted.
     checkpoints: how many states are kept beside those of sequences; None: what memory has room for.
+    rows: most rows of a decode step on a CUDA device; 0: the device has no tables of slots.
     """
 
     config: ModelConfig
@@ -113,6 +116,7 @@ class CacheNeeds:
     parallel: int = 1
     drafts: bool = False
     checkpoints: int | None = None
+    rows: int = 0
 
     def pools(self) -> list[CachePool]:
         """A pool for each cache group, with `num_blocks` 0."""
@@ -147,8 +151,13 @@ class CacheNeeds:
         return sum(map(mul, blocks, self.block_bytes(cache_type)))
 
     def table_bytes(self, positions: int) -> int:
-        """Bytes of the rotary tables: for each rotation of layers cos and sin, fp32 [positions, dim / 2] each."""
+        """Bytes of the rotary tables: for each rotation of layers cos and sin, fp32 [positions, dim / 2] each; and of
+        tables of slots: the tokens that steps have sampled, and block tables, of slots and of a step's rows."""
         total = 0
+        if self.rows:
+            held, rows = aligned(self.parallel + 1), aligned(_captured_rows(self.rows))
+            blocks = blocks_for(positions) * len(self.config.cache_groups)
+            total = 4 * (held * (positions + blocks) + rows * blocks)
         for config in (self.config, self.draft):
             if config is not None:
                 rows = min(positions, config.context_length)
@@ -449,6 +458,19 @@ def draft_step_bytes(config: ModelConfig, layer: ModelConfig, parallel: int, row
         each = 4 * (2 * net.channels + 2 * net.value_heads)
         waiting = len(config.recurrent_layers) * rows * each
     return logits + tokens + waiting + _DRAFT_POOL
+
+
+def adapted_step_bytes(config: ModelConfig, chunk: int, rows: int) -> int:
+    """Bytes of captured steps whose rows may have LoRA adapters on a CUDA device, beside those of the same steps
+    without: each keeps its logits. chunk, rows: as of `workspace_bytes`."""
+    keys = expected_keys(_captured_rows(rows), chunk, MIXED_CHUNK["cuda"], BACKLOG_CHUNK["cuda"])
+    kept = sum(key.rows if key.phase == "decode" else key.sequences for key in keys)
+    return 4 * kept * config.vocab_size
+
+
+def _captured_rows(rows: int) -> int:
+    """Rows of the largest captured decode step."""
+    return padded_rows(min(rows, DECODE_ROWS[-1]))
 
 
 def _altup_row_bytes(config: ModelConfig, sizes: AltUpSizes) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
 from quengine.kernels.channel import Channel, MessageDecoder
+from quengine.kernels.process_end import end_at_once
 
 T = TypeVar("T")
 
@@ -120,6 +121,6 @@ def end_with_parent() -> None:
 
     def wait() -> None:
         os.read(0, 1)
-        os._exit(0)
+        end_at_once(0)
 
     threading.Thread(target=wait, name="parent", daemon=True).start()

@@ -91,17 +91,13 @@ def collect(
     check_disk(path, 0)  # before the computation
     began, done = time.perf_counter(), 0
     inputs = _Inputs(llm)
-    earlier = list(before)
+    earlier, added = list(before), sum(each.chunks_of(ctx) for each in before)
     if resume and path.exists():
-        found = _resumed(path, (*(name for each in before for name in each.datasets), dataset), ctx, first)
-        done = found.chunks - sum(each.chunks for each in before)
-        if not 0 <= done < len(chunks):
-            raise EngineError(
-                f"{path}: has {found.chunks} chunks already, of {len(chunks) + found.chunks - done} to compute"
-                if done > 0
-                else f"{path}: has {found.chunks} chunks, fewer than the files to add: leave --resume out"
-            )
-        earlier = [found]
+        datasets = (*(name for each in before for name in each.datasets), dataset)
+        earlier = [_resumed(path, datasets, ctx, first, added)]
+        done = earlier[0].chunks - added
+        if done >= len(chunks):
+            raise EngineError(f"{path}: has {done} chunks already, of {len(chunks)} to compute")
     begun = done
     for number in range(begun, len(chunks)):
         with inputs.collecting():
@@ -111,7 +107,7 @@ def collect(
         if last or (save_every and done % save_every == 0):
             sums = inputs.sums()
             mine = ImatrixSums(sums, () if resume and begun else (dataset,), done - begun, ctx)
-            write_sums(path, replace(added_sums([*earlier, mine], ctx), first=first))
+            write_sums(path, replace(added_sums([*earlier, mine], ctx), first=first, added=added))
         seconds = time.perf_counter() - began
         untouched = _untouched(sums) if last else 0
         yield ImatrixRun(path, done, len(chunks), begun, ctx, len(sums), untouched, seconds)
@@ -164,14 +160,18 @@ def _compute(llm: "LLM", ids: list[int]) -> None:
         llm.cancel(sequence)
 
 
-def _resumed(path: Path, datasets: Seq[str], ctx: int, first: int) -> ImatrixSums:
-    """The sums of an unfinished file of these texts from chunk `first` on, those of added files first."""
+def _resumed(path: Path, datasets: Seq[str], ctx: int, first: int, added: int) -> ImatrixSums:
+    """The sums of an unfinished file of these texts from chunk `first` on, after `added` chunks of other files."""
     found = read_sums(path)
     if found.chunk_size != ctx or found.datasets != tuple(dict.fromkeys(datasets)):
         names = ", ".join(found.datasets) or "no text"
         raise EngineError(
             f"{path}: is of {names} in chunks of {found.chunk_size}, not of {', '.join(datasets)} in chunks of {ctx}: "
             "give another file to write, or leave --resume out"
+        )
+    if found.added != added:
+        raise EngineError(
+            f"{path}: has {found.added} chunks of added files, not {added}: resume with the same --in-file"
         )
     if found.first != first:
         raise EngineError(

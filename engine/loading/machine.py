@@ -126,7 +126,8 @@ class Machine:
         if not experts.layers:
             return None
         chunk = self.config.chunk_size or DEFAULT_CHUNK[self.device.type]
-        rows = max(chunk, _graph_rows(self.config, drafts=False))
+        # Steps of more rows than captured ones have are computed, too.
+        rows = max(chunk, self.config.parallel, _graph_rows(self.config, drafts=False))
         host = experts.operations(backend, self.threads, checkpoint.config, rows)
         if isinstance(host, FollowedExperts):
             uses = read_uses(checkpoint.path, experts.layers, experts.experts) if experts.held else None

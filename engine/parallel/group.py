@@ -6,7 +6,6 @@ No rank can go on without the others: when one fails, all end, and the requests 
 
 import atexit
 import logging
-import os
 import sys
 import tempfile
 import threading
@@ -20,6 +19,7 @@ import torch
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.channel import encode
 from quengine.kernels.child_process import ChildProcess
+from quengine.kernels.process_end import BEFORE_END, end_at_once
 from quengine.models.tensor_split import Rank
 from quengine.parallel.communicator import WAIT_SECONDS, RankCommunicator, join
 from quengine.parallel.wire import FROM_RANK, FromRank, Message, RankPlan, RankReady, Starting
@@ -101,6 +101,7 @@ class RankGroup:
         self._changed = threading.Condition()
         self._followers = [_Follower(number) for number in range(1, count)]
         atexit.register(self.close)
+        BEFORE_END.add(self._folder.cleanup)
 
     @property
     def note(self) -> str:
@@ -213,6 +214,7 @@ class RankGroup:
         for follower in self._followers:
             follower.close(max(0.0, end - time.monotonic()))
         self._folder.cleanup()
+        BEFORE_END.discard(self._folder.cleanup)
 
     def _watch_join(self, joined: threading.Event) -> None:
         """A thread that ends this process where a rank ends before all have met, since the meeting would wait for
@@ -264,4 +266,4 @@ class RankGroup:
 def _end_process(reason: str) -> None:
     """Print one line and exit: a step that waits on a device for another rank cannot be ended otherwise."""
     print(f"engine: {reason}", file=sys.stderr, flush=True)
-    os._exit(CannotRunError.exit_code)
+    end_at_once(CannotRunError.exit_code)

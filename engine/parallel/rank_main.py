@@ -4,7 +4,6 @@ It loads its part of the model, and then computes the steps that rank 0 sends ov
 """
 
 import logging
-import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from quengine.errors import CannotRunError
 from quengine.kernels.channel import Channel
 from quengine.kernels.child_process import end_with_parent, parent_channel
+from quengine.kernels.process_end import leave
 from quengine.parallel.wire import TO_RANK, RankPlan, RankReady, Starting, ToRank
 from quengine.platform import bus_error, collector, log_lines
 from quengine.platform.failure import failure_of
@@ -71,7 +71,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Not `sys.exit`: after a device has failed, freeing what it holds may hang.
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(main())

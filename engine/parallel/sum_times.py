@@ -3,7 +3,6 @@
 Rank 0 is a process of its own, too: where devices cannot be reached as they should, it is ended after a while.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 
 from quengine.errors import CannotRunError
 from quengine.kernels.child_process import ChildProcess, end_with_parent, parent_channel
+from quengine.kernels.process_end import end_at_once, leave
 from quengine.parallel.communicator import RankCommunicator
 from quengine.parallel.group import RankGroup
 from quengine.parallel.wire import RankPlan
@@ -142,11 +142,11 @@ def main() -> None:
 
     def end(reason: str) -> None:
         channel.send(SumTimes(count, "", problem=reason))
-        os._exit(CannotRunError.exit_code)
+        end_at_once(CannotRunError.exit_code)
 
     channel.send(time_as_rank_0(kind, count, end))
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # not `sys.exit`: after a device has failed, freeing what it holds may hang
+    leave(0)

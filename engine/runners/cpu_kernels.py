@@ -17,6 +17,7 @@ from quengine.kernels.child_process import import_path
 from quengine.kernels.cpu.attention.prefill_attention import uses_tiles
 from quengine.kernels.cpu.gemm.tile_matmul import tile_kind
 from quengine.kernels.cpu.gemm.tiles import DEPTH
+from quengine.kernels.cpu.gemv.amx_rows import LEAST_ROWS, uses_amx_rows
 from quengine.kernels.cpu.ops.gated_delta import COLUMNS
 from quengine.kernels.cpu.ops.mamba2 import ROWS
 from quengine.kernels.cpu.runtime import kernel_table as table
@@ -122,6 +123,8 @@ def _name_matrices(matrices: Sequence[QuantTensor]) -> None:
             table.quantize_kernel()
             table.matvec_kernel(w.format.name, True)
             table.matvec_kernel(w.format.name, False)
+            if uses_amx_rows(w, LEAST_ROWS):
+                table.amx_matvec_kernel(w.format.name)
         else:
             table.float_matvec_kernel(w.format.name)
 

@@ -26,8 +26,14 @@ from quengine.models.decoder import Decoder
 from quengine.request.sampling_params import SamplingParams
 from quengine.runners.cuda_graphs import PENDING, CudaGraphs, settings_of
 from quengine.runners.graph_capture import CapturedStep, capture_step
-from quengine.runners.graph_keys import DECODE_ROWS, GREEDY, UNMOVED_ROWS, SamplingKind, padded_rows
-from quengine.runners.static_inputs import aligned
+from quengine.runners.graph_keys import (
+    DECODE_ROWS,
+    GREEDY,
+    UNMOVED_ROWS,
+    SamplingKind,
+    aligned,
+    padded_rows,
+)
 from quengine.sampler import Sampler
 from quengine.slot import Slot
 

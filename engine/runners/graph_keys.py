@@ -9,7 +9,7 @@ from quengine.request.sampling_params import SamplingParams
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 384, 512)
 """Rows of a captured decode step: matmuls take 8 rows at a time, above 128 rows blocks of 128 or 256 (192
-take as long as 256), and from 16 on a padding row costs little besides the weights.
+take longer than 256), and from 16 on a padding row costs little besides the weights.
 """
 
 PREFILL_ROWS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)
@@ -42,6 +42,10 @@ CANDIDATES = (64, 128)
 
 UNMOVED_ROWS = 128
 """Rows up to which decode steps use memory that the backend never replaces by a larger allocation."""
+
+
+_ALIGNED_ROWS = 8
+"""Rows are padded to a multiple of this, so that each vector starts where a kernel may load 16 bytes at a time."""
 
 
 class SamplingKind(NamedTuple):
@@ -105,6 +109,11 @@ def decode_key(rows: int, sampling: SamplingKind | None = None, shares: bool = F
 def padded_rows(rows: int) -> int:
     """The smallest captured number of decode rows that is at least `rows`."""
     return next(size for size in DECODE_ROWS if size >= rows)
+
+
+def aligned(rows: int) -> int:
+    """At least `rows` rows, of which a vector of int32 ends where a kernel may load 16 bytes at a time."""
+    return -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
 
 
 def prefill_key(lengths: list[int]) -> GraphKey | None:

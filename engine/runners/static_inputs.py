@@ -21,12 +21,9 @@ from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import STATE_ENTRIES, ForwardBatch, PrefillTiles, pad_block_tables
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.request.adapter_scales import Scales
-from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey
+from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey, aligned
 from quengine.slot import Slot
 from quengine.step_plan import SequenceRows, adapter_scales
-
-_ALIGNED_ROWS = 8
-"""Rows are padded to a multiple of this, so that each vector starts where a kernel may load 16 bytes at a time."""
 
 _ALIGNED = 4
 """int32 entries in 16 bytes."""
@@ -174,11 +171,6 @@ class DecodeInputs:
             angle_rows=None if self._angles is None else self._angles[:rows],
             adapters=scales,
         )
-
-
-def aligned(rows: int) -> int:
-    """At least `rows` rows, of which a vector of int32 ends where a kernel may load 16 bytes at a time."""
-    return -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from quengine.kernels.cpu.moe.operations import (
     prompt_experts_add,
     prompt_experts_glu,
 )
+from quengine.kernels.cpu.rows import add_to_rows, place_rows, taken_rows
 from quengine.kernels.cpu.runtime.scratch import keep_freed_memory, scratch
 from quengine.kernels.cpu.step_recorder import CpuWeight, StepBatch, StepRecorder, recorded, state_operation
-from quengine.kernels.embedded_rows import place_embeddings
 from quengine.kernels.encoder_attention import EncoderAttentionSpec, fused_attention
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.gated_delta import GatedDeltaSpec
@@ -78,7 +78,14 @@ class CpuBackend(PlainRows):
     def embed(self, batch: ForwardBatch, weight: CpuWeight, scale: float = 1.0) -> Tensor:
         with recorded(batch, len(batch)) as step:
             rows = step.embed(weight, scale)
-        return place_embeddings(rows, batch.embeds)
+        return place_rows(rows, batch.embeds)
+
+    def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        return taken_rows(x, rows)
+
+    def add_to_rows(self, x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+        add_to_rows(x, rows, values)
+        return x
 
     def row_table(self, table: QuantTensor) -> CpuWeight:
         return CpuWeight((table,))

@@ -15,8 +15,9 @@ from quengine.kernels import cpu
 from quengine.kernels.backend import Branch
 from quengine.kernels.block_formats import FORMATS
 from quengine.kernels.cpu.backend import CpuBackend, added_rows
+from quengine.kernels.cpu.rows import place_rows
 from quengine.kernels.cpu.step_recorder import CpuWeight, StepBatch, recorded
-from quengine.kernels.embedded_rows import EmbeddedRows, place_embeddings
+from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Gating, glu
 from quengine.kernels.layer_norm import Norm
@@ -45,7 +46,7 @@ class AdaptedCpu(Adapted, CpuBackend):
             return step.changed_rows(x, _matrix(changes.b.flatten(1)), self._back[1], scales, factor)
 
     def placed_rows(self, x: Tensor, given: EmbeddedRows | None) -> Tensor:
-        return place_embeddings(x, given)
+        return place_rows(x, given)
 
     def normed_rows(self, batch: ForwardBatch, x: Tensor, norm: Norm | None) -> Tensor:
         if batch.phase == "prefill":

@@ -9,6 +9,7 @@ written.
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,8 @@ from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_by
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _KEYS = ("imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size")
-_FIRST = "imatrix.first_chunk"
-"""A key of ours alone, in files whose first chunk is not that of the text."""
+_FIRST, _ADDED = "imatrix.first_chunk", "imatrix.added_chunks"
+"""Keys of ours alone, in files whose first chunk is not that of the text, and in files with sums of others."""
 _ALIGNMENT = 32
 _MOST_CHUNKS = (1 << 32) - 1
 
@@ -52,7 +53,8 @@ class ImatrixSums:
     """What an imatrix file is made of, which more chunks can be added to.
 
     chunk_size: tokens of a chunk; 0: a file of the older format, which does not have it: a chunk counts as one row.
-    first: chunks of the text that were left out before the first.
+    first: chunks of the last text that were left out before the first.
+    added: those of `chunks` that are not consecutive ones of the last text from `first` on: of other files.
     """
 
     sums: Mapping[str, Sums]
@@ -60,12 +62,22 @@ class ImatrixSums:
     chunks: int
     chunk_size: int
     first: int = 0
+    added: int = 0
 
     def in_chunks_of(self, size: int) -> Mapping[str, Sums]:
         """The sums, those of the older format as of chunks of this size."""
         if self.chunk_size:
             return self.sums
         return {name: Sums(each.squares * size, each.counts * size) for name, each in self.sums.items()}
+
+    def chunks_of(self, size: int) -> int:
+        """Chunks of this size that have the tokens of these, rounded up."""
+        return -(-self.chunks * (self.chunk_size or size) // size)
+
+    def goes_on_in(self, other: "ImatrixSums") -> bool:
+        """Whether the other file has the chunks of the last text that follow these."""
+        same = self.chunk_size == other.chunk_size != 0 and self.datasets[-1:] == other.datasets
+        return same and not other.added and other.first == self.first + self.chunks - self.added
 
 
 @dataclass(frozen=True)
@@ -124,12 +136,14 @@ def read_sums(path: Path) -> ImatrixSums:
             sums[name] = Sums(squares.astype(np.float64), counts[:, 0].astype(np.int64))
         datasets = tuple(gguf.require_strings("imatrix.datasets"))
         chunks, size = (gguf.require_int(key) for key in _KEYS[1:])
-        first = gguf.require_int(_FIRST) if _FIRST in gguf.metadata else 0
-        return ImatrixSums(sums, datasets, chunks, size, first)
+        first, added = (gguf.require_int(key) if key in gguf.metadata else 0 for key in (_FIRST, _ADDED))
+        return ImatrixSums(sums, datasets, chunks, size, first, added)
 
 
 def added_sums(files: Sequence[ImatrixSums], chunk_size: int | None = None) -> ImatrixSums:
     """The sums of all files, whose texts are named once. chunk_size: None: their largest.
+
+    Files of consecutive chunks of a text are as one of all of these chunks.
 
     Raises EngineError for files of several models.
     """
@@ -139,9 +153,12 @@ def added_sums(files: Sequence[ImatrixSums], chunk_size: int | None = None) -> I
         for name, found in each.in_chunks_of(size or 1).items():
             sums[name] = _added(name, sums[name], found) if name in sums else found
     datasets = dict.fromkeys(name for each in files for name in each.datasets)
-    if (chunks := sum(each.chunks for each in files)) > _MOST_CHUNKS:
+    if (chunks := sum(each.chunks_of(size or 1) for each in files)) > _MOST_CHUNKS:
         raise EngineError(f"{chunks} chunks: an imatrix file counts at most {_MOST_CHUNKS}")
-    return ImatrixSums(sums, tuple(datasets), chunks, size)
+    first, added = 0, chunks
+    if all(before.goes_on_in(each) for before, each in pairwise(files)):
+        first, added = files[0].first, files[0].added
+    return ImatrixSums(sums, tuple(datasets), chunks, size, first, added)
 
 
 def _added(name: str, first: Sums, second: Sums) -> Sums:
@@ -156,14 +173,6 @@ def _added(name: str, first: Sums, second: Sums) -> Sums:
     return first.of_experts(experts) + second.of_experts(experts)
 
 
-def _dat_sums(path: Path) -> ImatrixSums:
-    found = _read_dat(path)
-    chunks = max(1, found.chunks)
-    counts = np.array([chunks], np.int64)
-    sums = {name: Sums(values.astype(np.float64) * chunks, counts) for name, values in found.values.items()}
-    return ImatrixSums(sums, found.datasets, chunks, 0)
-
-
 def write_sums(path: Path, imatrix: ImatrixSums) -> None:
     """Writes the GGUF format; the file appears when it is complete. Raises as `whole_file` does."""
     fields = {
@@ -172,8 +181,9 @@ def write_sums(path: Path, imatrix: ImatrixSums) -> None:
         "imatrix.chunk_count": Field("uint32", imatrix.chunks),
         "imatrix.chunk_size": Field("uint32", imatrix.chunk_size),
     }
-    if imatrix.first:
-        fields[_FIRST] = Field("uint32", imatrix.first)
+    for key, chunks in ((_FIRST, imatrix.first), (_ADDED, imatrix.added)):
+        if chunks:
+            fields[key] = Field("uint32", chunks)
     parts = list(_tensors(imatrix.sums))
     infos = [TensorInfo(name, values.shape, "F32") for name, values in parts]
     with whole_file(path, file_bytes(fields, infos, _ALIGNMENT)) as file:
@@ -248,16 +258,24 @@ class _Dat:
 
 
 def _read_dat(path: Path) -> Imatrix:
-    dat, values = _Dat(path), dict[str, NDArray[np.float32]]()
+    found = _dat_sums(path)
+    values = dict[str, NDArray[np.float32]]()
+    for name, each in found.sums.items():
+        values[name] = each.squares.astype(np.float32) / np.float32(each.counts[0])
+    return Imatrix(path, values, found.datasets, found.chunks)
+
+
+def _dat_sums(path: Path) -> ImatrixSums:
+    """Each tensor counts its own calls. The first files of this format end with the tensors."""
+    dat, sums = _Dat(path), dict[str, Sums]()
     entries = dat.int()
     if entries < 1:
         raise EngineError(f"{path}: {entries} entries: not an imatrix file")
     for _ in range(entries):
-        name, calls, count = dat.text(), dat.int(), dat.int()
-        sums = np.frombuffer(dat.take(4 * count), "<f4").reshape(1, -1)
-        values[name] = (sums / np.float32(max(calls, 1))).astype(np.float32)
-    if dat.at == len(dat.data):
-        return Imatrix(path, values)
-    chunks = dat.int()
+        name, calls, count = dat.text(), max(1, dat.int()), dat.int()
+        squares = np.frombuffer(dat.take(4 * count), "<f4").astype(np.float64).reshape(1, -1)
+        sums[name] = Sums(squares, np.array([calls]))
+    ended = dat.at == len(dat.data)
+    chunks = max(int(each.counts[0]) for each in sums.values()) if ended else max(1, dat.int())
     datasets = (dat.text(),) if dat.at < len(dat.data) else ()
-    return Imatrix(path, values, datasets, chunks)
+    return ImatrixSums(sums, datasets, chunks, 0)

@@ -104,6 +104,7 @@ LEAVING = """
 import atexit, os, sys, types
 from quengine.cli import main
 from quengine.cli.__main__ import main as run
+atexit._clear()  # a program begins with `run`
 class Held:
     def __del__(self, write=os.write) -> None: write(1, b"taken apart")
 sys.modules["held"] = types.ModuleType("held")
@@ -122,6 +123,47 @@ def test_a_process_leaves_with_all_written_and_nothing_taken_apart() -> None:
     """After the functions of `atexit`."""
     done = ended([sys.executable, "-c", LEAVING], imports=True)
     assert (done.returncode, done.stdout, done.stderr) == (141, "answer\nof a library\n", "")
+
+
+ENDS_IN_C = """
+import atexit, ctypes, sys
+from quengine.cli import main
+from quengine.cli.__main__ import main as run
+atexit._clear()  # a program begins with `run`
+if sys.argv[1]:
+    atexit.register(print, sys.argv[1])
+libc = ctypes.CDLL(None)
+@main.app.command("try")
+def attempt() -> int:
+    libc.__cxa_atexit(ctypes.cast(libc.puts, ctypes.c_void_p), ctypes.c_char_p(b"profile"), None)
+    atexit.register(libc.puts, b"log")
+    return 141
+sys.argv[1:] = ["try"]
+sys.exit(run())
+"""
+
+
+@pytest.mark.parametrize(
+    ("earlier", "given", "said"),
+    [
+        ("", {}, ["log"]),
+        ("coverage", {}, ["coverage", "log", "profile"]),
+        ("", {"CUDA_INJECTION64_PATH": "nsys"}, ["log", "profile"]),
+    ],
+    ids=("quick", "coverage", "profiler"),
+)
+def test_who_waits_for_the_end_of_a_process_has_it(
+    earlier: str, given: dict[str, str], said: list[str]
+) -> None:
+    """C's own functions for the end are called for a profiler and for coverage; what C has printed is never lost."""
+    done = ended([sys.executable, "-c", ENDS_IN_C, earlier], imports=True, environment=given)
+    assert (done.returncode, sorted(done.stdout.splitlines()), done.stderr) == (141, said, "")
+
+
+def test_a_process_that_leaves_writes_what_c_has_printed() -> None:
+    body = "import ctypes; ctypes.CDLL(None).puts(b'log'); from quengine.kernels.process_end import leave; leave(3)"
+    done = ended([sys.executable, "-c", body])
+    assert (done.returncode, done.stdout, done.stderr) == (3, "log\n", "")
 
 
 def test_help_lists_exactly_those_exit_codes() -> None:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.load import load_model
 from quengine.loading.machine import Machine, make_backend
 from quengine.loading.placement import choose_cache
-from quengine.memory import WORKSPACE, kv_cache_bytes, workspace_bytes
+from quengine.memory import WORKSPACE, CacheNeeds, adapted_step_bytes, kv_cache_bytes, workspace_bytes
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.platform.device import choose_device
@@ -142,12 +143,22 @@ def test_experts_on_the_host_are_no_choice_where_all_is_on_the_cpu(tmp_path: Pat
     assert loaded.notes[-1].endswith("--cpu-moe and --n-cpu-moe change nothing")
 
 
+def test_experts_on_the_host_have_room_for_the_rows_of_every_step() -> None:
+    """Also for those of more sequences than a captured step has rows, or a chunk."""
+    for parallel, rows in ((1, 64), (600, 600)):
+        experts, config = MagicMock(layers=1), EngineConfig(parallel=parallel, chunk_size=64)
+        machine = Machine(config, torch.device("cuda"), 2, 0, None, experts)
+        machine._host_experts(experts, MagicMock(), MagicMock())
+        assert experts.operations.call_args.args[-1] == rows
+
+
 def test_too_little_gpu_memory_names_the_layers_whose_experts_would_make_room(tmp_path: Path) -> None:
     """The device is taken for a GPU with room for all but the first layer's experts."""
     checkpoint = open_checkpoint(write_synthetic(tmp_path / "m.gguf", "mixtral-tiny"))
     device, shape = torch.device("cuda"), checkpoint.config
     workspace = workspace_bytes("cuda", shape, checkpoint.nbytes, 64, 1)
-    context = 4 * kv_cache_bytes(shape, 32) + 64 * 4 * shape.rope_dim  # of the blocks two are for padding
+    # Of the blocks two are for padding.
+    context = 4 * kv_cache_bytes(shape, 32) + CacheNeeds(shape, 64, rows=1).table_bytes(64)
 
     def choose(config: EngineConfig, missing: int) -> int:
         experts = ExpertPlacement.choose(config, checkpoint, "cuda")
@@ -160,6 +171,10 @@ def test_too_little_gpu_memory_names_the_layers_whose_experts_would_make_room(tm
         with pytest.raises(CannotRunError, match=rf"not enough memory.*--n-cpu-moe {layers}$"):
             choose(EngineConfig(ctx_size=64), missing)
         assert choose(EngineConfig(ctx_size=64, n_cpu_moe=layers), missing) == 64
+    adapted = adapted_step_bytes(shape, 64, 1)  # captured steps twice
+    assert choose(EngineConfig(ctx_size=64, lora=("a.gguf",)), -adapted) == 64
+    with pytest.raises(CannotRunError, match="not enough memory"):
+        choose(EngineConfig(ctx_size=64, lora=("a.gguf",)), 1 - adapted)
     with pytest.raises(CannotRunError, match=r"1 experts of each layer need .* lower --gpu-experts"):
         choose(EngineConfig(ctx_size=64, n_cpu_moe=1, gpu_experts=1), first)
     checkpoint.close()

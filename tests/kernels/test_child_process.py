@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -81,6 +82,16 @@ def test_a_program_that_waits_for_something_else_ends_when_it_is_to() -> None:
     assert child.wait(0.2) is None
     child.end()
     assert child.wait(120) == 0
+
+
+def test_what_is_to_be_done_before_the_end_is_done_also_where_a_program_waits(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    keep = "from quengine.kernels.process_end import BEFORE_END\nBEFORE_END.update([lambda: 1 / 0, "
+    child = started(f"import os\n{keep}lambda: os.rmdir({str(folder)!r})]){HANG}")
+    assert child.channel.receive() == "begun" and folder.exists()
+    child.end()
+    assert child.wait(120) == 0 and not folder.exists()
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(1)", "pass"])

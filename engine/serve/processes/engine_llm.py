@@ -38,6 +38,11 @@ from quengine.structured.constraint import ConstraintError
 logger = logging.getLogger("quengine.serve")
 
 
+KEPT_WITHIN, KEPT_WITHIN_IDLE = 60.0, 2.0
+"""Seconds after which uses of experts are kept again, and at the end of the last request: it takes a millisecond or
+two."""
+
+
 @dataclass(slots=True)
 class _Sent:
     """How many tokens of a request have been reported."""
@@ -86,6 +91,7 @@ class LLMEngine:
         self._slots = EngineSlots(llm)
         self._prompts: dict[int, Prompt] = {}  # those with images, from when these are encoded
         self._progress: dict[int, int] = {}  # tokens processed of prompts whose progress is reported
+        self._kept_at = time.monotonic()
 
     silent_seconds = 0.0
 
@@ -155,7 +161,15 @@ class LLMEngine:
     def step(self) -> list[Event]:
         alone = not self._requests
         events = self._slots.finished(alone) + self._receiver.events(alone) + self._step()
+        self._keep_uses()
         return events if self._sender is None else self._sender.after_step(events)
+
+    def _keep_uses(self) -> None:
+        """Keeps uses of experts now and then, since the process ends with the server, without `close`."""
+        now = time.monotonic()
+        if now - self._kept_at >= (KEPT_WITHIN if self._requests else KEPT_WITHIN_IDLE):
+            self._kept_at = now
+            self._llm.loaded.keep_uses()
 
     def _step(self) -> list[Event]:
         try:

@@ -5,7 +5,6 @@ that has failed stays so for its process, so this one ends then, and the server 
 """
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from quengine.kernels.channel import Channel
 from quengine.kernels.child_process import end_with_parent, parent_channel
+from quengine.kernels.process_end import end_at_once, leave
 from quengine.platform import bus_error, collector, cuda_start, log_lines, torch_import
 from quengine.platform.failure import failure_of
 from quengine.serve.processes.shared_engine import (
@@ -119,11 +119,11 @@ class EngineLoop:
             while True:
                 self._receive(self._channel.receive())
         except (EOFError, OSError):
-            os._exit(0)  # nothing receives what is computed
+            end_at_once(0)  # nothing receives what is computed
         except BaseException:
             # Without this thread the server would wait for ever; a process that has ended is replaced.
             logger.exception("the engine cannot read what the server sends")
-            os._exit(1)
+            end_at_once(1)
 
     def _receive(self, message: "ToEngine | Future[GenerationRequest]") -> None:
         with self._wake:
@@ -262,7 +262,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Not `sys.exit`: after a device has failed, freeing what it holds may hang.
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(main())

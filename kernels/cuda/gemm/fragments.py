@@ -269,9 +269,9 @@ def super_scales(words, FMT: tl.constexpr):
 
 
 @triton.jit
-def _e8m0(byte):
+def e8m0(byte):
     """2^(byte - 128): MXFP4's exponent scale, halved because its table is doubled."""
-    bits = tl.where(byte < 2, 0x00200000 << tl.minimum(byte, 1), (byte - 1) << 23)
+    bits = tl.where(byte < 2, 0x00200000 << (byte & 1), (byte - 1) << 23)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -352,7 +352,7 @@ def set_scales(words, s: tl.constexpr, FMT: tl.constexpr):
         near = half_bits(_field(word, 16 * (s % 2), 7, 7))
         return near, 0.0, half_bits(_field(word, 16 * (s % 2) + 8, 7, 7)), 0.0
     elif FMT.scales == _E8M0:
-        return _e8m0(words[BASE + s] & 255), 0.0, _e8m0((words[BASE + s] >> 8) & 255), 0.0
+        return e8m0(words[BASE + s] & 255), 0.0, e8m0((words[BASE + s] >> 8) & 255), 0.0
     elif FMT.scales == _BYTE:
         return _signed_byte(words[BASE + s], 0), 0.0, _signed_byte(words[BASE + s], 8), 0.0
     elif FMT.scales == _BYTE_MIN:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quengine.kernels.block_formats import BlockFormat, Groups
+from quengine.kernels.cuda.gemm.fragments import e8m0
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.weights.layout import TILE_ROWS
 
@@ -99,12 +100,8 @@ def _bounds_kernel(
         at = plain_ptr + (((tile * chunks + n // groups) * 16 + in_tile) * groups + n % groups) * 4
         d, dmin = tl.load(at, mask=inside, other=0), tl.load(at + 1, mask=inside, other=0)
         sub, sub_min = tl.load(at + 2, mask=inside, other=0), tl.load(at + 3, mask=inside, other=0)
-        exponent = d.to(tl.int32)
-        power = tl.where(exponent < 2, 0x00200000 << (exponent & 1), (exponent - 1) << 23)
         scale = tl.where(
-            kind == 1,
-            power.to(tl.float32, bitcast=True),
-            d.to(tl.float16, bitcast=True).to(tl.float32) * unit,
+            kind == 1, e8m0(d.to(tl.int32)), d.to(tl.float16, bitcast=True).to(tl.float32) * unit
         )
         scale = tl.where(has_sub != 0, scale * sub.to(tl.float32), scale)
         least = dmin.to(tl.float16, bitcast=True).to(tl.float32)

@@ -4,6 +4,7 @@ dense.imatrix, experts.imatrix and experts.imatrix.dat are files of llama-imatri
 models and the text below, with -c 32 -b 32 --chunks 4.
 """
 
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -162,8 +163,73 @@ def test_a_run_with_other_files_added_is_not_resumed(dense: LLM, tmp_path: Path)
         list(collect(dense, chunks, out, 32, "text", before=[theirs], resume=True))
     cut = replace(read_sums(out), datasets=(*theirs.datasets, "text"))
     write_sums(out, cut)
-    with pytest.raises(EngineError, match="has 1 chunks, fewer than the files to add"):
+    with pytest.raises(
+        EngineError, match="has 0 chunks of added files, not 4: resume with the same --in-file"
+    ):
         list(collect(dense, chunks, out, 32, "text", before=[theirs], resume=True))
+
+
+def test_a_run_that_adds_files_is_resumed(dense: LLM, tmp_path: Path) -> None:
+    """With the same files; and without them never, though its text and first chunk are the same."""
+    chunks, part = text_chunks(dense, TEXT, 32), tmp_path / "part.gguf"
+    whole, cut = tmp_path / "whole.gguf", tmp_path / "cut.gguf"
+    list(collect(dense, chunks[:2], part, 32, "text"))
+    given = {"first": 2, "before": [read_sums(part)]}
+    list(collect(dense, chunks[2:5], whole, 32, "text", **given))
+    runs = collect(dense, chunks[2:5], cut, 32, "text", save_every=1, **given)
+    next(runs)
+    runs.close()
+    with pytest.raises(
+        EngineError, match="has 2 chunks of added files, not 0: resume with the same --in-file"
+    ):
+        list(collect(dense, chunks[2:], cut, 32, "text", first=2, resume=True))
+    assert [run.begun for run in collect(dense, chunks[2:5], cut, 32, "text", resume=True, **given)] == [1, 1]
+    same(whole, cut)
+
+
+def test_added_files_keep_which_chunks_they_are_of(dense: LLM, tmp_path: Path) -> None:
+    """A run goes on where consecutive parts end, and with no others: it would leave out chunks, or count them twice."""
+    chunks, sums = text_chunks(dense, TEXT, 32), tmp_path / "sums.gguf"
+    parts = [tmp_path / f"{number}.gguf" for number in range(4)]
+    for number, part in enumerate(parts):
+        list(collect(dense, chunks[number : number + 1], part, 32, "text", first=number))
+    whole = tmp_path / "whole.gguf"
+    list(collect(dense, chunks[1:4], whole, 32, "text", first=1))
+    for one in ([1], [1, 2]):
+        imatrix(None, "", sums, in_files=[parts[number] for number in one])
+        found = read_sums(sums)
+        assert (found.first, found.added, found.chunks) == (1, 0, len(one))
+        list(collect(dense, chunks[1:4], sums, 32, "text", first=1, resume=True))
+        same(whole, sums)
+    for gap in ([0, 2], [1, 1], [2, 1]):
+        imatrix(None, "", sums, in_files=[parts[number] for number in gap])
+        with pytest.raises(EngineError, match="has 2 chunks of added files, not 0"):
+            list(collect(dense, chunks, sums, 32, "text", resume=True))
+
+
+def test_chunks_of_several_sizes_count_as_tokens(tmp_path: Path) -> None:
+    tensors = {"a.weight": Sums(np.ones((1, 32)), np.array([64]))}
+    for size in (64, 16):
+        write_sums(tmp_path / str(size), ImatrixSums(tensors, (), 64 // size, size))
+    assert imatrix(None, "", tmp_path / "sums", in_files=[tmp_path / "64", tmp_path / "16"]).chunks == 2
+
+
+def test_tensors_of_the_older_format_weigh_what_they_count(tmp_path: Path) -> None:
+    """The first of these files end without a number of chunks, and tensors may have fewer calls than the text."""
+    entries = {b"a.weight": (6, np.full(4, 6, "<f4")), b"b.weight": (2, np.full(4, 6, "<f4"))}
+    data = struct.pack("<i", len(entries))
+    for name, (calls, values) in entries.items():
+        data += (
+            struct.pack("<i", len(name)) + name + struct.pack("<ii", calls, len(values)) + values.tobytes()
+        )
+    for ending in (b"", struct.pack("<ii", 6, 4) + b"text"):
+        (tmp_path / "old.dat").write_bytes(data + ending)
+        found = read_sums(tmp_path / "old.dat")
+        assert found.chunks == 6 and found.datasets == (("text",) if ending else ())
+        counts = {name: each.counts.tolist() for name, each in found.in_chunks_of(32).items()}
+        assert counts == {"a.weight": [6 * 32], "b.weight": [2 * 32]}
+        means = read_imatrix(tmp_path / "old.dat").values
+        assert means["a.weight"].tolist() == [[1.0] * 4] and means["b.weight"].tolist() == [[3.0] * 4]
 
 
 def test_a_missing_folder_is_named_before_the_computation(dense: LLM, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from quengine import LLM, SamplingParams
 from quengine.serve.processes.server_engine import ProcessEngine
 from tests.engine.serve.serving import serving
 from tests.gguf_builder import ModelSizes
+from tests.quick_python import run
 from tests.tiny_models import write_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -50,6 +51,16 @@ def test_a_rank_that_has_stopped_for_good_ends_with_the_model(path: Path) -> Non
         began = time.monotonic()
         shared.close()
         assert time.monotonic() - began < END_SECONDS and not psutil.pid_exists(pid)
+
+
+def test_nothing_is_left_where_the_ranks_met_by_a_process_that_ends_at_once() -> None:
+    """As an engine's does, once its server is gone."""
+    body = (
+        "from quengine.kernels.process_end import end_at_once\nfrom quengine.parallel.group import RankGroup\n"
+        "group = RankGroup(1)\nprint(group._folder.name, flush=True)\nend_at_once(3)"
+    )
+    done = run([sys.executable, "-c", body], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 3 and done.stdout and not Path(done.stdout.strip()).exists(), done.stderr
 
 
 def test_a_server_that_loses_a_rank_is_unhealthy_at_once_and_serves_again(path: Path) -> None:

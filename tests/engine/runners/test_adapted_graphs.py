@@ -17,6 +17,7 @@ from quengine.kernels.cuda.lora.backend import AdaptedCuda
 from quengine.kernels.sampling import sample
 from quengine.kv_cache import KVCache
 from quengine.loading.machine import _cuda_runner
+from quengine.memory import adapted_step_bytes
 from quengine.model_runner import ModelRunner
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
@@ -99,6 +100,14 @@ def test_a_layer_that_drafts_has_no_captured_steps_with_adapters(runner: ModelRu
         made = _cuda_runner(config, *given, drafts=drafts, takes_images=False).graphs
         assert isinstance(made, CudaGraphs)
         assert {key.adapted for key in made.keys} == ({False} if drafts else {False, True})
+
+
+def test_memory_is_planned_for_the_logits_of_captured_steps_with_adapters(runner: ModelRunner) -> None:
+    graphs, config = runner.graphs, runner.decoder.config
+    assert isinstance(graphs, CudaGraphs)
+    kept = [key.rows if key.phase == "decode" else key.sequences for key in graphs.keys if key.adapted]
+    planned = adapted_step_bytes(config, runner.decoder.chunk_size, graphs.rows)
+    assert planned == 4 * sum(kept) * config.vocab_size > 0
 
 
 @pytest.mark.cuda_kernel

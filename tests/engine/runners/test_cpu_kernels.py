@@ -13,6 +13,7 @@ import torch
 
 from quengine import LLM, SamplingParams
 from quengine.kernels.cpu.backend import CpuBackend
+from quengine.kernels.cpu.gemv.amx_rows import LEAST_ROWS, TYPES
 from quengine.kernels.cpu.runtime import kernel_table
 from quengine.kernels.cpu.runtime.code_store import CodeStore, code_store
 from quengine.kernels.cpu.runtime.kernel_table import KernelName
@@ -50,12 +51,27 @@ def test_requests_of_every_kind_ask_for_no_other_kernel(
     checkpoint.close()
     asked.clear()  # the threads that compute have kernels of their own
     for cache_type in CACHE_TYPES:
-        options = {"ctx_size": 256, "cache_type": cache_type, "parallel": 3, "draft_ngram": 2}
+        options = {"ctx_size": 256, "cache_type": cache_type, "parallel": LEAST_ROWS, "draft_ngram": 2}
         with LLM(path, "cpu", **options) as llm:
             ids = llm.encode("the cat sat on the mat and the cat sat")
+            llm.generate([ids[:1]] * LEAST_ROWS, GREEDY)  # on tiles, where there are some
             llm.generate([ids, ids[:5], ids[:1]], GREEDY)
             llm.generate([ids, ids[:5], ids[:1]], SAMPLED)
     assert len(asked) > 20 and asked <= set(known)
+
+
+def test_products_of_batches_on_tiles_are_compiled_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(write_synthetic(tmp_path / "m.gguf", "tiny"))
+    types = {w.format.name for w in checkpoint.tensors.values()} & TYPES
+    for rows, wanted in ((LEAST_ROWS, types), (LEAST_ROWS + 1, set())):
+        monkeypatch.setattr(
+            cpu_kernels, "uses_amx_rows", lambda w, n, r=rows: n >= r and w.format.name in TYPES
+        )
+        names = cpu_kernels.kernels_of(checkpoint)
+        assert types and {name[2] for name in names if name[1] == "amx_matvec_kernel"} == wanted
+    checkpoint.close()
 
 
 @pytest.mark.cuda_kernel

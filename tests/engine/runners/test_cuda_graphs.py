@@ -24,6 +24,7 @@ from quengine.kernels.forward_batch import STATE_ENTRIES, ForwardBatch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.kernels.reference import ReferenceBackend
 from quengine.kv_cache import KVCache
+from quengine.memory import CacheNeeds
 from quengine.model_runner import ModelRunner
 from quengine.models.checkpoint import open_checkpoint
 from quengine.models.decoder import Decoder
@@ -40,6 +41,7 @@ from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.device_rows import Drafted
 from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import (
+    DECODE_ROWS,
     GREEDY,
     PREFILL_SEQUENCES,
     GraphKey,
@@ -123,6 +125,21 @@ def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int],
     sizes = ModelSizes("qwen2", blocks=1, embedding=32, feed_forward=32, heads=2, kv_heads=1, head_dim=32)
     path = write_tiny(tmp_path / "m.gguf", "qwen2", "Q8_0", sizes=sizes)
     return lambda blocks: Rig(path, blocks)
+
+
+@pytest.mark.parametrize(("parallel", "drafted"), [(1, 1), (5, 8), (600, 600)])
+def test_memory_is_planned_for_the_tables_of_slots(
+    make_rig: Callable[[int], Rig], parallel: int, drafted: int
+) -> None:
+    """Of sequences in a long context each takes tokens and block tables, besides the cache."""
+    rig = make_rig(2)
+    rows, config = min(DECODE_ROWS[-1], drafted), rig.decoder.config
+    graphs = CudaGraphs(rig.decoder, rig.cache, rows, slots=parallel)
+    inputs = graphs.inputs
+    held = [graphs.history, inputs.of_slots.tables, inputs.placed.tables]
+    with_them, without = (CacheNeeds(config, 64, None, parallel, rows=count) for count in (drafted, 0))
+    planned = with_them.table_bytes(CTX) - without.table_bytes(CTX)
+    assert planned == sum(each.nbytes for each in held)
 
 
 def ids_of(first: int, count: int) -> list[int]:

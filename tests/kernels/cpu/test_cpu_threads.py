@@ -22,10 +22,13 @@ from quengine.kernels.cpu import (
     set_threads,
 )
 from quengine.kernels.cpu.ops.add import add_launch
+from quengine.kernels.cpu.rows import add_to_rows, place_rows, taken_rows
 from quengine.kernels.cpu.runtime import threads as team_threads
 from quengine.kernels.cpu.runtime.threads import Program
 from quengine.kernels.cpu.runtime.threads import _Team as Team
 from quengine.kernels.cpu.step_recorder import CpuWeight, recorded
+from quengine.kernels.embedded_rows import EmbeddedRows, place_embeddings
+from quengine.kernels.plain_rows import PlainRows
 from tests.forward import one_sequence
 from tests.kernels.cpu.cpu_runs import STEP, attend_token, embed, linear
 from tests.kernels.weights import random_weight
@@ -189,14 +192,33 @@ def test_a_cpu_without_vector_extensions_gives_the_same_bits() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux" or max_threads() < 2, reason="counts the threads of a process")
-def test_torch_starts_no_threads_for_the_rows_whose_logits_are_wanted() -> None:
+def test_torch_starts_no_threads_for_rows_of_a_prompt() -> None:
+    """Those whose logits are wanted, and those of images."""
     script = """
 import os, torch
-from quengine.kernels.plain_rows import PlainRows
+from quengine.kernels.cpu.backend import CpuBackend
+from quengine.kernels.cpu.rows import place_rows
+from quengine.kernels.embedded_rows import EmbeddedRows
 torch.set_num_threads(2)
-x, before = torch.empty(256, 4096), len(os.listdir("/proc/self/task"))
-PlainRows().gather_rows(x, torch.tensor([7]))
+x, rows, values = torch.empty(256, 4096), torch.arange(7, 207), torch.empty(200, 4096)
+before = len(os.listdir("/proc/self/task"))
+CpuBackend.gather_rows(None, x, rows)
+CpuBackend.add_to_rows(None, x, rows, values)
+place_rows(x, EmbeddedRows(rows, values))
 print(len(os.listdir("/proc/self/task")) - before)
 """
     done = run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
+
+
+def test_rows_are_as_defined() -> None:
+    torch.manual_seed(0)
+    x, rows, values = torch.randn(9, 32), torch.tensor([7, 0, 3]), torch.randn(3, 32)
+    defined = PlainRows()
+    assert taken_rows(x, rows).equal(defined.gather_rows(x, rows))
+    wanted = defined.add_to_rows(x, rows, values)
+    add_to_rows(x, rows, values)
+    assert x.equal(wanted)
+    given = EmbeddedRows(torch.tensor([7, -1, 3]), values)
+    place_rows(x, given)
+    assert x.equal(place_embeddings(wanted, given)) and x[[7, 3]].equal(values[[0, 2]])

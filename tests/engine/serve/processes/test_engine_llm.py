@@ -4,12 +4,15 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from torch import Tensor
 
-from quengine import LLM, EngineError, SamplingParams
+from quengine import LLM, EngineError, SamplingParams, load
+from quengine.kernels.moe.host_experts import FollowedExperts
 from quengine.sampler import Sample
+from quengine.serve.processes import engine_llm
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import Event, Finished, GenerationRequest, Piece
 from quengine.step_plan import StepPlan
@@ -297,3 +300,23 @@ def test_drafts_leave_texts_as_they_are_and_are_counted(path: Path, llm: LLM) ->
         ("accept_length", timings["draft_accept_length"]),
     ]:
         assert f"quengine_{name} {float(value)}" in metrics
+
+
+def test_uses_of_experts_are_kept_while_an_engine_runs(
+    four: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process ends with the server, whatever it does. Not after every step while requests are under way."""
+    experts, kept = MagicMock(spec=FollowedExperts), list[tuple[bool, object]]()
+    experts.last_uses = [[3, 0], [1, 2]]
+    monkeypatch.setattr(four._llm.loaded.decoder, "host_experts", experts)
+    monkeypatch.setattr(load, "write_uses", lambda _, uses: kept.append((bool(four._requests), uses)))
+    monkeypatch.setattr(engine_llm, "KEPT_WITHIN_IDLE", 0.0)
+    four.add(request(1, [5, 6, 7]))
+    while four._requests:
+        four.step()
+    assert kept == [(False, experts.last_uses)]
+    monkeypatch.setattr(engine_llm, "KEPT_WITHIN", 0.0)
+    four.add(request(2, [5, 6, 7]))
+    four.step()
+    assert kept[1:] == [(True, experts.last_uses)]
+    four.cancel(2)
