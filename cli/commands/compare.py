@@ -18,7 +18,7 @@ from quengine.cli.flags import takes_options
 from quengine.cli.progress import ProgressLine
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
-from quengine.options import OUTPUT, Flag, Range, check_ranges
+from quengine.options import OUTPUT, Flag, Range
 
 if TYPE_CHECKING:
     from quengine.evaluation.by_tensor import TensorCosts
@@ -68,7 +68,6 @@ class CompareFlags:
     as_json: Annotated[bool, Flag("--json", "Print one JSON object.", OUTPUT)] = False
 
     def __post_init__(self) -> None:
-        check_ranges(self, "--{name} {value}")
         if self.plot is not None and not self.tensors:
             raise EngineError(f"--plot {self.plot}: a chart is of --by-tensor; add that")
         if self.imatrix is not None and self.budget is None:

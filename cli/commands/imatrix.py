@@ -10,7 +10,7 @@ from quengine.cli.commands.perplexity import TEXT, MostChunks, TextFiles, joined
 from quengine.cli.flags import Model, takes_options
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
-from quengine.options import Flag, Only, Range, check_ranges
+from quengine.options import Flag, Only, Range
 
 if TYPE_CHECKING:
     from quengine.evaluation.imatrix import ImatrixRun
@@ -50,7 +50,6 @@ class ImatrixFlags:
     ] = False
 
     def __post_init__(self) -> None:
-        check_ranges(self, "--{name} {value}")
         if not self.files and not self.earlier:
             raise EngineError("no text: give one with -f FILE, or files to add with --in-file FILE")
         if not self.files:

@@ -367,16 +367,17 @@ def test_user_text_becomes_control_tokens_only_with_special(
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        (["--temp", "-1"], 1, "temperature"),
-        (["--top-p", "2"], 1, "top_p"),
+        (["--temp", "-1"], 1, "--temp -1.0: must be from 0 to 1000000"),
+        (["--top-p", "2"], 1, "--top-p 2.0: must be"),
+        (["-ub", "0"], 1, "-ub 0: must be at least 1"),
         (["-c", "100000"], 1, "128"),
         (["--backend", "magic"], 1, "backend"),
         (["--device", "tpu"], 1, "device"),
         (["--logit-bias", "x"], 1, "--logit-bias"),
         (["-n", "-2"], 1, "-n -2: must be from 0 to 2147483647, or -1"),
-        (["-t", "0"], 1, "threads"),
+        (["-t", "0"], 1, "-t 0: must be at least 1"),
         (["--draft-tokens", "4"], 1, "draft_tokens"),
-        (["--draft-ngram", "99"], 1, "draft_ngram"),
+        (["--draft-ngram", "99"], 1, "--draft-ngram 99: must be"),
         (["--draft-model", "none.gguf"], 1, "draft model"),
     ],
 )
