@@ -120,8 +120,9 @@ def _running(found: "ImatrixRun") -> str:
 
 def _lines(found: "ImatrixRun") -> list[str]:
     begun = f", {found.begun} of them before" if found.begun else ""
+    chunks = "1 chunk" if found.chunks == 1 else f"{found.chunks} chunks"
     lines = [
-        f"{found.tensors} tensors, {found.chunks} chunks of {found.ctx} tokens{begun}, in {found.seconds:.1f} s, "
+        f"{found.tensors} tensors, {chunks} of {found.ctx} tokens{begun}, in {found.seconds:.1f} s, "
         f"{found.tokens_per_second:.0f} tok/s"
     ]
     if found.untouched:

@@ -97,7 +97,8 @@ def collect(
         done = found.chunks - sum(each.chunks for each in before)
         if not 0 <= done < len(chunks):
             raise EngineError(
-                f"{path}: has {found.chunks} chunks already, of {len(chunks) + found.chunks - done} to compute"
+                f"{path}: has {found.chunks} chunks already, of {len(chunks) + found.chunks - done} to compute: "
+                "give more with --chunks, or leave --resume out"
                 if done > 0
                 else f"{path}: has {found.chunks} chunks, fewer than the files to add: leave --resume out"
             )

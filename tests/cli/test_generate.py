@@ -244,6 +244,17 @@ def test_a_pipe_that_is_empty_leaves_the_prompt_as_it_is_typed(
     assert capsys.readouterr().err == "the cat\n"
 
 
+def test_a_prompt_that_is_empty_or_no_text_is_named(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped(b"", monkeypatch)
+    (tmp_path / "none.txt").touch()
+    assert run(["generate", "-m", model, "-f", str(tmp_path / "none.txt")]) == 1
+    assert f"-f {tmp_path / 'none.txt'}: the file is empty: give one" in capsys.readouterr().err
+    assert run(["generate", "-m", model, "caf\udce9"]) == 1
+    assert "the prompt has the byte 0xE9 at position 3, which is no UTF-8" in capsys.readouterr().err
+
+
 def test_a_pipe_that_is_no_text_is_an_error_of_one_line(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
