@@ -18,7 +18,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from quengine.cli import interrupts, process
-from quengine.cli.command_table import COMMANDS, ExampleCommand
+from quengine.cli.command_table import COMMANDS, ExampleCommand, PanelGroup
 from quengine.cli.progress import clear_before
 from quengine.errors import EngineError, visible
 from quengine.platform import collector, log_lines
@@ -44,9 +44,11 @@ logger = logging.getLogger("quengine")
 
 app = typer.Typer(
     name="engine",
+    cls=PanelGroup,
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     epilog=EXIT_CODES,
 )
 
