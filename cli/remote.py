@@ -26,7 +26,7 @@ class RemoteServer:
         str | None, Flag("--url", f"The server. (default: $ENGINE_URL, or {DEFAULT_URL})", metavar="URL")
     ] = None
     api_key: Annotated[
-        str | None, Flag("--api-key", "A key that opens it. (default: $ENGINE_API_KEY)", metavar="KEY")
+        str | None, Flag("--api-key", "An API key of the server. (default: $ENGINE_API_KEY)", metavar="KEY")
     ] = None
 
     @property

@@ -107,9 +107,9 @@ def compare(
     flags: CompareFlags,
     config: Annotated[EngineConfig, RUN_OPTIONS],
 ) -> None:
-    """How far model B's predictions are from A's: perplexities, divergence, most likely tokens.
+    """Measure how far model B's predictions are from A's: perplexities, divergence, most likely tokens.
 
-    With --by-tensor what the type of each tensor costs; a chunk (1, or --chunks) takes as many computations as B has.
+    --by-tensor measures what the type of each tensor costs: a chunk (1, or --chunks) is computed once for each tensor.
     """
     text = joined_texts(flags.files) if flags.files else None
     from quengine.cli.loading import load_llm

@@ -71,7 +71,7 @@ def imatrix(
     config: Annotated[EngineConfig, _OPTIONS],
     model: Model = "",
 ) -> None:
-    """Importances of columns, from a text: what each matrix of the model reads, squared and summed.
+    """Compute importances of columns: the inputs of each matrix on a text, squared and summed.
 
     Values are llama-imatrix's. FILE appears when it is complete; with --save-every also on the way, so that --resume
     goes on from there after an interruption. Without -f, FILE has the sums of all --in-file; no model is needed.
