@@ -1,11 +1,10 @@
 """The commands of `engine`: where each is, the heading it stands under in the help, and examples of it."""
 
-import contextlib
-import io
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -33,30 +32,37 @@ class CommandEntry:
     examples: tuple[str, ...]
 
 
-class WholeHelpCommand(TyperCommand):
-    """A command whose help cuts no name of a flag."""
+class PanelCommand(TyperCommand):
+    """A command whose help has its flags under their headings, in plain text, where no table cuts a name."""
 
-    def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
-        """Tables of flags, or plain text where the terminal is so narrow that the tables would cut names."""
-        with contextlib.redirect_stdout(io.StringIO()) as tables:
-            super().get_help(ctx)
-        return self._plain_help(ctx) if _CUT in tables.getvalue() else super().get_help(ctx)
-
-    def _plain_help(self, ctx: typer.Context) -> str:
-        formatter = ctx.make_formatter()
-        self.format_usage(ctx, formatter)
-        self.format_help_text(ctx, formatter)
-        panels: dict[str, list[tuple[str, str]]] = {}
+    def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        panels: dict[str, list[tuple[str, str]]] = {"Options": []}
         for flag in self.get_params(ctx):
             if (row := flag.get_help_record(ctx)) is not None:
                 panels.setdefault(getattr(flag, "rich_help_panel", None) or "Options", []).append(row)
-        for panel, rows in panels.items():
-            with formatter.section(panel):
-                formatter.write_dl(rows)
-        return formatter.getvalue()
+        _write_panels(panels, formatter)
 
 
-class ExampleCommand(WholeHelpCommand):
+class PanelGroup(TyperGroup):
+    """A command of several, whose help has the first paragraph of each under its heading."""
+
+    def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        rows = [row for flag in self.get_params(ctx) if (row := flag.get_help_record(ctx)) is not None]
+        panels: dict[str, list[tuple[str, str]]] = {"Options": rows}
+        for name, command in self.commands.items():
+            heading = getattr(command, "rich_help_panel", None)
+            about = (command.help or "").partition("\n\n")[0]
+            panels.setdefault(heading if isinstance(heading, str) else "Commands", []).append((name, about))
+        _write_panels(panels, formatter)
+
+
+def _write_panels(panels: Mapping[str, list[tuple[str, str]]], formatter: Any) -> None:
+    for panel, rows in panels.items():
+        with formatter.section(panel):
+            formatter.write_dl(rows)
+
+
+class ExampleCommand(PanelCommand):
     """A command whose help ends with its examples, and that says what to write in place of other programs' flags."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
@@ -81,22 +87,20 @@ class ExampleCommand(WholeHelpCommand):
                 yield f"{name} ({FOREIGN[name]})"
             takes_value = arg in own and not getattr(own[arg], "is_flag", False)
 
-    def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
-        return _with_examples(super().get_help(ctx), self.name)
+    def format_epilog(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        del ctx
+        _write_examples(self.name, formatter)
 
 
-class ExampleGroup(TyperGroup):
+class ExampleGroup(PanelGroup):
     """A command of several, whose help ends with its examples; alone it shows that."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         return super().parse_args(ctx, args or ["--help"])  # type: ignore[arg-type]
 
-    def get_help(self, ctx: typer.Context) -> str:  # type: ignore[override]
-        return _with_examples(super().get_help(ctx), self.name)
-
-
-_CUT = "\u2026"
-"""What a table writes in place of the rest of a name."""
+    def format_epilog(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
+        del ctx
+        _write_examples(self.name, formatter)
 
 
 def _effective(args: list[str]) -> list[str]:
@@ -124,9 +128,10 @@ def _effective(args: list[str]) -> list[str]:
     return left
 
 
-def _with_examples(text: str, name: str | None) -> str:
-    examples = COMMANDS[name].examples if name in COMMANDS else ()
-    return "\n".join([text, "Examples", *(f"  {line}" for line in examples), ""])
+def _write_examples(name: str | None, formatter: Any) -> None:
+    with formatter.section("Examples"):
+        for line in COMMANDS[name].examples if name in COMMANDS else ():
+            formatter.write(f"  {line}\n")
 
 
 COMMANDS = {

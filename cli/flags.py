@@ -189,16 +189,17 @@ def _value(name: str, annotation: Any, given: _Given) -> Any:
         return MISSING if not value else flag.read(value) if flag.read else tuple(value)
     if (choices := _choices(kind)) and value not in (*choices, None):
         raise EngineError(f"{flag.names.split()[0]} {value!r}: must be {' or '.join(choices)}")
-    return value if flag.none is None else _number_or_none(flag, value, notes)
+    return _in_range(flag, value, notes)
 
 
-def _number_or_none(flag: Flag, value: int, notes: Iterable[Any]) -> int | None:
-    """The value of a flag that has a number for None. Raises EngineError for one that is neither that nor in range."""
-    if value == flag.none:
+def _in_range(flag: Flag, value: Any, notes: Iterable[Any]) -> Any:
+    """The value of a flag, None for the number that stands for it. Raises EngineError for a number out of range."""
+    if value is None or value == flag.none:
         return None
     for allowed in notes:
         if isinstance(allowed, Range) and not allowed.holds(value):
-            raise EngineError(f"{flag.names.split()[0]} {value}: must be {allowed}, or {flag.none}")
+            rest = "" if flag.none is None else f", or {flag.none}"
+            raise EngineError(f"{flag.names.split()[0]} {value}: must be {allowed}{rest}")
     return value
 
 

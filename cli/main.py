@@ -18,7 +18,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from quengine.cli import interrupts, process
-from quengine.cli.command_table import COMMANDS, ExampleCommand
+from quengine.cli.command_table import COMMANDS, ExampleCommand, PanelGroup
 from quengine.cli.progress import clear_before
 from quengine.errors import EngineError, visible
 from quengine.platform import collector, log_lines
@@ -31,8 +31,8 @@ READER_GONE = 141
 
 EXIT_CODES = (
     "Exit codes: 0 success; 1 user error, or parity outside its budgets; 2 cannot run on this machine, or a kernel "
-    f"fails its test; {INTERNAL_ERROR} a bug in the engine; {INTERRUPTED} on Ctrl-C; {READER_GONE} when the reader of "
-    "the output goes away."
+    f"fails its test; {INTERNAL_ERROR} a bug in the engine; {INTERRUPTED} on Ctrl-C, 143 on "
+    f"SIGTERM; {READER_GONE} when the reader of the output goes away."
 )
 
 # The click that typer carries is its own in newer releases and the separate package in older ones; both
@@ -44,9 +44,11 @@ logger = logging.getLogger("quengine")
 
 app = typer.Typer(
     name="engine",
+    cls=PanelGroup,
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     epilog=EXIT_CODES,
 )
 
@@ -149,6 +151,13 @@ def _usage_hint(error: Exception) -> str:
         names = "A model is named with -m. "
     elif context is not None and context.command.name == "launch" and hasattr(error, "option_name"):
         names = "The agent's own options go after --. "
+    elif (
+        param is not None
+        and param.name == "type"
+        and context is not None
+        and context.command.name == "quantize"
+    ):
+        names = "Write `engine quantize IN -o OUT --type MIX`. "
     return f"{names}Try `{command} --help`."
 
 

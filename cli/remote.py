@@ -26,7 +26,7 @@ class RemoteServer:
         str | None, Flag("--url", f"The server. (default: $ENGINE_URL, or {DEFAULT_URL})", metavar="URL")
     ] = None
     api_key: Annotated[
-        str | None, Flag("--api-key", "A key that opens it. (default: $ENGINE_API_KEY)", metavar="KEY")
+        str | None, Flag("--api-key", "An API key of the server. (default: $ENGINE_API_KEY)", metavar="KEY")
     ] = None
 
     @property
@@ -65,7 +65,10 @@ class RemoteServer:
             raise EngineError(f"{self.address}: {_message(error)}") from None
         except (OSError, ValueError) as error:
             why = getattr(error, "reason", None) or error
-            raise CannotRunError(f"no server answers at {self.address}: {why}") from None
+            raise CannotRunError(
+                f"no server answers at {self.address}: {getattr(why, 'strerror', None) or why}; start one with engine "
+                "serve, or name it with --url or ENGINE_URL"
+            ) from None
 
     def process(self) -> int:
         """The id of the server's process. Raises EngineError where it is none of this machine and this user."""

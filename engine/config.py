@@ -222,15 +222,15 @@ class EngineConfig:
     n_cpu_moe: Annotated[
         int,
         Range(0),
-        Flag("--n-cpu-moe -ncmoe", "The same for the experts of the first N layers.", RUN_PANEL, "N"),
+        Flag("--n-cpu-moe -ncmoe", "As --cpu-moe, for the experts of the first N layers.", RUN_PANEL, "N"),
     ] = 0
     gpu_experts: Annotated[
         int | None,
         Range(0),
         Flag(
             "--gpu-experts",
-            "Of layers with experts in host memory, the GPU also holds the N experts that are used most; default: as "
-            "many as fit.",
+            "The GPU holds a copy of the N most used experts of each layer whose experts are in host memory. "
+            "(default: as many as fit)",
             RUN_PANEL,
             "N",
         ),
@@ -247,20 +247,26 @@ class EngineConfig:
     ] = None
     expert_parallel: Annotated[
         bool,
-        Flag("--expert-parallel", "Of experts, each device has some whole, not a part of all.", RUN_PANEL),
+        Flag(
+            "--expert-parallel", "Each device has some experts whole, not a part of every expert.", RUN_PANEL
+        ),
     ] = False
     devices: Annotated[
         str | None,
         Flag(
             "--devices",
-            "The CUDA devices that share it, such as 0,1. (default: the first N)",
+            "The CUDA devices that share the model, such as 0,1. (default: the first N)",
             RUN_PANEL,
             "LIST",
         ),
     ] = None
     split: Annotated[
         Split,
-        Flag("--split --split-mode -sm", "Each has a part of every layer, or whole layers.", RUN_PANEL),
+        Flag(
+            "--split --split-mode -sm",
+            "What a device has: a part of every layer (tensor), or whole layers (layer).",
+            RUN_PANEL,
+        ),
     ] = "tensor"
     tensor_split: Annotated[
         str | None,
@@ -276,7 +282,7 @@ class EngineConfig:
         Range(0),
         Flag(
             "--state-checkpoints --ctx-checkpoints -ctxcp",
-            "Of models that keep a state: copies of it, for prompts that begin alike. (default: by memory)",
+            "Copies of the state of a model that keeps one, for prompts that begin alike. (default: by memory)",
             RUN_PANEL,
             "N",
         ),
@@ -286,7 +292,7 @@ class EngineConfig:
         Range(0),
         Flag(
             "--host-checkpoints",
-            "MiB of host memory for those that have no room on the GPU; 0: none. (default: an eighth, up to 8192)",
+            "MiB of host memory for checkpoints without room on the GPU; 0: none. (default: an eighth, up to 8192)",
             RUN_PANEL,
             "MIB",
         ),

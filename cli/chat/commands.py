@@ -174,8 +174,8 @@ KEYS = (
     "Ctrl-X Ctrl-E opens $EDITOR. A message that begins with / is typed with //."
 )
 
-OLLAMA = {"bye": "exit", "clear": "reset", "?": "help"}
-"""Commands of `ollama run` that have another name here."""
+ALSO = {"quit": "exit", "bye": "exit", "clear": "reset", "?": "help"}
+"""Other names of commands, most of them those of `ollama run`."""
 
 
 class Conversation(Protocol):
@@ -208,7 +208,7 @@ class Command:
 def run_command(chat: Conversation, line: str) -> None:
     """Run the command that `line`, without its slash, names. Raises EngineError for an unknown one."""
     name, _, rest = line.partition(" ")
-    command = COMMANDS.get(OLLAMA.get(name.strip(), name.strip()))
+    command = COMMANDS.get(ALSO.get(name.strip(), name.strip()))
     if command is None:
         near = nearest(name.strip(), COMMANDS, "/")
         raise EngineError(f"no command /{name.strip()}{near}; /help lists them (// sends a message with /)")
@@ -353,5 +353,4 @@ COMMANDS = {
     "sessions": Command("", "the conversations saved by name", _sessions),
     "stats": Command("", "what the last answer cost, and how full the context is", _stats),
     "exit": Command("", "leave (also /quit, /bye and Ctrl-D)", _exit),
-    "quit": Command("", "leave", _exit),
 }

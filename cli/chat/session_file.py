@@ -82,7 +82,10 @@ class SessionFile:
         self.path = path
         self._written = session.messages.copy()
         if path.parent != _sessions_folder() and not path.parent.is_dir():
-            raise EngineError(f"cannot keep the session in {path}: no such folder")
+            folder = path.parent
+            raise EngineError(
+                f"cannot keep the session in {path}: there is no folder {folder}; make it with mkdir -p {folder}"
+            )
 
     def resume(self) -> bool:
         """Go on with the file's messages, if there is one; a system message given by flag replaces the file's.

@@ -18,7 +18,7 @@ from quengine.cli.flags import takes_options
 from quengine.cli.progress import ProgressLine
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
-from quengine.options import OUTPUT, Flag, Range, check_ranges
+from quengine.options import OUTPUT, Flag, Range
 
 if TYPE_CHECKING:
     from quengine.evaluation.by_tensor import TensorCosts
@@ -68,7 +68,6 @@ class CompareFlags:
     as_json: Annotated[bool, Flag("--json", "Print one JSON object.", OUTPUT)] = False
 
     def __post_init__(self) -> None:
-        check_ranges(self, "--{name} {value}")
         if self.plot is not None and not self.tensors:
             raise EngineError(f"--plot {self.plot}: a chart is of --by-tensor; add that")
         if self.imatrix is not None and self.budget is None:
@@ -108,9 +107,9 @@ def compare(
     flags: CompareFlags,
     config: Annotated[EngineConfig, RUN_OPTIONS],
 ) -> None:
-    """How far model B's predictions are from A's: perplexities, divergence, most likely tokens.
+    """Measure how far model B's predictions are from A's: perplexities, divergence, most likely tokens.
 
-    With --by-tensor what the type of each tensor costs; a chunk (1, or --chunks) takes as many computations as B has.
+    --by-tensor measures what the type of each tensor costs: a chunk (1, or --chunks) is computed once for each tensor.
     """
     text = joined_texts(flags.files) if flags.files else None
     from quengine.cli.loading import load_llm

@@ -29,8 +29,8 @@ def convert(
         typer.Option(
             *("-t", "--type", "--outtype"),
             metavar="TYPE",
-            help="f32, f16, bf16 or q8_0.",
-            show_default="f16, of an adapter f32",
+            help="f32, f16, bf16 or q8_0. (default: f16; of an adapter f32)",
+            show_default=False,
         ),
     ] = None,
     base: Annotated[
@@ -38,8 +38,9 @@ def convert(
         typer.Option(
             "--base",
             metavar="FOLDER",
-            help="The folder of the model of a LoRA adapter; only config.json is read.",
-            show_default="the one that adapter_config.json names",
+            help="The folder of the model of a LoRA adapter; only config.json is read. (default: the one that "
+            "adapter_config.json names)",
+            show_default=False,
         ),
     ] = None,
     target: Annotated[
@@ -61,7 +62,9 @@ def convert(
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option("--threads", min=1, max=4096, help="Threads of the CPU.", show_default="all cores"),
+        typer.Option(
+            "--threads", min=1, max=4096, help="Threads of the CPU. (default: all cores)", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Convert a Hugging Face folder to GGUF: tensors and metadata as llama.cpp's converter writes them.

@@ -17,7 +17,7 @@ def copy(
     ],
     name: Annotated[str, typer.Argument(metavar="NAME", help="The new preset.")],
 ) -> None:
-    """Copy a preset under another NAME; of a model's name, make a preset of it without options."""
+    """Copy a preset under another NAME, or make a preset without options of a model."""
     from contextlib import suppress
     from pathlib import Path
 

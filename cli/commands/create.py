@@ -126,14 +126,14 @@ def _take_template(table: dict[str, Any], notes: list[str], text: str) -> None:
 
 
 def create(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What --model and the others will take.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The preset's name, which --model then takes.")],
     file: Annotated[
         Path, typer.Option("-f", "--file", metavar="FILE", help="A preset in TOML, or a Modelfile.")
     ] = Path("Modelfile"),
 ) -> None:
     """Make a preset: a model under a name, with a system message, a template, sampling, a context length.
 
-    Its options take the place of the defaults of generate, chat, run and serve; flags come before them. One of
+    Its options replace the defaults of generate, chat, run and serve; flags override its options. A preset of
     that name is replaced.
     """
     path = check_name(name)

@@ -26,6 +26,7 @@ from quengine.options import OUTPUT, Flag
 from quengine.platform.input_files import read_stream, read_text, universal_newlines
 from quengine.request.chat_options import ChatOptions
 from quengine.request.content_parts import read_image, why_text_alone
+from quengine.request.prompt import check_text
 from quengine.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -191,8 +192,11 @@ def _prompt_text(text: str | None, flags: PromptFlags) -> str:
     if flags.files:
         typed = read_text(flags.files[0], "cannot read the prompt from").removesuffix("\n")
     prompt = with_piped(typed)
+    if not prompt and flags.files:
+        raise EngineError(f"-f {flags.files[0]}: the file is empty: {_WAYS}")
     if prompt is None or (typed is None and not prompt):
         raise EngineError(f"no prompt: {_WAYS}")
+    check_text(prompt, "the prompt")
     return prompt
 
 

@@ -10,7 +10,7 @@ from quengine.cli.commands.perplexity import TEXT, MostChunks, TextFiles, joined
 from quengine.cli.flags import Model, takes_options
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
-from quengine.options import Flag, Only, Range, check_ranges
+from quengine.options import Flag, Only, Range
 
 if TYPE_CHECKING:
     from quengine.evaluation.imatrix import ImatrixRun
@@ -50,7 +50,6 @@ class ImatrixFlags:
     ] = False
 
     def __post_init__(self) -> None:
-        check_ranges(self, "--{name} {value}")
         if not self.files and not self.earlier:
             raise EngineError("no text: give one with -f FILE, or files to add with --in-file FILE")
         if not self.files:
@@ -72,7 +71,7 @@ def imatrix(
     config: Annotated[EngineConfig, _OPTIONS],
     model: Model = "",
 ) -> None:
-    """Importances of columns, from a text: what each matrix of the model reads, squared and summed.
+    """Compute importances of columns: the inputs of each matrix on a text, squared and summed.
 
     Values are llama-imatrix's. FILE appears when it is complete; with --save-every also on the way, so that --resume
     goes on from there after an interruption. Without -f, FILE has the sums of all --in-file; no model is needed.
@@ -121,8 +120,9 @@ def _running(found: "ImatrixRun") -> str:
 
 def _lines(found: "ImatrixRun") -> list[str]:
     begun = f", {found.begun} of them before" if found.begun else ""
+    chunks = "1 chunk" if found.chunks == 1 else f"{found.chunks} chunks"
     lines = [
-        f"{found.tensors} tensors, {found.chunks} chunks of {found.ctx} tokens{begun}, in {found.seconds:.1f} s, "
+        f"{found.tensors} tensors, {chunks} of {found.ctx} tokens{begun}, in {found.seconds:.1f} s, "
         f"{found.tokens_per_second:.0f} tok/s"
     ]
     if found.untouched:

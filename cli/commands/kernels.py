@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from quengine.cli.command_table import ExampleGroup, WholeHelpCommand
+from quengine.cli.command_table import ExampleGroup, PanelCommand
 from quengine.cli.progress import ProgressLine
 from quengine.cli.terminal import confirm_deletion
 from quengine.errors import EngineError
 
-group = typer.Typer(cls=ExampleGroup)
+group = typer.Typer(cls=ExampleGroup, rich_markup_mode=None)
 
 _ALL = "sm_80,sm_89,sm_90"
 
@@ -22,7 +22,7 @@ def kernels() -> None:
     """Build and install packs of compiled CUDA kernels; show and clear what is compiled."""
 
 
-@group.command(cls=WholeHelpCommand)
+@group.command(cls=PanelCommand)
 def build(
     models: Annotated[
         list[str],
@@ -64,7 +64,7 @@ def build(
     typer.echo(f"{output}: {len(pack.kernels)} kernels, {size:.1f} MB, for {_about(pack)}", err=True)
 
 
-@group.command(cls=WholeHelpCommand)
+@group.command(cls=PanelCommand)
 def install(pack: Annotated[Path, typer.Argument(metavar="PACK", help="A file that `build` wrote.")]) -> None:
     """Put a pack's kernels where this user's kernels are, checked by their digests.
 
@@ -77,7 +77,7 @@ def install(pack: Annotated[Path, typer.Argument(metavar="PACK", help="A file th
     typer.echo(f"{len(installed.kernels)} kernels installed, for {_about(installed)}{built}", err=True)
 
 
-@group.command(name="list", cls=WholeHelpCommand)
+@group.command(name="list", cls=PanelCommand)
 def list_kernels(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -114,7 +114,7 @@ def list_kernels(
     typer.echo(f"{summary.folder}: {summary.kernels} kernels, {summary.nbytes / 1e6:.1f} MB, packs included")
 
 
-@group.command(cls=WholeHelpCommand)
+@group.command(cls=PanelCommand)
 def clear(yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False) -> None:
     """Delete all compiled CUDA kernels, after asking; those of other programs stay."""
     from quengine.kernels.cuda.launch.kernel_pack import cache_summary, clear_kernels

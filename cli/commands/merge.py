@@ -30,8 +30,8 @@ def merge(
         typer.Option(
             *("-t", "--type"),
             metavar="MIX",
-            help="Types of all matrices, as engine quantize has them: F16, Q8_0, Q4_K_M, ...",
-            show_default="as they are stored",
+            help="Types of all matrices, as engine quantize has them: F16, Q8_0, Q4_K_M, ... (default: as stored)",
+            show_default=False,
         ),
     ] = None,
     imatrix: Annotated[
@@ -43,7 +43,9 @@ def merge(
     ] = "auto",
     threads: Annotated[
         int | None,
-        typer.Option("--threads", min=1, max=4096, help="Threads of the CPU.", show_default="all cores"),
+        typer.Option(
+            "--threads", min=1, max=4096, help="Threads of the CPU. (default: all cores)", show_default=False
+        ),
     ] = None,
 ) -> None:
     """Add LoRA adapters to a model's weights and write them as a new file.

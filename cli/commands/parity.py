@@ -18,7 +18,7 @@ from quengine.cli.progress import ProgressLine
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
 from quengine.models.gguf.whole_file import check_disk
-from quengine.options import OUTPUT, Flag, Only, Range, check_ranges
+from quengine.options import OUTPUT, Flag, Only, Range
 from quengine.platform import collector
 from quengine.platform.input_files import read_text
 
@@ -95,7 +95,6 @@ class ParityFlags:
     def __post_init__(self) -> None:
         if self.files and self.texts is not None:
             raise EngineError("--texts counts built-in texts and --file replaces them; give one of the two")
-        check_ranges(self, "--{name} {value}")
 
 
 @takes_options

@@ -13,7 +13,7 @@ from quengine.cli.flags import Model, takes_options
 from quengine.cli.progress import ProgressLine
 from quengine.config import EngineConfig
 from quengine.errors import EngineError
-from quengine.options import OUTPUT, Flag, Only, Range, check_ranges
+from quengine.options import OUTPUT, Flag, Only, Range
 from quengine.platform.input_files import read_bytes, read_text
 
 if TYPE_CHECKING:
@@ -72,7 +72,6 @@ class PerplexityFlags:
     as_json: Annotated[bool, Flag("--json", "Print one JSON object.", OUTPUT)] = False
 
     def __post_init__(self) -> None:
-        check_ranges(self, "--{name} {value}")
         given = [
             "--file" if name == "files" else f"--{name.replace('_', '-')}"
             for name in ("files", *_KINDS)

@@ -52,7 +52,7 @@ def quantize(
             "--output-type",
             "--output-tensor-type",
             metavar="TYPE",
-            help="Of output.weight.",
+            help="The type of output.weight.",
             rich_help_panel=_TYPES,
         ),
     ] = None,
@@ -61,7 +61,7 @@ def quantize(
         typer.Option(
             *("--token-embd-type", "--token-embedding-type"),
             metavar="TYPE",
-            help="Of the token embedding.",
+            help="The type of the token embedding.",
             rich_help_panel=_TYPES,
         ),
     ] = None,
@@ -79,13 +79,15 @@ def quantize(
     ] = "auto",
     threads: Annotated[
         int | None,
-        typer.Option("--threads", min=1, max=4096, help="Threads of the CPU.", show_default="all cores"),
+        typer.Option(
+            "--threads", min=1, max=4096, help="Threads of the CPU. (default: all cores)", show_default=False
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print each tensor's type and size; write nothing.")
     ] = False,
 ) -> None:
-    """Quantize a GGUF file, with llama-quantize's mixes and rules; metadata stay.
+    """Quantize a GGUF file, with llama-quantize's mixes and rules; metadata is kept.
 
     OUT appears when it is complete. IQ1, IQ2 and IQ3_XXS need an imatrix (engine imatrix).
     """

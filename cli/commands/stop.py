@@ -21,7 +21,7 @@ def stop(
     name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Unload this one.")] = None,
     server: RemoteServer,
 ) -> None:
-    """Unload a MODEL of a running server once its answers have ended; or end the server, without one named.
+    """Unload MODEL on a running server once its answers have ended; without MODEL, end the server.
 
     A server is ended as Ctrl-C ends it: what runs is finished first. It has to be a process of this user on this
     machine.

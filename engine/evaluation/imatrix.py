@@ -97,7 +97,10 @@ def collect(
         earlier = [_resumed(path, datasets, ctx, first, added)]
         done = earlier[0].chunks - added
         if done >= len(chunks):
-            raise EngineError(f"{path}: has {done} chunks already, of {len(chunks)} to compute")
+            raise EngineError(
+                f"{path}: has {earlier[0].chunks} chunks already, of {added + len(chunks)} to compute: give more with "
+                "--chunks, or leave --resume out"
+            )
     begun = done
     for number in range(begun, len(chunks)):
         with inputs.collecting():

@@ -172,17 +172,21 @@ class SamplingParams:
     top_k: Annotated[int, Range(-1, MAX_COUNT), Flag("--top-k", "Keep the K most likely; 0: all.", PANEL)] = (
         40
     )
-    top_p: Annotated[float, Range(0, 1), Flag("--top-p", "Keep the likely ones up to P; 1: all.", PANEL)] = (
-        0.95
-    )
+    top_p: Annotated[
+        float, Range(0, 1), Flag("--top-p", "Keep the most likely, which add up to P; 1: all.", PANEL)
+    ] = 0.95
     min_p: Annotated[
-        float, Range(0, 1), Flag("--min-p", "Drop those under P times the likeliest.", PANEL)
+        float,
+        Range(0, 1),
+        Flag("--min-p", "Drop tokens with less than P times the highest probability.", PANEL),
     ] = 0.05
     typical_p: Annotated[
         float, Range(0, 1), Flag("--typical --typical-p", "Locally typical mass; 1: off.", PANEL)
     ] = 1.0
     repeat_penalty: Annotated[
-        float, Range(above=0, high=MAX_PENALTY), Flag("--repeat-penalty", "Of recent tokens; 1: off.", PANEL)
+        float,
+        Range(above=0, high=MAX_PENALTY),
+        Flag("--repeat-penalty", "Penalty on recent tokens; 1: off.", PANEL),
     ] = 1.0
     repeat_last_n: Annotated[
         int,

@@ -62,7 +62,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
-        raise EngineError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+        way = "; choose another --port, or see `engine ps`" if error.errno == errno.EADDRINUSE else ""
+        raise EngineError(f"cannot listen on {host} port {port}: {error.strerror or error}{way}") from None
     return listener
 
 

@@ -193,7 +193,9 @@ class ServerSettings:
     ui: Annotated[bool, Flag("--ui/--no-ui", "Serve the chat page at /.")] = True
     slots: Annotated[bool, Flag("--slots/--no-slots", "Show the slots, with GET /slots.")] = True
     metrics: Annotated[bool, Flag("--metrics/--no-metrics", "Give metrics, with GET /metrics.")] = True
-    api_keys: Annotated[tuple[str, ...], Flag("--api-key", "A key that opens it; repeatable.", _ACCESS)] = ()
+    api_keys: Annotated[
+        tuple[str, ...], Flag("--api-key", "An API key that requests need; repeatable.", _ACCESS)
+    ] = ()
     api_key_file: Annotated[
         Path | None, Flag("--api-key-file", "A file with a key on each line.", _ACCESS)
     ] = None

@@ -86,6 +86,8 @@ class ToolsOptions:
             raise EngineError("--tools needs --tools-dir DIR: the folder that the tools are confined to")
         if self.folder is not None and not self.folder.is_dir():
             raise EngineError(f"--tools-dir {self.folder}: there is no such folder")
+        if self.folder is not None and not self.names:
+            raise EngineError(f"--tools-dir {self.folder}: no tools are named; add --tools NAMES")
 
     @property
     def any(self) -> bool:

@@ -81,6 +81,9 @@ def convert(
         CannotRunError: too little free disk.
     """
     path = Path(folder)
+    if not path.is_dir():
+        problem = "a file; a folder with config.json is converted" if path.exists() else "no such folder"
+        raise EngineError(f"{path}: {problem}")
     name = type or ("f32" if is_peft(path) else "f16")
     if (kind := TYPES.get(name.lower())) is None:
         raise EngineError(

@@ -101,7 +101,7 @@ def map_file(path: Path) -> mmap.mmap:
             raise GGUFError(path, "file", problem)
         with path.open("rb") as handle:
             if handle.seek(0, 2) == 0:
-                raise GGUFError(path, "file", "empty")
+                raise GGUFError(path, "file", "the file is empty; fetch or copy it again")
             return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as failure:
         raise GGUFError(path, "file", f"cannot be opened: {failure.strerror or failure}") from None

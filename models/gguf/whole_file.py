@@ -66,13 +66,14 @@ def whole_file(path: Path, nbytes: int) -> Iterator[BinaryIO]:
 
 
 def check_disk(path: Path, nbytes: int) -> None:
-    """Raises as `whole_file` for a folder that is missing, or a disk that is too full."""
+    """Raises as `whole_file` for a folder that is missing, or a disk that is too full. 0 bytes: the size is unknown."""
     if path.is_dir() or not path.parent.is_dir():
         raise EngineError(
             f"{path}: {'is a folder' if path.is_dir() else 'no such folder as ' + str(path.parent)}"
         )
     free = shutil.disk_usage(path.parent).free
     if free < nbytes + _SPARE:
+        room = f"of disk and {file_size(_SPARE)} to spare" if nbytes else "of free disk"
         raise CannotRunError(
-            f"{path}: needs {file_size(nbytes)} of disk and {file_size(_SPARE)} to spare, {file_size(free)} are free"
+            f"{path}: needs {file_size(nbytes or _SPARE)} {room}, {file_size(free)} are free"
         )

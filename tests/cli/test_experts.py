@@ -39,7 +39,7 @@ def test_a_negative_number_of_layers_is_refused(
 ) -> None:
     assert run([*command, "-m", mixture, *flags]) == 1
     captured = capsys.readouterr()
-    assert captured.err == "engine: error: n_cpu_moe -1: must be at least 0\n" and not captured.out
+    assert captured.err == "engine: error: --n-cpu-moe -1: must be at least 0\n" and not captured.out
 
 
 @pytest.mark.parametrize("command", [["generate", "--raw", "the"], ["chat"], ["bench"]])

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from quengine.cli import main
+from quengine.cli.command_table import PanelCommand
 from quengine.cli.flags import takes_options
 from quengine.options import Flag, Only
 
@@ -44,7 +45,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         calls.append((model, group, place))
 
     monkeypatch.setattr(main.app, "registered_commands", [])
-    main.app.command("try")(command)
+    main.app.command("try", cls=PanelCommand)(command)
 
     def run(*flags: str) -> tuple[int, tuple[Any, ...] | None]:
         return main.run(["try", *flags]), calls.pop() if calls else None
@@ -94,7 +95,13 @@ def test_help_shows_spelling_default_and_panel(
     monkeypatch.setenv("COLUMNS", "160")
     assert run("--help") == (0, None)
     shown = " ".join(capsys.readouterr().out.split())
-    for part in ("--count,--n-count", "How many; -1: all. [default: -1]", "How it runs", "FILE", "--no-map"):
+    for part in (
+        "-n, --count, --n-count",
+        "How many; -1: all. [default: -1]",
+        "How it runs",
+        "FILE",
+        "--no-map",
+    ):
         assert part in shown
     assert "--low" not in shown and "hidden" not in shown
 

@@ -244,6 +244,17 @@ def test_a_pipe_that_is_empty_leaves_the_prompt_as_it_is_typed(
     assert capsys.readouterr().err == "the cat\n"
 
 
+def test_a_prompt_that_is_empty_or_no_text_is_named(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped(b"", monkeypatch)
+    (tmp_path / "none.txt").touch()
+    assert run(["generate", "-m", model, "-f", str(tmp_path / "none.txt")]) == 1
+    assert f"-f {tmp_path / 'none.txt'}: the file is empty: give one" in capsys.readouterr().err
+    assert run(["generate", "-m", model, "caf\udce9"]) == 1
+    assert "the prompt has the byte 0xE9 at position 3, which is no UTF-8" in capsys.readouterr().err
+
+
 def test_a_pipe_that_is_no_text_is_an_error_of_one_line(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,16 +378,17 @@ def test_user_text_becomes_control_tokens_only_with_special(
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        (["--temp", "-1"], 1, "temperature"),
-        (["--top-p", "2"], 1, "top_p"),
+        (["--temp", "-1"], 1, "--temp -1.0: must be from 0 to 1000000"),
+        (["--top-p", "2"], 1, "--top-p 2.0: must be"),
+        (["-ub", "0"], 1, "-ub 0: must be at least 1"),
         (["-c", "100000"], 1, "128"),
         (["--backend", "magic"], 1, "backend"),
         (["--device", "tpu"], 1, "device"),
         (["--logit-bias", "x"], 1, "--logit-bias"),
         (["-n", "-2"], 1, "-n -2: must be from 0 to 2147483647, or -1"),
-        (["-t", "0"], 1, "threads"),
+        (["-t", "0"], 1, "-t 0: must be at least 1"),
         (["--draft-tokens", "4"], 1, "draft_tokens"),
-        (["--draft-ngram", "99"], 1, "draft_ngram"),
+        (["--draft-ngram", "99"], 1, "--draft-ngram 99: must be"),
         (["--draft-model", "none.gguf"], 1, "draft model"),
     ],
 )

@@ -256,7 +256,9 @@ def test_a_model_that_is_not_named_by_its_flag_gets_that_hint(capsys):
 def test_the_help_wraps_its_paragraphs_itself(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert main.run(["pull", "--help"]) == 0
-    assert "their digests are checked. A model's projector (mmproj) comes with it" in capsys.readouterr().out
+    assert (
+        "their digests are checked. A model's projector\n  (mmproj) comes with it" in capsys.readouterr().out
+    )
 
 
 def test_the_documents_have_every_exit_code():
@@ -293,7 +295,18 @@ def test_every_command_is_there_and_explains_itself_and_its_exit_codes(capsys):
 
 
 def test_help_and_list_load_neither_torch_nor_numba_nor_the_hub_client():
-    heavy = ("torch", "numba", "triton", "tokenizers", "httpx", "httpx2", "transformers", "jinja2", "gguf")
+    heavy = (
+        "torch",
+        "numba",
+        "triton",
+        "tokenizers",
+        "httpx",
+        "httpx2",
+        "transformers",
+        "jinja2",
+        "gguf",
+        "rich",
+    )
     code = (
         "import sys; from quengine.cli.main import run; run(sys.argv[1:]);"
         f"print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)"

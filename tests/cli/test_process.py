@@ -188,6 +188,14 @@ def test_a_full_disk_under_the_output_is_said(arguments: list[str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_said_without_buffers_too() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = engine("list", stdout=full, environment={"PYTHONUNBUFFERED": "1"}, imports=True)
+    assert done.returncode == 2
+    assert one_line(done) == "engine: error: cannot write to standard output: No space left on device"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_an_error_output_that_takes_nothing_leaves_the_exit_code() -> None:
     with Path("/dev/full").open("w") as full:
         assert engine("show", "no-such-model", stderr=full).returncode == 1

@@ -35,6 +35,13 @@ def run(*words: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+def test_llama_quantizes_own_order_of_arguments_is_answered_with_this_one(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["quantize", str(model), "out.gguf", "Q8_0"]) == 1
+    assert "Write `engine quantize IN -o OUT --type MIX`." in capsys.readouterr().err
+
+
 def test_a_model_is_quantized_and_runs(model: Path, tmp_path: Path) -> None:
     from quengine import LLM
 

@@ -77,7 +77,11 @@ def test_a_server_with_a_key_asks_for_it(
 @pytest.mark.parametrize(
     ("given", "code", "message"),
     [
-        ("http://127.0.0.1:1", 2, "no server answers at http://127.0.0.1:1"),
+        (
+            "http://127.0.0.1:1",
+            2,
+            "no server answers at http://127.0.0.1:1: Connection refused; start one with engine serve, or name it",
+        ),
         ("ftp://host", 1, "must be as http://127.0.0.1:8080"),
         ("http://host:99999", 1, "must be as"),
     ],

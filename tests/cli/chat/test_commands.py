@@ -74,8 +74,9 @@ def test_commands_of_ollama_have_their_names_too(
 ) -> None:
     assert talk("/?", "one", "/clear", "two") == talk("two")
     assert "/regen" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "stdin", io.StringIO("/bye\n/not reached\n"))
-    assert run(["chat", "-m", model, *COMMON]) == 0
+    for leave in ("/bye", "/quit", "/exit"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{leave}\n/not reached\n"))
+        assert run(["chat", "-m", model, *COMMON]) == 0
 
 
 def test_set_changes_the_next_answer(talk, capsys: Captured) -> None:

@@ -71,7 +71,8 @@ def test_a_session_that_cannot_be_kept_is_refused_before_it_begins(
     talk, tmp_path: Path, capsys: Captured
 ) -> None:
     assert talk(str(tmp_path / "none" / "talk.json"), "hello") == 1
-    assert "no such folder" in capsys.readouterr().err
+    folder = tmp_path / "none"
+    assert f"there is no folder {folder}; make it with mkdir -p {folder}" in capsys.readouterr().err
     (tmp_path / "text.json").write_text("hello")
     assert talk(str(tmp_path / "text.json"), "hello") == 1
     assert "is not a saved conversation" in capsys.readouterr().err

@@ -250,5 +250,7 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
 def test_a_port_in_use_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1 port {port}"):
+        with pytest.raises(
+            EngineError, match=rf"on 127\.0\.0\.1 port {port}: Address already in use; .*--port"
+        ):
             bind("127.0.0.1", port)

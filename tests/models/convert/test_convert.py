@@ -365,6 +365,12 @@ def test_arguments_for_other_files_and_the_folders_own_are_refused(root: Path, t
     for arguments, problem in given:
         with pytest.raises(EngineError, match=problem):
             quengine.convert(folder, out, **arguments)
+    for path, problem in (
+        (tmp_path / "none", "no such folder"),
+        (folder / "config.json", "a folder with config.json"),
+    ):
+        with pytest.raises(EngineError, match=f"{path}: .*{problem}"):
+            quengine.convert(path, out)
     before = (folder / "model.safetensors").read_bytes()
     with pytest.raises(EngineError, match=r"model.safetensors: a file of the folder itself"):
         quengine.convert(folder, folder / "model.safetensors", threads=1)

@@ -91,7 +91,7 @@ def test_a_path_that_is_no_file_is_refused(tmp_path, path):
 
 
 def test_an_empty_file_is_refused(tmp_path):
-    assert "empty" in str(refusal(tmp_path, b""))
+    assert "the file is empty; fetch or copy it again" in str(refusal(tmp_path, b""))
 
 
 def test_a_bad_magic_is_refused(tmp_path):

@@ -15,6 +15,7 @@ import quengine
 from quengine.errors import CannotRunError, EngineError
 from quengine.kernels.block_formats import FORMATS, dequantize
 from quengine.models.gguf import open_gguf
+from quengine.models.gguf.whole_file import check_disk
 from quengine.models.quantize import quantize_file
 from quengine.models.quantize.imatrix import read_imatrix
 from tests.llama_cpp_quantize import ggml_quantize
@@ -358,6 +359,15 @@ def test_a_disk_that_is_too_full_is_found_before(
         CannotRunError, match=r"out.gguf: needs 0.\d\d MB of disk and 67.11 MB to spare, 67.11 MB are"
     ):
         quengine.quantize(model, tmp_path / "out.gguf", "Q4_K_M")
+
+
+def test_a_disk_for_a_file_of_unknown_size_has_room_to_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1 << 40, 0, 1 << 20))
+    with pytest.raises(CannotRunError, match=r"out.gguf: needs 67.11 MB of free disk, 1.05 MB are free"):
+        check_disk(tmp_path / "out.gguf", 0)
 
 
 def test_other_mistakes_are_errors_of_one_line(model: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
     ("flags", "message"),
     [
         (["--ray-min-replicas", "3", "--ray-max-replicas", "2"], "--ray-max-replicas 2: must be at least"),
-        (["--ray-max-replicas", "0"], "ray max_replicas 0: must be at least 1"),
+        (["--ray-max-replicas", "0"], "--ray-max-replicas 0: must be at least 1"),
         (["--port", "0"], "--port 0: with --ray the port is a number"),
         (["--host", "127.0.0.1,::1"], "--host 127.0.0.1,::1: with --ray it is one address"),
         (["--device", "cuda:1"], "--device cuda:1: Ray chooses the GPUs of a replica"),

@@ -431,6 +431,8 @@ def test_tools_that_others_could_reach_without_a_key_are_refused(tmp_path: Path)
 
 
 def test_the_flags_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=f"--tools-dir {tmp_path}: no tools are named; add --tools NAMES"):
+        ToolsOptions(folder=tmp_path)
     with pytest.raises(EngineError, match="--tools needs --tools-dir"):
         ToolsOptions(("read_file",))
     with pytest.raises(EngineError, match="there is no such folder"):
