@@ -64,6 +64,11 @@ class Emitter:
         pointer = self.b.inttoptr(self.at(address, offset), value.type.as_pointer())
         self.b.store(value, pointer).align = 1
 
+    def unknown(self, v: ir.Value) -> ir.Value:
+        """A scalar, as one that LLVM knows nothing of: what lies at such an address is loaded again."""
+        kept = ir.InlineAsm(ir.FunctionType(v.type, [v.type]), "", "=r,0")
+        return self.b.call(kept, [v])
+
     def prefetch(self, address: ir.Value, write: bool = False) -> None:
         """Prefetches the cache line at an address, which need not be mapped; to `write`, from other cores' caches."""
         name = "llvm.prefetch.p0"
