@@ -65,7 +65,7 @@ class Emitter:
         self.b.store(value, pointer).align = 1
 
     def unknown(self, v: ir.Value) -> ir.Value:
-        """A scalar, as one that LLVM knows nothing of: what lies at such an address is loaded again."""
+        """A scalar whose origin is hidden from LLVM: what lies at such an address is loaded again."""
         kept = ir.InlineAsm(ir.FunctionType(v.type, [v.type]), "", "=r,0")
         return self.b.call(kept, [v])
 
