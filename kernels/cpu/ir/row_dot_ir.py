@@ -19,9 +19,9 @@ from llvmlite import ir
 from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.cpu.gemv.quantized_rows import INTS, SCALES, SUM_FACTOR, SUMS
 from quengine.kernels.cpu.ir.block_ir import Slices, emit_blocks
-from quengine.kernels.cpu.ir.row_ir import PREFETCH, record_field
+from quengine.kernels.cpu.ir.row_ir import FARTHER, PREFETCH, record_field
 from quengine.kernels.cpu.ir.vector_code import vector_code
-from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, Emitter, vec
+from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, I64, Emitter, vec
 
 # Memory of `dot_rows_with_many`: a run of unpacked weights of both rows, then for each activation row the lanes of its
 # sums with both.
@@ -136,27 +136,35 @@ class _RowDots:
         """The dot product of each row."""
         return self.e.totals(list(self.e.halves(state[0])) if self.joined else state)
 
-    def read(self, i: ir.Value, blocks: int) -> tuple[list[Slices], ir.Value, int]:
-        """Blocks i .. i + blocks - 1 of each row, the index of their first slice, and the number of their slices."""
+    def read(self, i: ir.Value, blocks: int, farther: bool = False) -> tuple[list[Slices], ir.Value, int]:
+        """Blocks i .. i + blocks - 1 of each row, the index of their first slice, and the number of their slices.
+        farther: lines that are FARTHER ahead are prefetched too, which pays where products do not take longer."""
         e, contents = self.e, list[Slices]()
         here, nbytes = e.b.mul(i, e.i64(self.fmt.nbytes)), blocks * self.fmt.nbytes
         for number, row in enumerate(self.rows):
-            ahead = self._ahead(row, number, here, nbytes)
-            for line in range(0, nbytes, 64):
-                e.prefetch(e.at(ahead, line))
+            for level in range(1, 2 + farther):
+                ahead = self._ahead(number, here, nbytes, FARTHER * (level - 1))
+                for line in range(0, nbytes, 64):
+                    e.prefetch(e.at(ahead, line), level=level)
             contents.append(emit_blocks(e, self.fmt, e.b.add(row, here), blocks))
         first_slice = e.b.mul(i, e.i64(self.fmt.block // 32))
         return contents, first_slice, blocks * self.fmt.block // 32
 
-    def _ahead(self, row: ir.Value, number: int, here: ir.Value, nbytes: int) -> ir.Value:
-        """The address of `nbytes` to prefetch for a row: of the following rows, in the order of their bytes, unless
-        these are too many for the cache."""
-        e, b = self.e, self.e.b
-        distant = e.at(b.add(row, here), PREFETCH)
-        both = b.mul(b.sub(self.rows[1], self.rows[0]), e.i64(2))
+    def _ahead(self, number: int, here: ir.Value, nbytes: int, farther: int) -> ir.Value:
+        """The address of `nbytes` to prefetch for a row: of the following rows, in the order of their bytes, or, where
+        these are too many for the cache, of the row itself and then of the next but one. farther: bytes of both."""
+        e, b, zero = self.e, self.e.b, self.e.i64(0)
+        apart = b.sub(self.rows[1], self.rows[0])
+        both = b.mul(apart, e.i64(2))
+        in_order = b.icmp_signed("<", both, e.i64(_MOST_AHEAD))
         longest = b.select(b.icmp_signed("<", both, e.i64(PREFETCH)), e.i64(PREFETCH), both)
-        following = e.at(b.add(b.add(self.rows[0], longest), b.add(here, here)), number * nbytes)
-        return b.select(b.icmp_signed("<", both, e.i64(_MOST_AHEAD)), following, distant)
+        distance = PREFETCH + farther // 2
+        # All but `here` is the same for every run of blocks.
+        following = e.at(b.add(self.rows[0], longest), number * nbytes + farther)
+        first = b.select(in_order, following, e.at(self.rows[number], distance))
+        ends = b.select(in_order, self.e.i64(1 << 62), b.sub(apart, e.i64(distance)))
+        beyond = b.select(b.icmp_signed("<", here, ends), zero, apart)
+        return b.add(first, b.add(b.shl(here, b.zext(in_order, I64)), beyond))
 
     def add(
         self,
@@ -368,7 +376,7 @@ def _dot_with_one(dots: _RowDots, record: ir.Value) -> list[ir.Value]:
     """The fp32 dot products of weight rows with one row of quantized activations."""
 
     def turn(i: ir.Value, blocks: int, state: list[ir.Value]) -> list[ir.Value]:
-        contents, first_slice, slices = dots.read(i, blocks)
+        contents, first_slice, slices = dots.read(i, blocks, farther=True)
         operands = [dots.operands_of(content, slices) for content in contents]
         return dots.add(contents, operands, slices, record, first_slice, state)
 
