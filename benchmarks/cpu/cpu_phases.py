@@ -1,6 +1,7 @@
 """Where a step's time goes on the CPU: in kernels, in waits of the thread team, in all the rest.
 
-    python -m benchmarks.cpu.cpu_phases [-m GGUF | --synthetic mistral-7b-2l] [-t 1 2] [-p 256] [-n 16] [-d 0] [-r 3]
+    python -m benchmarks.cpu.cpu_phases [-m GGUF | --synthetic mistral-7b-2l] [-t 1 2] [-p 256] [-n 16] [-b 1] [-d 0]
+        [-r 3]
 
 Runs as they are give the time of whole tests and of their lists of kernels. One more run logs every call of a kernel
 (timed_team.py), which costs it some percent. A stage is what lies between two waits of the team; its line has, in ms:
@@ -157,14 +158,14 @@ def stage_times(logs: list[tuple[threads.Program, NDArray[np.int64]]], count: in
     return dict(found)
 
 
-def profile(llm: LLM, test: BenchTest, rounds: int, count: int) -> dict[str, object]:
-    """Medians of whole runs, and the stages' seconds of one more."""
+def profile(llm: LLM, test: BenchTest, batch: int, rounds: int, count: int) -> dict[str, object]:
+    """Medians of whole runs of `batch` sequences, and the stages' seconds of one more."""
     wholes, insides, faults, lists = [], [], [], 0
     for turn in range(rounds + 1):
         times = Lists()
         times.watch(logged=False)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        (seconds,) = time_batch(llm, test, 1, 1, False, lambda _: None)
+        (seconds,) = time_batch(llm, test, batch, 1, False, lambda _: None)
         times.stop()
         if turn:
             wholes.append(seconds)
@@ -174,7 +175,7 @@ def profile(llm: LLM, test: BenchTest, rounds: int, count: int) -> dict[str, obj
             lists = times.count
     times = Lists()
     times.watch(logged=True)
-    time_batch(llm, test, 1, 1, False, lambda _: None).__next__()
+    time_batch(llm, test, batch, 1, False, lambda _: None).__next__()
     times.stop()
     return {
         "seconds": statistics.median(wholes),
@@ -212,6 +213,7 @@ def main() -> int:
     parser.add_argument("-t", type=int, nargs="+", default=[physical_cores()], help="threads")
     parser.add_argument("-p", type=int, default=256, help="prompt (0: none)")
     parser.add_argument("-n", type=int, default=16, help="generated tokens (0: none)")
+    parser.add_argument("-b", type=int, nargs="+", default=[1], help="sequences at once")
     parser.add_argument("-d", type=int, default=0, help="depth")
     parser.add_argument("-r", type=int, default=3, help="rounds")
     parser.add_argument("-k", type=int, default=14, help="stages that are listed")
@@ -228,12 +230,18 @@ def main() -> int:
     tests = [BenchTest(args.p, 0, args.d)] * bool(args.p) + [BenchTest(0, args.n, args.d)] * bool(args.n)
     for count in args.t:
         os.sched_setaffinity(0, cpus[:count])
-        positions = max(batch_positions(test, 1, "cpu") for test in tests)
-        with LLM(model, "cpu", positions, count, mmap=not args.no_mmap, reuse_prefix=True) as llm:
+        cases = {
+            f"{test.name}{f', {batch} sequences' * (batch > 1)}": (test, batch)
+            for test in tests
+            for batch in args.b
+        }
+        positions, most = max(batch_positions(*case, "cpu") for case in cases.values()), max(args.b)
+        mapped = not args.no_mmap
+        with LLM(model, "cpu", positions, count, mmap=mapped, reuse_prefix=True, parallel=most) as llm:
             print(f"== {count} threads, {cpu_model()}, {model.name}", flush=True)
-            found = {test.name: profile(llm, test, args.r, count) for test in tests}
-        for test in tests:
-            report(test.name, test.prompt or test.generate, found[test.name], args.k)
+            found = {name: profile(llm, *case, args.r, count) for name, case in cases.items()}
+        for name, (test, batch) in cases.items():
+            report(name, batch * (test.prompt or test.generate), found[name], args.k)
         print(json.dumps({"benchmark": "cpu_phases", "threads": count, "tests": found}), file=sys.stderr)
         os.sched_setaffinity(0, cpus)
     return 0

@@ -29,7 +29,8 @@ from statistics import median
 from typing import Any, Protocol
 
 from quengine.config import EngineConfig
-from quengine.diagnostics.bench.bench_plan import BenchPlan
+from quengine.diagnostics.bench.bench_plan import BenchPlan, BenchTest
+from quengine.diagnostics.bench.bench_time import batch_positions, time_batch
 from quengine.diagnostics.bench.synthetic_files import synthetic_models
 from quengine.errors import EngineError
 from quengine.models.hub.hub import resolve_model
@@ -78,9 +79,6 @@ class Quengine:
         return self._seconds(0, count)
 
     def _seconds(self, prompt: int, count: int) -> float:
-        from quengine.diagnostics.bench.bench_plan import BenchTest
-        from quengine.diagnostics.bench.bench_time import time_batch
-
         (seconds,) = time_batch(self.llm, BenchTest(prompt, count, self.depth), 1, 1, False, lambda _: None)
         return seconds
 
@@ -366,7 +364,8 @@ def _say(text: str) -> None:
 def measure(args: argparse.Namespace, model: Path) -> None:
     """Both engines on a model, in turns, and the report."""
     tests = {f"pp{p}": ("prompt", p) for p in args.p if p} | {f"tg{n}": ("generate", n) for n in args.n if n}
-    positions = args.d + max(*args.p, *args.n) + 2
+    timed = [BenchTest(p, 0, args.d) for p in args.p if p] + [BenchTest(0, n, args.d) for n in args.n if n]
+    positions = max(batch_positions(test, 1, "cpu") for test in timed)
     setups = {
         name: Setup(name == "quengine", model, args.t, positions, args.d, args.llama_bench, not args.no_mmap)
         for name in ("quengine", "llama_cpp")

@@ -18,10 +18,10 @@ from llvmlite import ir
 
 from quengine.kernels.block_formats import FORMATS, BlockFormat
 from quengine.kernels.cpu.gemv.quantized_rows import INTS, SCALES, SUM_FACTOR, SUMS
-from quengine.kernels.cpu.ir.block_ir import TABLE_OFFSET, Slices, emit_blocks
-from quengine.kernels.cpu.ir.row_ir import PREFETCH, record_field
+from quengine.kernels.cpu.ir.block_ir import Slices, emit_blocks
+from quengine.kernels.cpu.ir.row_ir import FARTHER, PREFETCH, record_field
 from quengine.kernels.cpu.ir.vector_code import vector_code
-from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, Emitter, vec
+from quengine.kernels.cpu.ir.vector_ir import F32, I8, I16, I32, I64, Emitter, vec
 
 # Memory of `dot_rows_with_many`: a run of unpacked weights of both rows, then for each activation row the lanes of its
 # sums with both.
@@ -99,7 +99,9 @@ class _RowDots:
         self.cols = e.b.mul(blocks, e.i64(fmt.block))
         self.groups = 32 // fmt.group  # of a slice: 1 or 2
         self.lanes = 8 * self.groups
-        self.joined = self.groups == 1  # rows of 8 lanes share vectors of 16
+        # With byte dots two slices are multiplied at once, and rows of 8 lanes share vectors of 16.
+        self.step = 2 if e.byte_dot_lanes else 1
+        self.joined = self.groups == 1 and bool(e.byte_dot_lanes)
         # Zeros that LLVM cannot prove to be zero: it would rematerialize proven ones for every sum, by an instruction
         # that depends on the register's old value.
         sign = e.b.trunc(e.b.lshr(blocks, e.i64(63)), I32)
@@ -134,27 +136,35 @@ class _RowDots:
         """The dot product of each row."""
         return self.e.totals(list(self.e.halves(state[0])) if self.joined else state)
 
-    def read(self, i: ir.Value, blocks: int) -> tuple[list[Slices], ir.Value, int]:
-        """Blocks i .. i + blocks - 1 of each row, the index of their first slice, and the number of their slices."""
+    def read(self, i: ir.Value, blocks: int, farther: bool = False) -> tuple[list[Slices], ir.Value, int]:
+        """Blocks i .. i + blocks - 1 of each row, the index of their first slice, and the number of their slices.
+        farther: lines that are FARTHER ahead are prefetched too, which pays where products do not take longer."""
         e, contents = self.e, list[Slices]()
         here, nbytes = e.b.mul(i, e.i64(self.fmt.nbytes)), blocks * self.fmt.nbytes
         for number, row in enumerate(self.rows):
-            ahead = self._ahead(row, number, here, nbytes)
-            for line in range(0, nbytes, 64):
-                e.prefetch(e.at(ahead, line))
+            for level in range(1, 2 + farther):
+                ahead = self._ahead(number, here, nbytes, FARTHER * (level - 1))
+                for line in range(0, nbytes, 64):
+                    e.prefetch(e.at(ahead, line), level=level)
             contents.append(emit_blocks(e, self.fmt, e.b.add(row, here), blocks))
         first_slice = e.b.mul(i, e.i64(self.fmt.block // 32))
         return contents, first_slice, blocks * self.fmt.block // 32
 
-    def _ahead(self, row: ir.Value, number: int, here: ir.Value, nbytes: int) -> ir.Value:
-        """The address of `nbytes` to prefetch for a row: of the following rows, in the order of their bytes, unless
-        these are too many for the cache."""
-        e, b = self.e, self.e.b
-        distant = e.at(b.add(row, here), PREFETCH)
-        both = b.mul(b.sub(self.rows[1], self.rows[0]), e.i64(2))
+    def _ahead(self, number: int, here: ir.Value, nbytes: int, farther: int) -> ir.Value:
+        """The address of `nbytes` to prefetch for a row: of the following rows, in the order of their bytes, or, where
+        these are too many for the cache, of the row itself and then of the next but one. farther: bytes of both."""
+        e, b, zero = self.e, self.e.b, self.e.i64(0)
+        apart = b.sub(self.rows[1], self.rows[0])
+        both = b.mul(apart, e.i64(2))
+        in_order = b.icmp_signed("<", both, e.i64(_MOST_AHEAD))
         longest = b.select(b.icmp_signed("<", both, e.i64(PREFETCH)), e.i64(PREFETCH), both)
-        following = e.at(b.add(b.add(self.rows[0], longest), b.add(here, here)), number * nbytes)
-        return b.select(b.icmp_signed("<", both, e.i64(_MOST_AHEAD)), following, distant)
+        distance = PREFETCH + farther // 2
+        # All but `here` is the same for every run of blocks.
+        following = e.at(b.add(self.rows[0], longest), number * nbytes + farther)
+        first = b.select(in_order, following, e.at(self.rows[number], distance))
+        ends = b.select(in_order, self.e.i64(1 << 62), b.sub(apart, e.i64(distance)))
+        beyond = b.select(b.icmp_signed("<", here, ends), zero, apart)
+        return b.add(first, b.add(b.shl(here, b.zext(in_order, I64)), beyond))
 
     def add(
         self,
@@ -164,19 +174,41 @@ class _RowDots:
         record: ir.Value,
         first_slice: ir.Value,
         sums: list[ir.Value],
+        shared: bool = False,
     ) -> list[ir.Value]:
-        """An activation row's lanes of each weight row, plus these slices; operands[row](j) are those of `_dots`."""
-        e, step, count = self.e, min(2, slices), slices * self.groups
+        """An activation row's lanes of each weight row, plus these slices; operands[row](j) are those of `_dots`.
+        shared: both weight rows are multiplied with activations that were loaded once."""
+        if self.e.byte_dot_lanes:
+            return self._add(contents, operands, slices, record, first_slice, sums)
+        rows = zip(contents, operands, sums, strict=True)
+        added = list[ir.Value]()
+        for content, of, before in rows:
+            added += self._add([content], [of], slices, record, first_slice, [before])
+            # int16 activations would fill the registers if both rows shared them.
+            record = record if shared else self.e.unknown(record)
+        return added
+
+    def _add(
+        self,
+        contents: list[Slices],
+        operands: list[OperandsOf],
+        slices: int,
+        record: ir.Value,
+        first_slice: ir.Value,
+        sums: list[ir.Value],
+    ) -> list[ir.Value]:
+        """`add` for some weight rows."""
+        e, step, count = self.e, min(self.step, slices), slices * self.groups
         t = self._per_group(self._field(F32, record, SCALES, first_slice, slices))
         scales = [self._per_code(self._lanes(content.scales, count), content) for content in contents]
         dots = [
-            [self._dots(of(j), record, e.at(first_slice, j), step) for j in range(0, slices, step)]
+            [self._dots(of(j), record, first_slice, j, slices) for j in range(0, slices, step)]
             for of in operands
         ]
         heads = [self._head(before, count) for before in sums]
         factors = [e.b.fmul(scale, both) for scale, both in self._with(scales, t)]
         totals = self._group_sums(dots)
-        if self._multiplies_codes(contents[0]) and contents[0].offset:
+        if contents[0].offset:
             ints = self._field(I32, record, INTS[self.fmt.group], first_slice, count)
             shifted = times_offset(e, ints, contents[0].offset)
             totals = [e.b.add(*both) for both in self._with(totals, shifted, spread=False)]
@@ -198,7 +230,8 @@ class _RowDots:
     ) -> list[tuple[ir.Value, ir.Value]]:
         """Vectors as the state has them, each with values of an activation row for its rows. spread: given by row."""
         values = self.by_row(values) if spread else values
-        return list(zip(values, self.by_row([shared, shared]), strict=True))
+        shares = self.by_row([shared, shared]) if self.joined else [shared] * len(values)
+        return list(zip(values, shares, strict=True))
 
     def _places(self, v: ir.Value, count: int) -> list[int]:
         """The lanes of each row's first `count` groups in a vector of the state."""
@@ -219,40 +252,37 @@ class _RowDots:
         return self.e.pick(wide, [i if i in at else lanes + i for i in range(lanes)], v)
 
     def operands_of(self, content: Slices, slices: int) -> OperandsOf:
-        """The operands of `_dots`: slices j and j + 1 as they are multiplied with activations, or a lone slice j."""
-        e, n = self.e, min(2, slices)
+        """The operands of `_dots`: `step` slices from j on as they are multiplied with activations."""
+        e, n = self.e, min(self.step, slices)
+        codes = content.unshifted or content.codes
         if e.byte_dot_lanes:
-            codes = content.unshifted or content.codes
             return lambda j: (codes(j, n),)
 
         def pairs(j: int) -> Operands:
-            ints = content.codes(j, n) if self._multiplies_codes(content) else content.ints(e, j, n)
-            wide = e.b.bitcast(ints, vec(I16, ints.type.count // 2))
-            eight = e.const(wide.type, 8)
-            if self._multiplies_codes(content):
-                return e.and_(wide, 0xFF), e.b.lshr(wide, eight)
-            return e.b.ashr(e.b.shl(wide, eight), eight), e.b.ashr(wide, eight)
+            wide = e.b.bitcast(codes(j, n), vec(I16, 16 * n))
+            return e.and_(wide, 0xFF), e.shift_left(wide, -8)
 
         return pairs
 
-    def _multiplies_codes(self, content: Slices) -> bool:
-        """Whether products are those of codes, and their offset is subtracted from sums: not where signed bytes are
-        widened to int16."""
-        return bool(self.e.byte_dot_lanes) or content.offset != TABLE_OFFSET
-
-    def _dots(self, operands: Operands, record: ir.Value, slice_: ir.Value, n: int) -> ir.Value:
-        """n slices times an activation row: int32 lanes, the exact sums over weights 4i .. 4i + 3.
+    def _dots(
+        self, operands: Operands, record: ir.Value, first_slice: ir.Value, j: int, slices: int
+    ) -> ir.Value:
+        """Slices from first_slice + j on, `step` of a run, times an activation row: int32 lanes, the exact sums over
+        weights 4i .. 4i + 3.
 
         Of bytes activations are 256 * high + low.
         """
-        e, b = self.e, self.e.b
+        e, b, n = self.e, self.e.b, min(self.step, slices)
         if not e.byte_dot_lanes:
-            at = e.at(record, b.mul(slice_, e.i64(64)))
+            at = e.at(record, b.mul(first_slice, e.i64(64)))
+            # Evens, then odds, of two slices, or of a lone one.
+            evens, odds = 128 * (j // 2) + 32 * (j % 2), 32 * min(2, slices)
             products = (
-                e.pair_products(ints, e.load(ints.type, at, 32 * n * i)) for i, ints in enumerate(operands)
+                e.pair_products(ints, e.load(ints.type, at, evens + odds * i))
+                for i, ints in enumerate(operands)
             )
             return b.add(*products)
-        at = e.at(record, b.mul(slice_, e.i64(32)))
+        at = e.at(record, b.mul(e.at(first_slice, j), e.i64(32)))
         high = e.load(vec(I8, 32 * n), at)
         low = e.load(vec(I8, 32 * n), e.at(at, self.cols))
         zeros = self.zero_ints if n == 2 else e.pick(self.zero_ints, range(8))
@@ -262,8 +292,10 @@ class _RowDots:
     def _group_sums(self, dots: list[list[ir.Value]]) -> list[ir.Value]:
         """The sums of each row's groups, in order and as the state has them, of int32 lanes over four neighbours."""
         e, run = self.e, self.fmt.group // 4
-        if len(dots[0]) < 4:
+        if self.step * len(dots[0]) < 8:
             return self.by_row([_sums_of_runs(e, parts, run) for parts in dots])
+        if self.step == 1:
+            return [_sums_of_slices(e, parts, run) for parts in dots]
         fours = [_sums_of_fours(e, parts) for parts in dots]
         # Lane 4h + v of these: half h % 2 of slice 2v + h // 2.
         if run == 4:
@@ -279,7 +311,7 @@ class _RowDots:
 
     def _per_code(self, scales: ir.Value, content: Slices) -> ir.Value:
         """Scales of slices that are multiplied as `unshifted` codes: powers of two less, so that no bit changes."""
-        if not (self.e.byte_dot_lanes and content.multiples):
+        if not content.multiples:
             return scales
         lanes = [1.0 / multiple for multiple in content.multiples for _ in range(self.groups)]
         return self.e.b.fmul(scales, self.e.const(scales.type, lanes))
@@ -299,26 +331,28 @@ def times_offset(e: Emitter, sums: ir.Value, offset: int) -> ir.Value:
     return e.b.ashr(sums, e.const(sums.type, -power)) if power < 0 else e.shift_left(sums, power)
 
 
+def _sums_of_slices(e: Emitter, parts: list[ir.Value], run: int) -> ir.Value:
+    """Of eight vectors of 8 lanes the sums of each run of 4 lanes or of 8, in order, in one vector."""
+    fours = [_sums_of_fours(e, parts[i : i + 4]) for i in (0, 4)]
+    if run == 4:
+        return e.join(*(e.pick(four, [0, 4, 1, 5, 2, 6, 3, 7]) for four in fours))
+    return e.b.add(*(e.pick(fours[0], [*lanes, *(8 + i for i in lanes)], fours[1]) for lanes in _HALVES))
+
+
+_HALVES = range(4), range(4, 8)
+
+
 def _sums_of_fours(e: Emitter, parts: list[ir.Value]) -> ir.Value:
-    """Of four vectors of 16 lanes the sums of each four lanes: lane 4i + v is that of lanes 4i .. 4i + 3 of vector v.
+    """Of four vectors the sums of each four lanes: lane 4i + v is that of lanes 4i .. 4i + 3 of vector v.
 
     Lanes stay within their 16 bytes, which every processor shuffles in one instruction.
     """
+    lanes = parts[0].type.count
     while len(parts) > 1:
         pairs = zip(parts[::2], parts[1::2], strict=True)
-        parts = [
-            e.b.add(
-                *(
-                    e.pick(
-                        x,
-                        [4 * i + k + 16 * of for i in range(4) for of in range(2) for k in (odd, odd + 2)],
-                        y,
-                    )
-                    for odd in range(2)
-                )
-            )
-            for x, y in pairs
-        ]
+        even = [i + k + lanes * of for i in range(0, lanes, 4) for of in range(2) for k in (0, 2)]
+        odd = [lane + 1 for lane in even]
+        parts = [e.b.add(e.pick(x, even, y), e.pick(x, odd, y)) for x, y in pairs]
     return parts[0]
 
 
@@ -342,7 +376,7 @@ def _dot_with_one(dots: _RowDots, record: ir.Value) -> list[ir.Value]:
     """The fp32 dot products of weight rows with one row of quantized activations."""
 
     def turn(i: ir.Value, blocks: int, state: list[ir.Value]) -> list[ir.Value]:
-        contents, first_slice, slices = dots.read(i, blocks)
+        contents, first_slice, slices = dots.read(i, blocks, farther=True)
         operands = [dots.operands_of(content, slices) for content in contents]
         return dots.add(contents, operands, slices, record, first_slice, state)
 
@@ -384,7 +418,7 @@ def _dot_with_many(
 
         def add(b: ir.Value, at: ir.Value) -> None:
             record = e.at(records, e.b.mul(b, stride))
-            keep(dots.add(contents, kept, slices, record, first_slice, load(at)), at)
+            keep(dots.add(contents, kept, slices, record, first_slice, load(at), shared=True), at)
 
         each(add)
         return []
@@ -400,7 +434,7 @@ def _kept(e: Emitter, operands: OperandsOf, slices: int, memory: ir.Value, start
     Bytes stay in registers. int16 goes through memory: LLVM would widen values held in registers once for all
     activation rows, and narrow them again to multiply.
     """
-    step = min(2, slices)
+    step = 2 if e.byte_dot_lanes and slices > 1 else 1
     held = {j: operands(j) for j in range(0, slices, step)}
     if e.byte_dot_lanes:
         return held.__getitem__

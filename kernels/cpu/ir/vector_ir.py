@@ -64,14 +64,20 @@ class Emitter:
         pointer = self.b.inttoptr(self.at(address, offset), value.type.as_pointer())
         self.b.store(value, pointer).align = 1
 
-    def prefetch(self, address: ir.Value, write: bool = False) -> None:
-        """Prefetches the cache line at an address, which need not be mapped; to `write`, from other cores' caches."""
+    def unknown(self, v: ir.Value) -> ir.Value:
+        """A scalar whose origin is hidden from LLVM: what lies at such an address is loaded again."""
+        kept = ir.InlineAsm(ir.FunctionType(v.type, [v.type]), "", "=r,0")
+        return self.b.call(kept, [v])
+
+    def prefetch(self, address: ir.Value, write: bool = False, level: int = 1) -> None:
+        """Prefetches the cache line at an address, which need not be mapped, into the L1 cache or, with `level` 2, only
+        into the L2; to `write`, from other cores' caches."""
         name = "llvm.prefetch.p0"
         declared = self.b.module.globals.get(name)
         if declared is None:
             arguments = [I8.as_pointer(), I32, I32, I32]
             declared = ir.Function(self.b.module, ir.FunctionType(ir.VoidType(), arguments), name)
-        purpose, keep, data = (ir.Constant(I32, value) for value in (int(write), 3, 1))
+        purpose, keep, data = (ir.Constant(I32, value) for value in (int(write), 4 - level, 1))
         self.b.call(declared, [self.b.inttoptr(address, I8.as_pointer()), purpose, keep, data])
 
     # ---- lanes -------------------------------------------------------------------------------------------
