@@ -3,7 +3,7 @@
     python benchmarks/cpu/cpu_matmul.py [-t 2] [-T 1 16 128 512] [-b 1 8 16] [-r 15]
 
 GMAC/s, the best of some samples: a busy machine disturbs those least. Weights of a prompt are unpacked for every call.
-In decode matrices of 64 rows stay in the caches, those of 16384 do not. -T or -b without numbers leaves one out.
+In decode matrices of 64 rows stay in the caches, those of 8192 or more do not. -T or -b without numbers leaves one out.
 Ends with one JSON line.
 """
 
@@ -29,6 +29,8 @@ DECODE = [
     *((name, 64, 4096) for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "Q4_0", "Q8_0")),
     ("Q4_K", 16384, 4096),
     ("Q6_K", 16384, 4096),
+    ("Q4_K", 8192, 14336),
+    ("Q6_K", 8192, 14336),
     ("Q4_1", 256, 576),
     ("Q4_1", 8192, 1536),
 ]

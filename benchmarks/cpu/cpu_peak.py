@@ -32,7 +32,7 @@ CHAINS = 12
 """Independent sums, more than the instruction's latency and two ports ask for."""
 MACS = 64
 TURNS = 20_000_000
-BUFFER = 1 << 29
+BUFFER = 1 << 30
 AHEAD = 4096
 TILE_PRODUCTS = 8
 TILE_TURNS = 500_000
