@@ -77,11 +77,10 @@ def open_streams() -> None:
         sys.stdin = io.TextIOWrapper(io.BufferedReader(_placeholder(0, os.O_WRONLY, "r")), "utf-8")
     if sys.stdout is None:
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(_placeholder(1, os.O_RDONLY, "w")), "utf-8")
-    elif isinstance(raw := getattr(sys.stdout, "buffer", None), io.RawIOBase):
+    elif isinstance(raw := getattr(sys.stdout, "buffer", None), io.FileIO):
         # PYTHONUNBUFFERED: text that is not taken would be lost, and `output_error` find nothing.
-        sys.stdout = io.TextIOWrapper(
-            io.BufferedWriter(raw), sys.stdout.encoding, line_buffering=raw.isatty()
-        )
+        buffer = io.BufferedWriter(io.FileIO(raw.fileno(), "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(buffer, sys.stdout.encoding, line_buffering=raw.isatty())
     if sys.stderr is None:
         sys.stderr = io.TextIOWrapper(io.BufferedWriter(_placeholder(2, os.O_WRONLY, "w")), "utf-8")
     codecs.register_error(_ESCAPE, _escape)

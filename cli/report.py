@@ -48,7 +48,8 @@ def answer_line(completion: "Completion", llm: "LLM", params: "SamplingParams") 
     if t.decode_tok_s:  # two tokens or more
         parts.append(f"{t.decode_tok_s:.1f} tok/s")
     compiling = f" ({t.compile_s:.1f} s of it for compiling kernels, once)" if t.compile_s >= 0.1 else ""
-    parts.append(f"first token after {t.ttft_s:.2f} s{compiling}")
+    if t.generated_tokens:
+        parts.append(f"first token after {t.ttft_s:.2f} s{compiling}")
     return f"{', '.join(parts)}; {why_ended(completion, llm, params)}"
 
 

@@ -11,6 +11,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, fields
+from numbers import Real
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
@@ -106,7 +107,8 @@ def check_ranges(options: Any, label: str) -> None:
     """
     for name, allowed in ranges(type(options)).items():
         value = getattr(options, name)
-        if value is not None and not allowed.holds(value):
+        is_number = isinstance(value, Real)
+        if value is not None and not (is_number and allowed.holds(value)):
             raise EngineError(f"{label.format(name=name, value=value)}: must be {allowed}")
 
 

@@ -167,7 +167,7 @@ def generate(
                 print(f"engine: the text is not valid: {completion.schema_violation}", file=sys.stderr)
             if flags.as_json:
                 print(json_line(completion_json(completion, llm)))
-            elif completion.tokens:
+            elif completion.tokens or completion.finish_reason in ("stop", "length"):
                 if flags.logprobs is not None:
                     print_logprobs(completion)
                 if flags.stats is not False:

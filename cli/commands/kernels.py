@@ -70,6 +70,9 @@ def install(pack: Annotated[Path, typer.Argument(metavar="PACK", help="A file th
 
     A pack is a program, and its kernels run as your own: install none of an origin that you do not trust.
     """
+    if not pack.is_file():
+        problem = "not a file" if pack.exists() else "no such file"
+        raise EngineError(f"{pack}: {problem}; `engine kernels build` writes packs")
     from quengine.runners.kernel_packs import install as install_pack
 
     installed, launchers = install_pack(pack)

@@ -118,6 +118,9 @@ def parity(
     if flags.html is not None:
         check_disk(flags.html, 0)
     texts = [read_text(path, "cannot read the text from") for path in flags.files]
+    for path, text in zip(flags.files, texts, strict=True):
+        if not text:
+            raise EngineError(f"--file {path}: there is no text in it")
     from quengine.cli.charts import write_page
     from quengine.cli.parity_report import Findings, findings_page, print_findings
 

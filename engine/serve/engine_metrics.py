@@ -30,8 +30,9 @@ _COUNTERS = {
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 
 
-def _by_memory(family: Family, **counts: float) -> Family:
+def _by_memory(kind: type[Family], name: str, about: str, **counts: float) -> Family:
     """A family labelled by memory, with a sample for each."""
+    family = kind(name, about, labels=["memory"])
     for memory, count in counts.items():
         family.add_metric([memory], count)
     return family
@@ -48,20 +49,16 @@ class CheckpointMetrics:
         if counts is None:
             return
         yield _by_memory(
-            GaugeMetricFamily(
-                "quengine_state_checkpoints",
-                "Copies of states that prompts may go on from, by the memory that they are in.",
-                labels=["memory"],
-            ),
+            GaugeMetricFamily,
+            "quengine_state_checkpoints",
+            "Copies of states that prompts may go on from, by the memory that they are in.",
             device=counts.on_device,
             host=counts.in_host,
         )
         yield _by_memory(
-            CounterMetricFamily(
-                "quengine_state_checkpoints_moved",
-                "Copies of states that were moved between the device and host memory, by where they were moved to.",
-                labels=["memory"],
-            ),
+            CounterMetricFamily,
+            "quengine_state_checkpoints_moved",
+            "Copies of states that were moved between the device and host memory, by where they were moved to.",
             host=counts.to_host,
             device=counts.from_host,
         )
@@ -78,20 +75,16 @@ class ExpertMetrics:
         if counts is None:
             return
         yield _by_memory(
-            GaugeMetricFamily(
-                "quengine_experts",
-                "Experts of layers whose experts are in host memory: those that the device holds, and the others.",
-                labels=["memory"],
-            ),
+            GaugeMetricFamily,
+            "quengine_experts",
+            "Experts of layers whose experts are in host memory: those that the device holds, and the others.",
             device=counts.on_device,
             host=counts.in_host,
         )
         yield _by_memory(
-            CounterMetricFamily(
-                "quengine_expert_uses",
-                "Rows times experts that computed them, by the memory that the expert was in.",
-                labels=["memory"],
-            ),
+            CounterMetricFamily,
+            "quengine_expert_uses",
+            "Rows times experts that computed them, by the memory that the expert was in.",
             device=counts.device_uses,
             host=counts.host_uses,
         )

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import io
 import logging
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -306,7 +307,8 @@ def _hub_errors(what: str, file: HubFile | None = None) -> Iterator[None]:
     except HfHubHTTPError as error:
         raise HubError(f"{what}: {str(error).splitlines()[0]}{_kept(file)}") from error
     except _transport_error() as error:
-        raise HubError(f"{what}: cannot reach {constants.ENDPOINT}: {error}{_kept(file)}") from error
+        why = re.sub(r"\[Errno -?\d+\] ", "", str(error))
+        raise HubError(f"{what}: cannot reach {constants.ENDPOINT}: {why}{_kept(file)}") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise CannotRunError(f"{what}: no more room in {cache_dir()}{_kept(file)}") from error

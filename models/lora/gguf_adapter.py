@@ -31,7 +31,7 @@ def check_adapter(file: GGUFFile, config: ModelConfig) -> list[str]:
     """
     for key, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
         if (found := file.get_str(key)) != wanted:
-            raise file.error(key, f"{found or 'nothing'} is not implemented, only {wanted} is")
+            raise file.error(key, f"{found or 'nothing'}, not {wanted}: this is no LoRA adapter")
     if (name := file.require_str("general.architecture")) != config.architecture:
         raise file.error("general.architecture", f"{name}, of a model that is {config.architecture}")
     if INVOCATION in file.metadata:

@@ -255,6 +255,13 @@ def test_a_prompt_that_is_empty_or_no_text_is_named(
     assert "the prompt has the byte 0xE9 at position 3, which is no UTF-8" in capsys.readouterr().err
 
 
+def test_an_answer_without_a_token_says_why(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "-m", model, "--raw", "the", "-n", "0"]) == 0
+    assert capsys.readouterr().err.strip() == "0 tokens; cut at -n 0"
+    assert run(["generate", "-m", model, "--raw", "the", "--grammar", 'root ::= ""']) == 0
+    assert capsys.readouterr().err.strip().endswith("; ended by the model")
+
+
 def test_a_pipe_that_is_no_text_is_an_error_of_one_line(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

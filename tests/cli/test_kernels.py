@@ -47,7 +47,8 @@ def test_a_pack_is_installed_listed_and_cleared(pack: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["install", "nowhere.zip"], "nowhere.zip: No such file"),
+        (["install", "nowhere.zip"], "nowhere.zip: no such file; `engine kernels build` writes packs"),
+        (["install", "."], ".: not a file; `engine kernels build` writes packs"),
         (["clear"], "deleting needs a yes"),
         (["build", "--models", "tiny", "--arch", "sm_70", "-o", "pack.zip"], "no kernels for 'sm_70'"),
         (["build", "--models", "nix", "-o", "pack.zip"], "nix"),

@@ -217,6 +217,14 @@ def test_wrong_flags_are_one_line_and_exit_1(
     assert words in line
 
 
+def test_a_text_that_is_empty_is_refused(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.txt").touch()
+    assert run(["parity", "-m", model, "-f", str(tmp_path / "empty.txt")]) == 1
+    assert f"--file {tmp_path / 'empty.txt'}: there is no text in it" in capsys.readouterr().err
+
+
 def test_locate_prints_every_operation_of_a_healthy_model(
     model: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def test_limits_and_none_are_within_a_range() -> None:
     ("make", "message"),
     [
         (lambda: EngineConfig(threads=0), "threads 0: must be at least 1"),
+        (lambda: EngineConfig(threads="two"), "threads two: must be at least 1"),  # type: ignore[arg-type]
         (lambda: EngineConfig(parallel=0), "parallel 0: must be at least 1"),
         (lambda: EngineConfig("tpu"), "device 'tpu': must be auto, cpu, cuda or cuda:N"),
         (lambda: EngineConfig(draft_tokens=3), "draft_tokens 3: nothing drafts"),

@@ -268,7 +268,7 @@ def test_names_with_the_adapters_and_other_files_of_tensors(root: Path, tmp_path
 
 FILE_KEYS: list[tuple[dict[str, Any], str]] = [
     ({"general.architecture": "phi3"}, "general.architecture.*: phi3, of a model that is llama"),
-    ({"general.type": "model"}, "general.type.*: model is not implemented, only adapter is"),
+    ({"general.type": "model"}, "general.type.*: model, not adapter: this is no LoRA adapter"),
     ({"adapter.alora.invocation_tokens": [1]}, "invocation_tokens.*: activated LoRA is not implemented"),
 ]
 

@@ -100,7 +100,7 @@ def test_mistakes_are_errors_that_leave_nothing(root: Path, tmp_path: Path) -> N
         ((root / "model", [adapter], out), "a folder: first make a file of it, as engine convert"),
         ((model, [], out), "no adapter to merge: --lora FILE"),
         ((model, [tmp_path], out), "no adapter: there is no adapter_config.json"),
-        ((model, [model], out), "general.type.*: model is not implemented, only adapter is"),
+        ((model, [model], out), "general.type.*: model, not adapter: this is no LoRA adapter"),
         ((model, [adapter], model), "that is the model itself"),
         ((model, [adapter], adapter), "first.gguf: that is an adapter; give the result another name"),
         ((model, [(adapter, math.nan)], out), "first.gguf: a scale of nan is no number"),
