@@ -66,6 +66,14 @@ class WgmmaProgram:
         return -(-self.chunks // self.splits)
 
     @property
+    def even(self) -> bool:
+        """Whether the loop takes two chunks a turn, whose words then need not be moved: where all splits have an even
+        number of them, and there are registers for it.
+        """
+        alike = self.split_chunks % 2 == 0 and self.splits * self.split_chunks == self.chunks
+        return alike and self.together == 1 and self.columns == 128 and not self.overlap
+
+    @property
     def sets(self) -> int:
         """Sets of columns per chunk."""
         return self.layout.chunk // self.columns

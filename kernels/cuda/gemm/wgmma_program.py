@@ -142,7 +142,7 @@ def few_rows_program(
     words, stages, ready, tile, lane = begin_block(matrix, x_rows, block, begin, end, 0, P)
     acc, words = multiply(
         matrix.planes, words, x_rows, stages, ready, tile, lane, begin, begin, end, end, 0, matrix.weight_scale,
-        P, MMA, A,
+        P, MMA, A, P.even,
     )  # fmt: skip
     if P.flags.pdl and P.flags.consumer:
         tl.extra.cuda.gdc_wait()

@@ -263,6 +263,18 @@ def test_hopper_shares_a_product_too(
         assert nmse(y, expected(x, [weight]) + residual) < FP16_ROUNDING
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
+@pytest.mark.usefixtures("way")
+def test_scales_of_zero_are_zero_whatever_they_multiply(name: str, device: torch.device) -> None:
+    """Nothing bounds the super-scale of a block whose scales are all zero: it says nothing about the weights."""
+    weight, x = ordinary_weight(name, 64, 512), ordinary_activations(20, 512)
+    blocks = weight.data.view(64, 2, -1)
+    huge = torch.tensor([60000.0, -60000.0], dtype=torch.float16).view(torch.uint8)
+    blocks[:, 1, :4], blocks[:, 1, 4:16] = huge, 0
+    y = matmul(x.to(device), pack(weight, device), workspace(device))
+    assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(
     ("rows", "geometry"),
@@ -601,7 +613,7 @@ def test_many_rows_of_a_model_of_floats_stay_in_order(
         ((4096, 4096), 128, True, WgmmaGeometry(4, 8, 3)),
         ((4096, 4096), 128, False, WgmmaGeometry(4, 4, 3)),  # two programs a multiprocessor, in one wave
         ((10240, 8192), 100, False, WgmmaGeometry(4, 1, 3)),
-        ((10240, 8192), 64, False, WgmmaGeometry(4, 3, 3, False, 128)),
+        ((10240, 8192), 64, False, WgmmaGeometry(4, 3, 2, False, 128)),
     ],
 )
 def test_many_rows_are_cut_by_how_many_programs_that_makes(
