@@ -246,6 +246,8 @@ def test_every_way_to_share_a_product_gives_it(
         (40, WgmmaGeometry(16, 1, 6, False, 128)),
         (5, WgmmaGeometry(4, 8, 2, True, 0, 256)),
         (32, WgmmaGeometry(4, 2, 3, False, 128, 256)),
+        (61, WgmmaGeometry(4, 8, 3, False, 128)),  # eight programs add 8 rows each
+        (127, WgmmaGeometry(4, 6, 3, True)),  # of six programs four
     ],
 )
 def test_hopper_shares_a_product_too(
@@ -356,6 +358,7 @@ def test_on_hopper_many_rows_are_multiplied_in_blocks(
         (17, WgmmaGeometry(4, 2, 2, False, 128, 256)),
         (64, WgmmaGeometry(4, 1, 3, False, 128)),
         (40, WgmmaGeometry(8, 2, 3, False)),
+        (64, WgmmaGeometry(4, 2, 3, False, 128)),
         (127, WgmmaGeometry(16, 1, 3, True)),
     ],
 )
