@@ -53,7 +53,13 @@ _TRIED = {
     8: [(4, 2, True, 0, 256), (4, 3, True, 0, 256), (4, 3, False, 0, 256), (4, 2, False, 128, 256)],
     16: [(4, 2, True, 0, 256), (4, 3, True, 0, 256), (4, 3, False, 0, 256), (4, 2, False, 128, 256)],
     32: [(4, 3, False, 0, 256), (4, 2, False, 128, 256), (4, 4, False, 128, 128), (4, 4, True, 0, 128)],
-    64: [(4, 3, False, 128, 128), (4, 4, True, 0, 128), (4, 4, False, 128, 128), (8, 3, False, 128, 256)],
+    64: [
+        (4, 2, False, 128, 128),
+        (4, 3, False, 128, 128),
+        (4, 4, True, 0, 128),
+        (4, 4, False, 128, 128),
+        (8, 3, False, 128, 256),
+    ],
     128: [(4, 3, True, 0, 128), (4, 3, False, 0, 128), (8, 3, True, 0, 128), (8, 3, True, 0, 256)],
 }
 """Warps, stages, overlap, registers, columns. Every instruction that a set of columns costs beside dequantizing shows

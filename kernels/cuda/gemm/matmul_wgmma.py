@@ -53,14 +53,14 @@ def _wgmma_kernel(
     low, high, scales, supers, x_rows, row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, partial_ptr,
     arrivals_ptr, tiles, rows, first, N, T, weight_scale, bound, P: gl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of weight rows, splits of the columns). Up to P.block rows of x."""
+    """Grid: (splits of the columns, blocks of weight rows). Up to P.block rows of x."""
     if P.flags.pdl and not P.flags.producer:
         tl.extra.cuda.gdc_launch_dependents()
-    block = gl.program_id(0)
+    block = gl.program_id(1)
     matrix = wgmma_matrix((low, high, scales, supers), tiles, rows, weight_scale, P)
     output = WgmmaOutput(row_scale_ptr, residual_ptr, out_ptr, out_row_scale_ptr, first, N, T, bound)
     few_rows_program(
-        matrix, x_rows, output, partial_ptr, arrivals_ptr, block, gl.program_id(1), block, gl.num_programs(0), P
+        matrix, x_rows, output, partial_ptr, arrivals_ptr, block, gl.program_id(0), block, gl.num_programs(1), P
     )  # fmt: skip
 
 
@@ -74,20 +74,20 @@ def _wgmma_two_parts_kernel(
     """`_wgmma_kernel` for two parts of one matrix with different types: the blocks of one after those of the other."""
     if P.flags.pdl and not P.flags.producer:
         tl.extra.cuda.gdc_launch_dependents()
-    place = gl.program_id(0)
+    place = gl.program_id(1)
     blocks = (tiles + P.warps - 1) // P.warps
     if place < blocks:
         matrix = wgmma_matrix((low, high, scales, supers), tiles, rows, weight_scale, P)
         output = WgmmaOutput(row_scale_ptr, out_ptr, out_ptr, out_ptr, 0, N, T, 0.0)
         few_rows_program(
-            matrix, x_rows, output, partial_ptr, arrivals_ptr, place, gl.program_id(1), place, gl.num_programs(0), P
+            matrix, x_rows, output, partial_ptr, arrivals_ptr, place, gl.program_id(0), place, gl.num_programs(1), P
         )  # fmt: skip
     else:
         matrix_2 = wgmma_matrix((low_2, high_2, scales_2, supers_2), tiles_2, rows_2, weight_scale_2, P_2)
         output_2 = WgmmaOutput(row_scale_ptr, out_ptr, out_ptr, out_ptr, rows, N, T, 0.0)
         few_rows_program(
-            matrix_2, x_rows, output_2, partial_ptr, arrivals_ptr, place - blocks, gl.program_id(1), place,
-            gl.num_programs(0), P_2,
+            matrix_2, x_rows, output_2, partial_ptr, arrivals_ptr, place - blocks, gl.program_id(0), place,
+            gl.num_programs(1), P_2,
         )  # fmt: skip
 
 

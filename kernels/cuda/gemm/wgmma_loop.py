@@ -49,67 +49,93 @@ def of_chunk(words, i: gl.constexpr, P: gl.constexpr):
 
 
 @gluon.jit
+def _multiply_turn(
+    acc, words, c, n, slot, turn, x_rows, stages, ready, last, first_set, count, token0, weight_scale,
+    P: gl.constexpr, A: gl.constexpr,
+):  # fmt: skip
+    """One iteration of `multiply`, of chunk c, or of two: acc with its products, then the number, slot and turn of the
+    set behind it. n, slot, turn: of its first set."""
+    SETS: gl.constexpr = P.sets
+    HALVES: gl.constexpr = P.columns // 128
+    TOGETHER: gl.constexpr = P.together
+    before = gl.where(slot == 0, P.stages, slot) - 1
+    for number in gl.static_range(TOGETHER * SETS):
+        chunk = of_chunk(words, number // SETS, P)
+        live, scale, copied, at = True, weight_scale, count, slot
+        if number >= SETS:
+            live = c + 1 < last
+            scale = gl.where(live, weight_scale, 0.0)
+            copied = gl.where(live, count, 0)
+            at = gl.where(live, slot, before)
+        rows = stages.index(at)
+        for half in gl.static_range(HALVES):
+            a = weights_operand(chunk, number % SETS * HALVES + half, scale, P, A)
+            if half == 0:
+                mbarrier.wait(ready.index(at), turn, pred=live)
+            x = rows if HALVES == 1 else rows.slice(half * 128, 128, 1)
+            acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=P.overlap)
+            if P.overlap:
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                if half == 0:
+                    # all warps have read the previous set, which the next copy overwrites
+                    tl.debug_barrier()
+                    if n > 0:
+                        copy_set(
+                            x_rows, stages, ready, n - 1 + P.stages, before, first_set, copied, token0, P
+                        )
+        if not P.overlap:
+            tl.debug_barrier()
+            copy_set(x_rows, stages, ready, n + P.stages, slot, first_set, copied, token0, P)
+        n += 1
+        before = slot
+        if P.stages & (P.stages - 1) == 0:
+            slot, turn = n % P.stages, (n // P.stages) & 1
+        else:  # cheaper than a remainder
+            turn = gl.where(slot == P.stages - 1, turn ^ 1, turn)
+            slot = gl.where(slot == P.stages - 1, 0, slot + 1)
+    return acc, n, slot, turn
+
+
+@gluon.jit
 def multiply(
     planes, words, x_rows, stages, ready, tile, lane, begin, first, last, end, token0, weight_scale,
-    P: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr,
+    P: gl.constexpr, MMA: gl.constexpr, A: gl.constexpr, EVEN: gl.constexpr = False,
 ):  # fmt: skip
     """The sums of chunks first .. last - 1 of a program's begin .. end - 1: fp32 [16*P.warps, P.block], and the words
     of the next iteration.
 
     `words`: those of the iteration that begins at chunk `first`. The splits of a program share one queue of copied
     sets. In an iteration of two chunks the second may be past the end: its scale is zero, it is multiplied with the
-    previous set, and it copies nothing.
+    previous set, and it copies nothing. EVEN: see WgmmaProgram.
     """
-    SETS: gl.constexpr = P.sets
-    HALVES: gl.constexpr = P.columns // 128
     TOGETHER: gl.constexpr = P.together
-    first_set = begin * SETS
-    count = (end - begin) * SETS
+    first_set = begin * P.sets
+    count = (end - begin) * P.sets
     WARPS: gl.constexpr = P.warps
     TB: gl.constexpr = P.block
     acc = gl.zeros([16 * WARPS, TB], gl.float32, MMA)
-    n = (first - begin) * SETS
-    slot, turn, before = n % P.stages, (n // P.stages) & 1, (n + P.stages - 1) % P.stages
-    for c in range(first, last, TOGETHER):
-        if TOGETHER == 1:
+    n = (first - begin) * P.sets
+    slot, turn = n % P.stages, (n // P.stages) & 1
+    if EVEN:
+        for c in range(first, last, 2):
             later = load_turn(planes, tile, c + 1, end, lane, P)
-        else:
-            later = load_turn(planes, tile, gl.minimum(c + TOGETHER, last), end, lane, P)
-        for number in gl.static_range(TOGETHER * SETS):
-            chunk = of_chunk(words, number // SETS, P)
-            live, scale, copied, at = True, weight_scale, count, slot
-            if number >= SETS:
-                live = c + 1 < last
-                scale = gl.where(live, weight_scale, 0.0)
-                copied = gl.where(live, count, 0)
-                at = gl.where(live, slot, before)
-            rows = stages.index(at)
-            for half in gl.static_range(HALVES):
-                a = weights_operand(chunk, number % SETS * HALVES + half, scale, P, A)
-                if half == 0:
-                    mbarrier.wait(ready.index(at), turn, pred=live)
-                x = rows if HALVES == 1 else rows.slice(half * 128, 128, 1)
-                acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=P.overlap)
-                if P.overlap:
-                    acc = warpgroup_mma_wait(1, deps=[acc])
-                    if half == 0:
-                        # all warps have read the previous set, which the next copy overwrites
-                        tl.debug_barrier()
-                        if n > 0:
-                            copy_set(
-                                x_rows, stages, ready, n - 1 + P.stages, before, first_set, copied, token0, P
-                            )
-            if not P.overlap:
-                tl.debug_barrier()
-                copy_set(x_rows, stages, ready, n + P.stages, slot, first_set, copied, token0, P)
-            n += 1
-            before = slot
-            if P.stages & (P.stages - 1) == 0:
-                slot, turn = n % P.stages, (n // P.stages) & 1
-            else:  # cheaper than a remainder
-                turn = gl.where(slot == P.stages - 1, turn ^ 1, turn)
-                slot = gl.where(slot == P.stages - 1, 0, slot + 1)
-        words = later
+            acc, n, slot, turn = _multiply_turn(
+                acc, words, c, n, slot, turn, x_rows, stages, ready, last, first_set, count, token0, weight_scale, P, A
+            )  # fmt: skip
+            words = load_turn(planes, tile, c + 2, end, lane, P)
+            acc, n, slot, turn = _multiply_turn(
+                acc, later, c + 1, n, slot, turn, x_rows, stages, ready, last, first_set, count, token0, weight_scale,
+                P, A,
+            )  # fmt: skip
+    else:
+        for c in range(first, last, TOGETHER):
+            later = load_turn(
+                planes, tile, c + 1 if TOGETHER == 1 else gl.minimum(c + TOGETHER, last), end, lane, P
+            )
+            acc, n, slot, turn = _multiply_turn(
+                acc, words, c, n, slot, turn, x_rows, stages, ready, last, first_set, count, token0, weight_scale, P, A
+            )  # fmt: skip
+            words = later
     if P.overlap:
         acc = warpgroup_mma_wait(0, deps=[acc])
     return acc, words

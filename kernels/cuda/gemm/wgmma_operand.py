@@ -8,15 +8,19 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quengine.kernels.cuda.gemm.fragments import chunk_scales, step_codes
+from quengine.kernels.cuda.gemm.fragments import chunk_scales, step_codes, super_scales
 from quengine.kernels.cuda.gemm.mma import (
     E2M1,
     SUBNORMALS,
+    in_register,
     pack_halves,
     scale_bytes_once,
     scale_e2m1,
     scale_small,
 )
+from quengine.kernels.cuda.weights.layout import ScaleKind
+
+_BYTE_MIN = gl.constexpr(int(ScaleKind.BYTE_MIN))
 
 
 @gluon.jit
@@ -69,6 +73,55 @@ def _fp16_scales(scale, minimum, SIGNED: gl.constexpr, OVERLAP: gl.constexpr):
 
 
 @gluon.jit
+def _fp16_factors(scale, minimum):
+    """Two fp32 rounded to fp16, in an int32; to the largest number where that is exceeded, so that 0 times it is 0."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;",
+        "=r,f,f",
+        [scale, minimum],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _times_bytes(factors, word, magic, BYTES: gl.constexpr):
+    """A scale and a minimum, twice in an int32 each: two bytes of `word` times `factors`.
+
+    A byte in the last bits of the fp16 1024 makes 1024 + scale, in those of 16 it makes 16 + minimum / 64. The
+    assembler takes both results from one register.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 both, less; .reg .b16 a, b; mov.b32 less, 0xCC00E400; prmt.b32 both, $2, $3, "
+        + BYTES
+        + "; add.rn.f16x2 both, both, less; mul.rn.f16x2 both, both, $4;"
+        " mov.b32 {a, b}, both; mov.b32 $0, {a, a}; mov.b32 $1, {b, b}; }",
+        "=r,=r,r,r,r",
+        [word, magic, factors],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _fp16_scales_of_bytes(words, s: gl.constexpr, weight_scale, FMT: gl.constexpr):
+    """`_fp16_scales` of `chunk_scales` where both are bytes below 64, without a conversion for each. The bits are the
+    same, as 11 bits times 6 are rounded once, but where a minimum is 2^-9 of the largest weight or less.
+    """
+    d0, m0, d1, m1 = super_scales(words, FMT)
+    down = weight_scale * -64.0
+    near = _fp16_factors(d0 * (weight_scale * (SUBNORMALS / (1 << FMT.near_shift))), m0 * down)
+    far = _fp16_factors(d1 * (weight_scale * (SUBNORMALS / (1 << FMT.far_shift))), m1 * down)
+    word = words[FMT.code_words + s]
+    magic = in_register(gl.full(word.shape, 0x4C64, gl.int32, word.type.layout), True)
+    scale, minimum = _times_bytes(near, word, magic, "0x5140")
+    far_scale, far_minimum = _times_bytes(far, word, magic, "0x5342")
+    return scale, minimum, far_scale, far_minimum
+
+
+@gluon.jit
 def weights_operand(
     words, half: gl.constexpr, weight_scale, P: gl.constexpr, A: gl.constexpr
 ):  # fmt: skip
@@ -81,20 +134,24 @@ def weights_operand(
     EXACT: gl.constexpr = P.flags.exact
     # NVFP4's scales are no powers of two: rounded to fp16 here.
     E2M1_CODES: gl.constexpr = FMT.table == 2 and (FMT.format == "MXFP4" or not EXACT)
+    BYTES: gl.constexpr = FMT.scales == _BYTE_MIN and not EXACT
     WARPS: gl.constexpr = P.warps
     STEPS: gl.constexpr = FMT.steps_per_set
     SETS: gl.constexpr = FMT.sets_per_block
     SIGNED: gl.constexpr = FMT.signed
     operand = ()
     for s in gl.static_range(SETS):
-        # The table of E2M1 is doubled, and its scales are halved.
-        scales = chunk_scales(
-            words, half * SETS + s, weight_scale, FMT, 2 * E2M1 if E2M1_CODES else SUBNORMALS
-        )
+        if BYTES:
+            scales = _fp16_scales_of_bytes(words, half * SETS + s, weight_scale, FMT)
+        else:
+            # The table of E2M1 is doubled, and its scales are halved.
+            scales = chunk_scales(
+                words, half * SETS + s, weight_scale, FMT, 2 * E2M1 if E2M1_CODES else SUBNORMALS
+            )
         near, near_min, far, far_min = scales
         if E2M1_CODES:
             near, far = _twice(near), _twice(far)
-        elif not EXACT:
+        elif not EXACT and not BYTES:
             near, near_min = _fp16_scales(near, near_min, SIGNED, P.overlap)
             far, far_min = _fp16_scales(far, far_min, SIGNED, P.overlap)
         for j in gl.static_range(STEPS):

@@ -39,9 +39,9 @@ class WgmmaProgram:
 
     A program takes 16 * `warps` rows of a weight of `cols` columns and `block` rows of x, and keeps `stages` sets of
     `columns` columns in shared memory. With few rows, `splits` programs share the columns; with many, one program
-    computes `splits` splits in turn, and the number of programs that share a block's columns is an argument. `at_once`
-    partial sums are read at a time. `overlap`: the matrix units multiply while weights are dequantized. `groups`: see
-    WgmmaGeometry; `warps` are then those of one group. `per_warp`: see there.
+    computes `splits` splits in turn, and the number of programs that share a block's columns is an argument. `overlap`:
+    the matrix units multiply while weights are dequantized. `groups`: see WgmmaGeometry; `warps` are then those of one
+    group. `per_warp`: see there.
     """
 
     layout: PackedLayout
@@ -49,7 +49,6 @@ class WgmmaProgram:
     block: int
     warps: int
     splits: int
-    at_once: int
     stages: int
     columns: int
     overlap: bool
@@ -64,6 +63,24 @@ class WgmmaProgram:
     @property
     def split_chunks(self) -> int:
         return -(-self.chunks // self.splits)
+
+    @property
+    def parts(self) -> int:
+        """The programs of a block that add its partial sums, a power of two: each those of at least 8 rows of x. With
+        few rows one adds them sooner than several find each other.
+        """
+        parts = 1
+        while self.block > 16 and 2 * parts <= min(self.splits, self.block // 8):
+            parts *= 2
+        return parts
+
+    @property
+    def even(self) -> bool:
+        """Whether the loop takes two chunks a turn, whose words then need not be moved: where all splits have an even
+        number of them, and there are registers for it.
+        """
+        alike = self.split_chunks % 2 == 0 and self.splits * self.split_chunks == self.chunks
+        return alike and self.together == 1 and self.columns == 128 and not self.overlap
 
     @property
     def sets(self) -> int:
@@ -103,8 +120,8 @@ def wgmma_plan(
     blocks = -(-weight_rows // (16 * geometry.warps))
     if rows <= MOST_FEW:
         program = _program(geometry, layout, cols, rows, flags)
-        plan = _plan(geometry, program, (blocks, program.splits), _partial(program, blocks))
-        return replace(plan, splits=program.splits)
+        plan = _plan(geometry, program, (program.splits, blocks), _partial(program, blocks))
+        return replace(plan, splits=program.splits, blocks=blocks)
     program = _program(
         geometry if geometry.in_turn else replace(geometry, splits=1), layout, cols, rows, flags
     )
@@ -126,7 +143,8 @@ def wgmma_plan_two_parts(
     program = _program(geometry, layouts[0], cols, rows, flags, layouts[1].staged_bytes)
     blocks = sum(-(-count // (16 * geometry.warps)) for count in weight_rows)
     second = replace(program, layout=layouts[1])
-    return _plan(geometry, program, (blocks, program.splits), _partial(program, blocks), second)
+    plan = _plan(geometry, program, (program.splits, blocks), _partial(program, blocks), second)
+    return replace(plan, blocks=blocks)
 
 
 @lru_cache(1024)
@@ -184,8 +202,7 @@ def _program(
     set_columns = min(geometry.columns, layout.chunk)
     stages = _stages(geometry.stages, block, set_columns, layout.staged_bytes + beside)
     program = WgmmaProgram(
-        layout, cols, block, geometry.warps, splits, _sums_at_once(splits, block, geometry), stages, set_columns,
-        geometry.overlap, flags,
+        layout, cols, block, geometry.warps, splits, stages, set_columns, geometry.overlap, flags,
     )  # fmt: skip
     # If the loop has at most one iteration, the compiler may move the copy of the sums before the wait for them.
     columns = program.together * layout.chunk
@@ -206,14 +223,6 @@ def _cut(chunks: int, splits: int) -> tuple[int, int]:
     """The number of non-empty splits, at most `splits`, and the chunks of each but the last."""
     split_chunks = -(-chunks // splits)
     return -(-chunks // split_chunks), split_chunks
-
-
-def _sums_at_once(splits: int, block: int, geometry: WgmmaGeometry) -> int:
-    """Splits whose sums are read at a time: a divisor of `splits` whose registers, block / 2 each, are free
-    at the end.
-    """
-    registers = max(64 if geometry.registers or block > 64 else 128, block // 2)
-    return max(n for n in range(1, splits + 1) if splits % n == 0 and n * (block // 2) <= registers)
 
 
 def _partial(program: WgmmaProgram, blocks: int) -> int:

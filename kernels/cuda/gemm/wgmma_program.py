@@ -1,8 +1,9 @@
 """A program of the wgmma matmul: a block of weight rows times a block of rows of x, over all columns or a split of
 them (split-K).
 
-Where several programs share a block's columns, each stores its partial sums, and the last to arrive adds them up in
-the order of the columns; or each stores rows of its own, which the next launch adds in that order.
+Where several programs share a block's columns, each stores its partial sums. The last to arrive adds them up in the
+order of the columns; or, of 17 to 128 rows of x, they wait for each other, and each adds those of some rows; or each
+stores rows of its own, which the next launch adds.
 """
 
 from typing import Any, NamedTuple
@@ -94,28 +95,63 @@ def _leave(acc, at, arrival_ptr, splits):
 
 
 @gluon.jit
-def _add_splits(acc, split, place, places, partial_ptr, arrivals_ptr, MMA: gl.constexpr, P: gl.constexpr):
-    """Stores the partial sums of a split at place `place` of `places`; the program that arrives last gets the
-    sum of all splits, and True.
+def _meet(counter, stays, P: gl.constexpr):
+    """Counts this program at `counter`; if it `stays`, waits for the others of its block. Those that stayed count once
+    more, which makes the counter zero. A block's programs are started one behind the other, so they run together.
     """
-    SIZE: gl.constexpr = 16 * P.warps * P.block
-    AT_ONCE: gl.constexpr = P.at_once
-    spread = _partial_offsets(MMA, P.warps, P.block)
-    own = partial_ptr + (split * places + place) * SIZE
-    last = _leave(acc, own + spread, arrivals_ptr + place, P.splits)
-    if last:
-        gl.store(arrivals_ptr + place, 0)
-        # Other programs wrote these: bypass this multiprocessor's L1. Reading all at once would take more registers
-        # than the rest of the kernel; reading one by one would cost an L2 latency each.
-        at = partial_ptr + place * SIZE + spread
-        step = places * SIZE
-        acc = gl.load(at, cache_modifier=".cg")
-        for i in gl.static_range(1, AT_ONCE):
-            acc += gl.load(at + i * step, cache_modifier=".cg")
-        for start in range(AT_ONCE, P.splits, AT_ONCE):
-            for i in gl.static_range(AT_ONCE):
-                acc += gl.load(at + (start + i) * step, cache_modifier=".cg")
-    return acc, last
+    thread = gl.arange(0, 32 * P.warps, layout=gl.BlockedLayout([1], [32], [P.warps], [0]))
+    tl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .b32 count;
+        setp.ne.u32 p, $2, 0; @p bra met;
+        red.release.gpu.global.inc.u32 [$1], $5;
+        setp.eq.u32 p, $3, 0; @p bra met;
+        wait: ld.acquire.gpu.global.u32 count, [$1]; setp.lt.u32 p, count, $4; @p bra wait;
+        red.relaxed.gpu.global.inc.u32 [$1], $5;
+        met: mov.b32 $0, 0; }""",
+        "=r,l,r,r,r,r",
+        [
+            counter + 0 * thread, thread, 0 * thread + stays.to(gl.int32), 0 * thread + P.splits,
+            0 * thread + (P.splits + P.parts - 1),
+        ],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )  # fmt: skip
+    tl.debug_barrier()
+
+
+@gluon.jit
+def _add_splits(
+    acc, block, split, place, places, output, rows, weight_scale, partial_ptr, arrivals_ptr,
+    MMA: gl.constexpr, P: gl.constexpr,
+):  # fmt: skip
+    """Stores the partial sums of a split at place `place` of `places`. The first P.parts programs of a block wait for
+    the others, and each adds and stores the sums of as many rows of x; or, if that is one, the last to arrive does it.
+    """
+    WARPS: gl.constexpr = P.warps
+    SIZE: gl.constexpr = 16 * WARPS * P.block
+    PART: gl.constexpr = P.block // P.parts
+    OF_PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
+    own = partial_ptr + (split * places + place) * SIZE + _partial_offsets(MMA, WARPS, P.block)
+    if P.parts == 1:
+        part = 0
+        adds = _leave(acc, own, arrivals_ptr + place, P.splits)
+        gl.store(arrivals_ptr + place, 0, mask=adds)
+    else:
+        part = split
+        adds = split < P.parts
+        gl.store(own, acc)
+        tl.debug_barrier()  # all warps' stores come before the count that publishes them
+        _meet(arrivals_ptr + place, adds, P)
+    if adds:
+        # Other programs wrote these: bypass this multiprocessor's L1. All splits at once, as one by one each would cost
+        # an L2 latency.
+        at = partial_ptr + place * SIZE + part * (16 * WARPS * PART) + _partial_offsets(OF_PART, WARPS, PART)
+        y = gl.load(at, cache_modifier=".cg")
+        SPLITS: gl.constexpr = P.splits
+        for i in gl.static_range(1, SPLITS):
+            y += gl.load(at + i * (places * SIZE), cache_modifier=".cg")
+        store_sums(y, block * (16 * WARPS), output, rows, weight_scale, OF_PART, P, part * PART)
 
 
 @gluon.jit
@@ -142,16 +178,18 @@ def few_rows_program(
     words, stages, ready, tile, lane = begin_block(matrix, x_rows, block, begin, end, 0, P)
     acc, words = multiply(
         matrix.planes, words, x_rows, stages, ready, tile, lane, begin, begin, end, end, 0, matrix.weight_scale,
-        P, MMA, A,
+        P, MMA, A, P.even,
     )  # fmt: skip
     if P.flags.pdl and P.flags.consumer:
         tl.extra.cuda.gdc_wait()
-    finished = True
     if P.flags.apart:
         output = _rows_of_split(output, split)
-    elif P.splits > 1:
-        acc, finished = _add_splits(acc, split, place, places, partial_ptr, arrivals_ptr, MMA, P)
-    if finished:
+    if P.splits > 1 and not P.flags.apart:
+        _add_splits(
+            acc, block, split, place, places, output, matrix.rows, matrix.weight_scale, partial_ptr, arrivals_ptr,
+            MMA, P,
+        )  # fmt: skip
+    else:
         store_sums(acc, block * (16 * P.warps), output, matrix.rows, matrix.weight_scale, MMA, P)
 
 

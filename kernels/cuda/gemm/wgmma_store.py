@@ -149,16 +149,17 @@ def _store_rows(y, row, token, output, rows, weight_scale, P: gl.constexpr, scal
 
 @gluon.jit
 def store_sums(
-    y, block_row, output, rows, weight_scale, MMA: gl.constexpr, P: gl.constexpr, token0=0, scale=None
+    y, block_row, output, rows, weight_scale, L: gl.constexpr, P: gl.constexpr, token0=0, scale=None
 ):  # fmt: skip
-    """Scales and stores sums of few rows of x, from row token0 on; the first row is row `block_row` of the
+    """Scales and stores sums of few rows of x in layout L, from row token0 on; the first row is row `block_row` of the
     packed matrix. scale: from `load_row_scales`.
     """
+    TB: gl.constexpr = y.shape[1]
     if P.flags.epilogue >= SILU:
-        _store_gated(y, block_row, token0, output, rows, weight_scale, P, P.block, scale)
+        _store_gated(y, block_row, token0, output, rows, weight_scale, P, TB, scale)
     else:
-        row = block_row + gl.arange(0, 16 * P.warps, layout=gl.SliceLayout(1, MMA))
-        token = token0 + gl.arange(0, P.block, layout=gl.SliceLayout(0, MMA))
+        row = block_row + gl.arange(0, 16 * P.warps, layout=gl.SliceLayout(1, L))
+        token = token0 + gl.arange(0, TB, layout=gl.SliceLayout(0, L))
         _store_rows(y, row, token, output, rows, weight_scale, P, scale)
 
 

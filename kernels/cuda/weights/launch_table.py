@@ -221,7 +221,7 @@ def _default_wgmma(splits: int, block: int) -> WgmmaGeometry:
     """Programs of 4 warps for blocks of up to `MOST_FEW` rows."""
     if block <= 16:
         return WgmmaGeometry(4, splits, 2, False, 128, 256)
-    return WgmmaGeometry(4, splits, 3, block > 64, 128 if block <= 64 else 0)
+    return WgmmaGeometry(4, splits, 2 if block == 64 else 3, block > 64, 128 if block <= 64 else 0)
 
 
 def _splits(shape: Shape, programs: int) -> int:

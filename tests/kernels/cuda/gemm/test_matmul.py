@@ -246,6 +246,8 @@ def test_every_way_to_share_a_product_gives_it(
         (40, WgmmaGeometry(16, 1, 6, False, 128)),
         (5, WgmmaGeometry(4, 8, 2, True, 0, 256)),
         (32, WgmmaGeometry(4, 2, 3, False, 128, 256)),
+        (61, WgmmaGeometry(4, 8, 3, False, 128)),  # eight programs add 8 rows each
+        (127, WgmmaGeometry(4, 6, 3, True)),  # of six programs four
     ],
 )
 def test_hopper_shares_a_product_too(
@@ -261,6 +263,18 @@ def test_hopper_shares_a_product_too(
     for _ in range(2):
         y = matmul(x.to(device), pack(weight, device), room, residual.to(device))
         assert nmse(y, expected(x, [weight]) + residual) < FP16_ROUNDING
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
+@pytest.mark.usefixtures("way")
+def test_scales_of_zero_are_zero_whatever_they_multiply(name: str, device: torch.device) -> None:
+    """Nothing bounds the super-scale of a block whose scales are all zero: it says nothing about the weights."""
+    weight, x = ordinary_weight(name, 64, 512), ordinary_activations(20, 512)
+    blocks = weight.data.view(64, 2, -1)
+    huge = torch.tensor([60000.0, -60000.0], dtype=torch.float16).view(torch.uint8)
+    blocks[:, 1, :4], blocks[:, 1, 4:16] = huge, 0
+    y = matmul(x.to(device), pack(weight, device), workspace(device))
+    assert nmse(y, expected(x, [weight])) < FP16_ROUNDING
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -344,6 +358,7 @@ def test_on_hopper_many_rows_are_multiplied_in_blocks(
         (17, WgmmaGeometry(4, 2, 2, False, 128, 256)),
         (64, WgmmaGeometry(4, 1, 3, False, 128)),
         (40, WgmmaGeometry(8, 2, 3, False)),
+        (64, WgmmaGeometry(4, 2, 3, False, 128)),
         (127, WgmmaGeometry(16, 1, 3, True)),
     ],
 )
@@ -601,7 +616,7 @@ def test_many_rows_of_a_model_of_floats_stay_in_order(
         ((4096, 4096), 128, True, WgmmaGeometry(4, 8, 3)),
         ((4096, 4096), 128, False, WgmmaGeometry(4, 4, 3)),  # two programs a multiprocessor, in one wave
         ((10240, 8192), 100, False, WgmmaGeometry(4, 1, 3)),
-        ((10240, 8192), 64, False, WgmmaGeometry(4, 3, 3, False, 128)),
+        ((10240, 8192), 64, False, WgmmaGeometry(4, 3, 2, False, 128)),
     ],
 )
 def test_many_rows_are_cut_by_how_many_programs_that_makes(
