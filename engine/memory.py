@@ -36,6 +36,13 @@ sampling. Measured with all of them captured: see tests/engine/test_memory.py.
 BURST_LOGIT_BYTES = 4 * 64 * 9
 """The same of captured steps of 64 prompts, each of which keeps its fp32 logits: nine sizes."""
 
+ADAPTED_LOGIT_BYTES = 72
+"""Bytes per row and logit of decode steps that are captured with adapters too, of all sizes, greedy and with default
+settings, each with a bias and without: each keeps its fp32 logits."""
+
+ADAPTED_PROMPT_LOGIT_BYTES = 4 * (1 + 4 + 16) * 11
+"""The same of captured steps of 1, 4 and 16 prompts: eleven sizes."""
+
 _BURST_FROM = 17
 """Sequences from which on there are such steps."""
 
@@ -431,6 +438,13 @@ def workspace_bytes(
     # A prompt's row in a Mamba2 layer takes, beside its product, fp32 channels and two gates of each head.
     activations += 0 if mamba is None else 4 * chunk * (mamba.channels + 2 * mamba.heads)
     return fixed + packed + dequantized + activations + logits + grouped_row_bytes(config, chunk)
+
+
+def adapted_logit_bytes(vocab_size: int, rows: int) -> int:
+    """Bytes of the logits that captured steps with LoRA adapters keep on a CUDA device, beside those of the same steps
+    without: of decode steps of up to `rows` rows, and of prompts."""
+    bursts = BURST_LOGIT_BYTES if rows >= _BURST_FROM else 0
+    return vocab_size * (ADAPTED_LOGIT_BYTES * rows + ADAPTED_PROMPT_LOGIT_BYTES + bursts)
 
 
 def draft_step_bytes(config: ModelConfig, layer: ModelConfig, parallel: int, rows: int, context: int) -> int:

@@ -14,6 +14,7 @@ from quengine.memory import (
     USABLE_CONTEXT,
     CacheNeeds,
     DeviceMemory,
+    adapted_logit_bytes,
     choose_context,
     choose_pools,
     cold_checkpoints,
@@ -153,6 +154,8 @@ def _memory_needs(
     weights = checkpoint.nbytes - experts.host_bytes
     workspace = workspace_bytes(device.type, shape, weights, chunk, rows)
     workspace += RANKS_WORKSPACE[device.type] if config.ranks > 1 else 0
+    if config.lora and device.type == "cuda":
+        workspace += adapted_logit_bytes(shape.vocab_size, rows)
     if draft is not None:
         workspace += workspace_bytes(device.type, draft.config, draft.nbytes, chunk, rows, draft=True)
         weights += draft.nbytes
