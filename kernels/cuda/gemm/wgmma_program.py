@@ -39,7 +39,7 @@ def wgmma_matrix(planes, tiles, rows, weight_scale, P: gl.constexpr):
 
 
 @gluon.jit
-def _partial_offsets(MMA: gl.constexpr, WARPS: gl.constexpr, TB: gl.constexpr):
+def partial_offsets(MMA: gl.constexpr, WARPS: gl.constexpr, TB: gl.constexpr):
     """Offsets of partial sums fp32 [16*WARPS, TB] in scratch: in thread order, two values of each thread
     adjacent, so that a warp writes 256 contiguous bytes. Offsets of fewer rows of x are a prefix of these.
     """
@@ -83,7 +83,7 @@ def begin_block(matrix, x_rows, block, begin, end, token0, P: gl.constexpr):
 
 
 @gluon.jit
-def _leave(acc, at, arrival_ptr, splits):
+def leave(acc, at, arrival_ptr, splits):
     """Stores the partial sums of one of `splits` splits at pointers `at`; returns whether all others have
     stored theirs.
     """
@@ -100,9 +100,9 @@ def _add_splits(acc, split, place, places, partial_ptr, arrivals_ptr, MMA: gl.co
     """
     SIZE: gl.constexpr = 16 * P.warps * P.block
     AT_ONCE: gl.constexpr = P.at_once
-    spread = _partial_offsets(MMA, P.warps, P.block)
+    spread = partial_offsets(MMA, P.warps, P.block)
     own = partial_ptr + (split * places + place) * SIZE
-    last = _leave(acc, own + spread, arrivals_ptr + place, P.splits)
+    last = leave(acc, own + spread, arrivals_ptr + place, P.splits)
     if last:
         gl.store(arrivals_ptr + place, 0)
         # Other programs wrote these: bypass this multiprocessor's L1. Reading all at once would take more registers
@@ -208,10 +208,10 @@ def finish_share(
         store_block(acc, block * (16 * WARPS), share.token0, output, rows, weight_scale, P, TB, AT_ONCE)
     elif share.shared:
         own = partial_ptr + (share.split * places + place) * SIZE
-        if _leave(acc, own + _partial_offsets(MMA, WARPS, TB), arrivals_ptr + place, share.splits):
+        if leave(acc, own + partial_offsets(MMA, WARPS, TB), arrivals_ptr + place, share.splits):
             gl.store(arrivals_ptr + place, 0)
             OF_PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
-            at = partial_ptr + place * SIZE + _partial_offsets(OF_PART, WARPS, PART)
+            at = partial_ptr + place * SIZE + partial_offsets(OF_PART, WARPS, PART)
             for part in range(TB // PART):
                 y = gl.zeros([16 * WARPS, PART], gl.float32, OF_PART)
                 for i in gl.static_range(_MOST_SHARES):
