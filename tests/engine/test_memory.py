@@ -203,6 +203,16 @@ def test_adapters_leave_less_room_on_a_gpu(config: ModelConfig) -> None:
     assert workspace("cpu", "a.gguf") == workspace("cpu")
 
 
+def test_ranks_have_room_for_a_captured_whole_chunk(config: ModelConfig) -> None:
+    """Of the stream and of products, which a step that is not captured has in memory of its own."""
+
+    def taken(ranks: int, chunk: int) -> int:
+        return workspace_bytes("cuda", dataclasses.replace(config, ranks=ranks), GIB, chunk, 1)
+
+    assert taken(2, 2048) - taken(1, 2048) == 3 * 4 * 2048 * config.embedding_length
+    assert taken(2, 1920) == taken(1, 1920)  # no chunk is captured whole
+
+
 def test_the_rows_of_experts_take_room_of_their_own_on_the_cpu(config: ModelConfig) -> None:
     """Of a chunk of T tokens T x k rows, which the dense feed-forward of the same model does not have."""
     experts = ExpertConfig(count=128, router=RouterKind(used=8), feed_forward_length=768)
