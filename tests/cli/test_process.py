@@ -166,6 +166,11 @@ def test_a_process_that_leaves_writes_what_c_has_printed() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (3, "log\n", "")
 
 
+def test_a_process_leaves_without_its_outputs_too() -> None:
+    body = "from quengine.kernels.process_end import leave; leave(3)"
+    assert ended([sys.executable, "-c", body], preexec_fn=closing(1, 2)).returncode == 3
+
+
 def test_help_lists_exactly_those_exit_codes() -> None:
     listed = re.findall(r"(?:^|; |: )(\d+) ", main.EXIT_CODES)
     assert [int(code) for code in listed] == list(ENDS)
