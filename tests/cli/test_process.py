@@ -200,6 +200,17 @@ def test_a_full_disk_is_said_without_buffers_too() -> None:
     assert one_line(done) == "engine: error: cannot write to standard output: No space left on device"
 
 
+def test_a_line_without_buffers_is_out_before_the_process_ends() -> None:
+    body = 'print("ready"); sys.stdin.read()'
+    command, environment = [sys.executable, "-c", PROGRAM.format(body=body)], {"PYTHONUNBUFFERED": "1"}
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=os.environ | environment, **streams) as running:
+        assert running.stdout is not None
+        found = select.select([running.stdout], [], [], 60)[0]
+        running.communicate()
+    assert found and running.returncode == 0
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_an_error_output_that_takes_nothing_leaves_the_exit_code() -> None:
     with Path("/dev/full").open("w") as full:
