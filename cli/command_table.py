@@ -36,10 +36,11 @@ class PanelCommand(TyperCommand):
     """A command whose help has its flags under their headings, in plain text, where no table cuts a name."""
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
-        panels: dict[str, list[tuple[str, str]]] = {"Options": []}
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for flag in self.get_params(ctx):
+            heading = getattr(flag, "rich_help_panel", None) or f"{flag.param_type_name.title()}s"
             if (row := flag.get_help_record(ctx)) is not None:
-                panels.setdefault(getattr(flag, "rich_help_panel", None) or "Options", []).append(row)
+                panels.setdefault(heading, []).append(row)
         _write_panels(panels, formatter)
 
 
@@ -58,8 +59,9 @@ class PanelGroup(TyperGroup):
 
 def _write_panels(panels: Mapping[str, list[tuple[str, str]]], formatter: Any) -> None:
     for panel, rows in panels.items():
-        with formatter.section(panel):
-            formatter.write_dl(rows)
+        if rows:
+            with formatter.section(panel):
+                formatter.write_dl(rows)
 
 
 class ExampleCommand(PanelCommand):

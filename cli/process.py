@@ -78,9 +78,9 @@ def open_streams() -> None:
     if sys.stdout is None:
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(_placeholder(1, os.O_RDONLY, "w")), "utf-8")
     elif isinstance(raw := getattr(sys.stdout, "buffer", None), io.FileIO):
-        # PYTHONUNBUFFERED: text that is not taken would be lost, and `output_error` find nothing.
+        # PYTHONUNBUFFERED: text that is not taken would be lost, and `output_error` find nothing. Lines go out at once.
         buffer = io.BufferedWriter(io.FileIO(raw.fileno(), "w", closefd=False))
-        sys.stdout = io.TextIOWrapper(buffer, sys.stdout.encoding, line_buffering=raw.isatty())
+        sys.stdout = io.TextIOWrapper(buffer, sys.stdout.encoding, line_buffering=True)
     if sys.stderr is None:
         sys.stderr = io.TextIOWrapper(io.BufferedWriter(_placeholder(2, os.O_WRONLY, "w")), "utf-8")
     codecs.register_error(_ESCAPE, _escape)

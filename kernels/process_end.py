@@ -27,11 +27,13 @@ def end_at_once(code: int) -> NoReturn:
 def leave(code: int) -> NoReturn:
     """End this process at once, with what it has printed: by C libraries too, whose streams into files and
     pipes would be lost."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nothing reads it, or it is closed
-            stream.flush()
-    if "ctypes" in sys.modules:  # torch imports it
-        import ctypes
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):  # nothing reads it, or it is closed
+                stream.flush()
+        if "ctypes" in sys.modules:  # torch imports it
+            import ctypes
 
-        ctypes.CDLL(None).fflush(None)
-    end_at_once(code)
+            ctypes.CDLL(None).fflush(None)
+    finally:
+        end_at_once(code)

@@ -77,7 +77,7 @@ class AltUpLayer(DecoderLayer):
         beside = altup.beside(batch, active, norm, self._left, self._right, self._laurel_norm)
         y = mixer(batch, active, cache, None, rows)
         if rows is not None:
-            # predictions[:, rows] wakes torch's threads, as in PlainRows.gather_rows.
+            # predictions[:, rows] wakes torch's threads even for one row.
             beside, predictions = self.backend.gather_rows(beside, rows), predictions.index_select(1, rows)
             inputs = self.backend.gather_rows(inputs, rows)
         y = ffn(batch, altup.joined(batch, y, beside), None)

@@ -90,7 +90,8 @@ def imatrix(
         from quengine.evaluation.imatrix import add_files
 
         add_files(before, flags.output)
-        print(f"{len(before)} files added; wrote {flags.output}", file=sys.stderr)
+        files = "1 file" if len(before) == 1 else f"{len(before)} files"
+        print(f"{files} added; wrote {flags.output}", file=sys.stderr)
         return
     from quengine.cli.loading import load_llm
 

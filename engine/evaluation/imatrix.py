@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from quengine.errors import EngineError
 from quengine.models.gguf.whole_file import check_disk
-from quengine.models.quantize.imatrix import ImatrixSums, Sums, added_sums, read_sums, write_sums
+from quengine.models.quantize.imatrix import ImatrixSums, Sums, added_sums, each_text, read_sums, write_sums
 from quengine.parallel.group import RankFailedError
 from quengine.parallel.observed_inputs import written_sums
 from quengine.parallel.wire import ObserveInputs, WriteSums
@@ -166,7 +166,7 @@ def _compute(llm: "LLM", ids: list[int]) -> None:
 def _resumed(path: Path, datasets: Seq[str], ctx: int, first: int, added: int) -> ImatrixSums:
     """The sums of an unfinished file of these texts from chunk `first` on, after `added` chunks of other files."""
     found = read_sums(path)
-    if found.chunk_size != ctx or found.datasets != tuple(dict.fromkeys(datasets)):
+    if found.chunk_size != ctx or found.datasets != each_text(datasets):
         names = ", ".join(found.datasets) or "no text"
         raise EngineError(
             f"{path}: is of {names} in chunks of {found.chunk_size}, not of {', '.join(datasets)} in chunks of {ctx}: "

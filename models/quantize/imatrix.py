@@ -137,6 +137,8 @@ def read_sums(path: Path) -> ImatrixSums:
         datasets = tuple(gguf.require_strings("imatrix.datasets"))
         chunks, size = (gguf.require_int(key) for key in _KEYS[1:])
         first, added = (gguf.require_int(key) if key in gguf.metadata else 0 for key in (_FIRST, _ADDED))
+        if added > chunks:
+            raise gguf.error(_ADDED, f"{added} of {chunks} chunks")
         return ImatrixSums(sums, datasets, chunks, size, first, added)
 
 
@@ -152,13 +154,18 @@ def added_sums(files: Sequence[ImatrixSums], chunk_size: int | None = None) -> I
     for each in files:
         for name, found in each.in_chunks_of(size or 1).items():
             sums[name] = _added(name, sums[name], found) if name in sums else found
-    datasets = dict.fromkeys(name for each in files for name in each.datasets)
+    datasets = each_text(name for each in files for name in each.datasets)
     if (chunks := sum(each.chunks_of(size or 1) for each in files)) > _MOST_CHUNKS:
         raise EngineError(f"{chunks} chunks: an imatrix file counts at most {_MOST_CHUNKS}")
     first, added = 0, chunks
     if all(before.goes_on_in(each) for before, each in pairwise(files)):
         first, added = files[0].first, files[0].added
-    return ImatrixSums(sums, tuple(datasets), chunks, size, first, added)
+    return ImatrixSums(sums, datasets, chunks, size, first, added)
+
+
+def each_text(names: Iterable[str]) -> tuple[str, ...]:
+    """Each name once, where it stands last: the last text stays the last."""
+    return tuple(dict.fromkeys(reversed(list(names))))[::-1]
 
 
 def _added(name: str, first: Sums, second: Sums) -> Sums:

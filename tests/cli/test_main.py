@@ -253,6 +253,19 @@ def test_a_model_that_is_not_named_by_its_flag_gets_that_hint(capsys):
     assert capsys.readouterr().err.splitlines()[1] == "A model is named with -m. Try `engine bench --help`."
 
 
+@pytest.mark.parametrize("command", [["merge"], ["kernels", "install"], ["generate"]], ids=" ".join)
+def test_the_help_has_arguments_before_options(capsys, command):
+    assert main.run([*command, "--help"]) == 0
+    before, _, after = capsys.readouterr().out.partition("\nOptions:\n")
+    arguments, name = before.partition("\nArguments:\n  ")[2], {"merge": "MODEL ", "kernels": "PACK "}
+    assert arguments.startswith(name.get(command[0], "[PROMPT] ")) and "Arguments:" not in after
+
+
+def test_the_help_of_a_command_without_arguments_has_no_heading_for_them(capsys):
+    assert main.run(["ps", "--help"]) == 0
+    assert "Arguments" not in capsys.readouterr().out
+
+
 def test_the_help_wraps_its_paragraphs_itself(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert main.run(["pull", "--help"]) == 0

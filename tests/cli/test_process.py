@@ -166,6 +166,11 @@ def test_a_process_that_leaves_writes_what_c_has_printed() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (3, "log\n", "")
 
 
+def test_a_process_leaves_without_its_outputs_too() -> None:
+    body = "from quengine.kernels.process_end import leave; leave(3)"
+    assert ended([sys.executable, "-c", body], preexec_fn=closing(1, 2)).returncode == 3
+
+
 def test_help_lists_exactly_those_exit_codes() -> None:
     listed = re.findall(r"(?:^|; |: )(\d+) ", main.EXIT_CODES)
     assert [int(code) for code in listed] == list(ENDS)
@@ -193,6 +198,17 @@ def test_a_full_disk_is_said_without_buffers_too() -> None:
         done = engine("list", stdout=full, environment={"PYTHONUNBUFFERED": "1"}, imports=True)
     assert done.returncode == 2
     assert one_line(done) == "engine: error: cannot write to standard output: No space left on device"
+
+
+def test_a_line_without_buffers_is_out_before_the_process_ends() -> None:
+    body = 'print("ready"); sys.stdin.read()'
+    command, environment = [sys.executable, "-c", PROGRAM.format(body=body)], {"PYTHONUNBUFFERED": "1"}
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=os.environ | environment, **streams) as running:
+        assert running.stdout is not None
+        found = select.select([running.stdout], [], [], 60)[0]
+        running.communicate()
+    assert found and running.returncode == 0
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

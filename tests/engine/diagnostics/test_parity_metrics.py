@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quengine.diagnostics.parity import parity_metrics
 from quengine.diagnostics.parity.parity_metrics import (
     Budget,
     Comparison,
@@ -247,3 +248,27 @@ def test_values_of_4_bits_that_a_code_parts_are_both_right() -> None:
     assert not any(errors.any() for errors in nmse_cached([codes, scales], other))
     of_values, of_scales = nmse_cached([codes, scales], [codes ^ 32, scales * (1 + 3 * SCALE_STEP)])
     assert of_values.all() and of_scales.all()
+
+
+@pytest.mark.parametrize("elements", [1, 3 * 64, 2**21])
+def test_tensors_that_are_compared_at_once_have_the_errors_of_each(
+    elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several shapes and types, codes of 4 and 8 bits with the scales after them, among values and states."""
+    monkeypatch.setattr(parity_metrics, "TILE_ELEMENTS", elements)
+    generator = torch.Generator().manual_seed(4)
+    layers = list[list[list[Tensor]]]()  # the tensors of each layer, of both sides
+    for number, bits in enumerate((4, 8, None, 4, None, 8)):
+        rows = 0.1 * torch.randn(2, 2, 3, 1, 64, generator=generator).cumsum(0)  # both sides, keys and values
+        of_sides = list[list[Tensor]]()
+        for keys, values in rows:
+            if bits is None:
+                of_sides.append([keys[:, :, : 32 + 32 * (number > 2)].half(), values.float()])
+                continue
+            (codes, scales), (others, further) = quantize_rows(keys, bits), quantize_rows(values, bits)
+            of_sides.append([codes, others, scales, further])
+        layers.append(of_sides)
+    each = [float(error) for layer in layers for errors in nmse_cached(*layer) for error in errors]
+    sides = ([tensor for layer in layers for tensor in layer[side]] for side in range(2))
+    assert sorted(float(error) for errors in nmse_cached(*sides) for error in errors) == sorted(each)
+    assert len(each) == 6 * 2 * 3 + 4 * 2 * 3 and max(each) > 0.01

@@ -207,6 +207,30 @@ def test_added_files_keep_which_chunks_they_are_of(dense: LLM, tmp_path: Path) -
             list(collect(dense, chunks, sums, 32, "text", resume=True))
 
 
+def test_a_text_that_was_added_before_is_the_last_one_again(dense: LLM, tmp_path: Path) -> None:
+    """Else a file would go on with chunks of another text."""
+    chunks, parts = text_chunks(dense, TEXT, 32), [tmp_path / name for name in ("text", "other", "both")]
+    list(collect(dense, chunks[:1], parts[0], 32, "text"))
+    list(collect(dense, chunks[:1], parts[1], 32, "other", first=1))
+    before = [read_sums(part) for part in parts[:2]]
+    given = {"first": 1, "before": before}
+    runs = collect(dense, chunks[1:3], parts[2], 32, "text", save_every=1, **given)
+    next(runs)
+    runs.close()
+    list(collect(dense, chunks[1:3], parts[2], 32, "text", resume=True, **given))
+    found = read_sums(parts[2])
+    assert (found.datasets, found.first, found.added, found.chunks) == (("other", "text"), 1, 2, 4)
+    assert found.goes_on_in(replace(before[0], first=3)) and not found.goes_on_in(replace(before[1], first=3))
+
+
+def test_a_file_with_more_added_chunks_than_chunks_is_named(dense: LLM, tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    list(collect(dense, text_chunks(dense, TEXT, 32)[:1], out, 32, "text"))
+    write_sums(out, replace(read_sums(out), added=2))
+    with pytest.raises(EngineError, match=r"out\.gguf: imatrix\.added_chunks.*: 2 of 1 chunks"):
+        read_sums(out)
+
+
 def test_chunks_of_several_sizes_count_as_tokens(tmp_path: Path) -> None:
     tensors = {"a.weight": Sums(np.ones((1, 32)), np.array([64]))}
     for size in (64, 16):
