@@ -18,7 +18,14 @@ from quengine.models.blocks.experts import ExpertConfig
 from quengine.models.blocks.gated_delta import GatedDeltaSizes
 from quengine.models.blocks.latent_attention import LatentAttention, LatentSizes
 from quengine.models.config import AltUpSizes, CacheGroup, ModelConfig
-from quengine.runners.graph_keys import DECODE_ROWS, aligned, expected_keys, padded_rows
+from quengine.runners.graph_keys import (
+    DECODE_ROWS,
+    LEAST_OF_CHUNK,
+    WHOLE_CHUNK,
+    aligned,
+    expected_keys,
+    padded_rows,
+)
 
 WORKSPACE = {"cpu": 256 * 2**20, "cuda": 448 * 2**20}
 """Bytes reserved, by kind of device, for everything independent of the model's size: the process, kernels,
@@ -431,6 +438,9 @@ def workspace_bytes(
     activations = chunk * (4 * width + 4 * qkv + 2 * width + 2 * max(2 * queries, inner))
     activations += chunk * beside
     activations += chunk * 8 * inputs  # what layers get beside the stream, and its projected part
+    # A captured whole chunk keeps its fp32 stream and products, beside those of steps that are not captured.
+    captured = WHOLE_CHUNK if config.ranks > 1 and chunk >= LEAST_OF_CHUNK else 0
+    activations += captured * 12 * width
     logits = (12 if draft else LOGIT_BYTES) * rows * config.vocab_size
     logits += BURST_LOGIT_BYTES * config.vocab_size if rows >= _BURST_FROM and not draft else 0
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
@@ -463,7 +473,8 @@ def draft_step_bytes(config: ModelConfig, layer: ModelConfig, parallel: int, row
 def adapted_step_bytes(config: ModelConfig, chunk: int, rows: int) -> int:
     """Bytes of captured steps whose rows may have LoRA adapters on a CUDA device, beside those of the same steps
     without: each keeps its logits. chunk, rows: as of `workspace_bytes`."""
-    keys = expected_keys(_captured_rows(rows), chunk, MIXED_CHUNK["cuda"], BACKLOG_CHUNK["cuda"])
+    mixed = MIXED_CHUNK["cuda"], BACKLOG_CHUNK["cuda"]
+    keys = expected_keys(_captured_rows(rows), chunk, *mixed, whole_chunks=config.ranks > 1)
     kept = sum(key.rows if key.phase == "decode" else key.sequences for key in keys)
     return 4 * kept * config.vocab_size
 

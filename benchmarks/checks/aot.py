@@ -51,8 +51,13 @@ OWN = frozenset(("own_sums_ptr", "own_counters_ptr", "own_arrivals_ptr"))
 """Pointers through which launches of one kernel alone read and write, of which the one before has ended when the
 producer lets the next one start (kernels/cuda/lora/low_rank.py)."""
 
+HINTS = frozenset(("change.scales", "adapter_scales_ptr"))
+"""Pointers through which a kernel reads, ahead of its wait, what to prefetch."""
+
 UNWRITTEN = frozenset(
-    f"{plane}{part}" for plane in ("low", "high", "scales", "supers") for part in ("", "_a", "_b", "_ptr")
+    f"{plane}{part}"
+    for plane in ("low", "high", "scales", "supers")
+    for part in ("", "_a", "_b", "_2", "_ptr")
 ) | {
     *("norm_ptr", "weight_ptr", "w_ptr", "gate_ptr", "position_ptr", "table_ptr", "k_ptr", "v_ptr"),
     *("conv_ptr", "conv_bias_ptr", "decay_ptr", "skip_ptr", "history_ptr", "memory_ptr"),
@@ -60,9 +65,10 @@ UNWRITTEN = frozenset(
     *("sink_ptr", "bias_ptr", "known_experts_ptr", "known_positions_ptr", "known_weight_ptr"),
     *(f"rotation.{field}" for field in RotationPointers._fields),
     *(f"cache.{field}" for field in CachePointers._fields),
-    *("change.a", "change.b", "change.matrices", "a_ptr", "b_ptr", "tiles_ptr"),
+    *("change.a", "change.b", "change.matrices", "a_ptr", "b_ptr", "tiles_ptr", "rank_words_ptr"),
     *("known_x_ptr", "known_low_ptr", "known_x_scale_ptr", "known_squares_ptr", "known_scales_ptr"),
     *OWN,
+    *HINTS,
 }
 """Pointers that no PDL producer writes through: weights and tables; what an earlier step has written (its
 position, its cache rows); and what a launch wrote that had ended when the producer let its consumers start

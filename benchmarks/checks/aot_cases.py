@@ -330,7 +330,8 @@ def adapted_steps(spec: SyntheticModel) -> Iterator[Step]:
         if name.startswith(("blk.", "token_embd.", "output.")) and len(held.shape) == 2
     }
     (graphs,) = replace(plan, adapters=AdapterShapes(2, matrices, {}, tied=False)).graphs()
-    yield from _steps(graphs, Sizes(tuple(key._replace(adapted=True) for key in FEW.keys)))
+    keys = *FEW.keys, *(decode_key(rows, GREEDY) for rows in (8, 64, 128)), GraphKey("prefill", 32, 1)
+    yield from _steps(graphs, Sizes(tuple(key._replace(adapted=True) for key in keys)))
 
 
 def exchange_steps() -> Iterator[Step]:

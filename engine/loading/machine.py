@@ -94,8 +94,11 @@ class Machine:
         if checkpoint.config.encoder is not None:
             return self._encoder_runner(checkpoint, backend, cache)
         captures = drafts or not self.experts.layers or communicator.size == 1
-        if backend.name == "cuda" and communicator.rank == 0 and captures:
-            self._compile_ahead(checkpoint, ctx_size, pools, chunk_size, drafts)
+        if backend.name == "cuda" and captures:
+            if communicator.rank == 0:
+                self._compile_ahead(checkpoint, ctx_size, pools, chunk_size, drafts)
+            else:
+                _await_kernels(communicator)
         logger.debug("kernels looked for")
         on_host = backend.name == "cpu" or (self.experts.layers > 0 and not drafts)
         if on_host and self.progress is not None and communicator.size == 1:
@@ -452,6 +455,13 @@ def make_backend(
     from quengine.kernels.cpu.backend import CpuBackend
 
     return CpuBackend(threads)
+
+
+def _await_kernels(communicator: Communicator) -> None:
+    from quengine.parallel.communicator import CudaCommunicator
+
+    if isinstance(communicator, CudaCommunicator):
+        communicator.await_kernels()
 
 
 def _make_runner(

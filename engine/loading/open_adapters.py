@@ -27,9 +27,9 @@ class OpenAdapters:
     files: tuple[Adapter, ...] = ()
 
     def nbytes(self, chunk: int) -> int:
-        """Bytes of memory that they take in fp32, each with the rank of the largest that changes the same matrix, and
-        the products of a chunk of `chunk` tokens of a prompt: A x of query, key and value, and gate and up with their
-        activation, which are then not computed at once."""
+        """Bytes of memory that they take in fp32, or in 16 bits in two orders, each with the rank of the largest that
+        changes the same matrix, and the products of a chunk of `chunk` tokens of a prompt: A x of query, key and value,
+        and gate and up with their activation, which are then not computed at once."""
         if self.weights is None:
             return 0
         held = ranks = widest = 0

@@ -3,6 +3,7 @@ NCCL what is too large for that. Definition: kernels/ranks/communicator.py.
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate
@@ -26,6 +27,9 @@ _DONE = "rank 0 has compiled"
 
 WAIT_SECONDS = 600.0
 """How long a rank waits for another."""
+
+_LOOKS_AGAIN = 0.02
+"""Seconds between two looks for a kernel that rank 0 compiles."""
 
 
 class RankCommunicator(Communicator, Protocol):
@@ -202,10 +206,28 @@ class CudaCommunicator:
         dist.all_reduce(torch.zeros(1, device=self._device))
         torch.cuda.synchronize(self._device)
 
+    def await_kernels(self) -> None:
+        """From here to `one_first` this rank compiles no kernel that is missing: rank 0 compiles them ahead for all."""
+        from quengine.kernels.cuda.launch import triton_cache
+
+        triton_cache.when_missing.append(self._await_kernel)
+
+    def _await_kernel(self, key: str) -> None:
+        """Waits until a kernel is in the cache on disk, or rank 0 compiles none any more."""
+        from quengine.kernels.cuda.launch.triton_cache import is_cached
+
+        ends = time.monotonic() + WAIT_SECONDS
+        while not is_cached(key) and not self._store.check([_DONE]) and time.monotonic() < ends:
+            time.sleep(_LOOKS_AGAIN)
+
     def one_first(self, work: Callable[[], None]) -> None:
         """Rank 0 does it, waiting for none, and then the others, which find what it left in a cache on disk."""
+        from quengine.kernels.cuda.launch import triton_cache
+
         if self.rank > 0:
             self._store.wait([_DONE], timedelta(seconds=WAIT_SECONDS))
+            if self._await_kernel in triton_cache.when_missing:
+                triton_cache.when_missing.remove(self._await_kernel)
         work()
         if self.rank == 0:
             self._store.set(_DONE, "1")

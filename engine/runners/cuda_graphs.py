@@ -48,6 +48,8 @@ from quengine.runners.graph_keys import (
     CAPTURED_AT,
     MOST_PADDING,
     UNMOVED_ROWS,
+    WHOLE_CAPTURED_AT,
+    WHOLE_CHUNK,
     GraphKey,
     SamplingKind,
     biased_keys,
@@ -129,6 +131,7 @@ class CudaGraphs:
             decoder.config.embedding_length if takes_embeds else 0,
             turns,
             self.adapters,
+            self.whole_chunks,
         )
         self._takes_embeds = takes_embeds
         held = len(self.inputs.of_slots.tokens)
@@ -157,6 +160,11 @@ class CudaGraphs:
         return min(self.cache.ctx_size, self.decoder.chunk_size)
 
     @property
+    def whole_chunks(self) -> bool:
+        """Whether nearly whole chunks of one prompt are captured: where ranks share the model."""
+        return self.decoder.config.ranks > 1
+
+    @property
     def history(self) -> Tensor:
         """int32 [slots, context], the tokens that steps have sampled for each slot, by position."""
         return self._history
@@ -165,7 +173,8 @@ class CudaGraphs:
     def keys(self) -> list[GraphKey]:
         """The keys of the steps of ordinary requests, largest first."""
         mixed = (MIXED_CHUNK["cuda"],) if self.rows == 1 else (MIXED_CHUNK["cuda"], BACKLOG_CHUNK["cuda"])
-        keys = expected_keys(self._plain_rows, self.decoder.chunk_size, *mixed)
+        chunk, whole = self.decoder.chunk_size, self.whole_chunks
+        keys = expected_keys(self._plain_rows, chunk, *mixed, whole_chunks=whole)
         if self.shares_sequences:
             keys += sharing_keys(expected_keys(self.rows, 0))
         return [key for key in self._with_adapters(keys) if self._captures(key)]
@@ -191,14 +200,16 @@ class CudaGraphs:
 
         Decode steps that return logits are eager too; those that sample tokens are run by `launch`.
         """
-        key = prefill_key([len(part.ids) for part in rows]) if phase == "prefill" else None
+        lengths = [len(part.ids) for part in rows]
+        key = prefill_key(lengths, self.whole_chunks) if phase == "prefill" else None
         if key is not None and any(part.adapters is not None for part in rows):
             key = key._replace(adapted=True)
         takes = embeds is None or (self._takes_embeds and embeds.later is None and not embeds.spans)
         if key is None or not takes or not self._captures(key):
             return None
         step = self._or_larger(key)
-        return step if step in self._steps or self._seen[key] >= CAPTURED_AT else None
+        often = WHOLE_CAPTURED_AT if key.rows == WHOLE_CHUNK else CAPTURED_AT
+        return step if step in self._steps or self._seen[key] >= often else None
 
     def replay(
         self,

@@ -18,6 +18,14 @@ than 500 to 1000 rows the GPU waits for them. Matmuls take 8, 16, 32, 64 or 128 
 a time, so padding rows cost nearly nothing.
 """
 
+WHOLE_CHUNK = 2048
+"""Rows of a further captured step of one prompt, where ranks share a model: a chunk that is whole, or nearly. Several
+devices compute it sooner than a busy host launches it: two H200s a 7B's in 35 ms, launched one by one in up to 48.
+"""
+
+LEAST_OF_CHUNK = 1921
+"""Rows from which on a chunk is nearly whole: its padding takes at most a sixteenth of the step."""
+
 PREFILL_SEQUENCES = (1, 4, 16, 64)
 """Sequences of a captured prefill step: a burst of chat messages has some 20 in 1024 rows."""
 
@@ -28,6 +36,9 @@ CAPTURED_AT = 2
 """Occurrences of a prefill step's size until it is captured, unless it was captured ahead or, for several
 sequences, a captured step holds it.
 """
+
+WHOLE_CAPTURED_AT = 8
+"""The same of whole chunks, of which so many lose about as much by being launched one by one as a capture takes."""
 
 MOST_PADDING = 1024
 """Padding rows, over all occurrences, up to which a step that is not captured runs in a larger captured one:
@@ -116,9 +127,13 @@ def aligned(rows: int) -> int:
     return -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
 
 
-def prefill_key(lengths: list[int]) -> GraphKey | None:
-    """The key of a step of prompts' chunks of these lengths; None if it is not captured."""
+def prefill_key(lengths: list[int], whole_chunks: bool = False) -> GraphKey | None:
+    """The key of a step of prompts' chunks of these lengths; None if it is not captured. whole_chunks: nearly whole
+    chunks of one prompt are (WHOLE_CHUNK).
+    """
     count = sum(lengths)
+    if whole_chunks and len(lengths) == 1 and LEAST_OF_CHUNK <= count <= WHOLE_CHUNK:
+        return GraphKey("prefill", WHOLE_CHUNK, 1)
     rows = next((size for size in PREFILL_ROWS if size >= count), None)
     sequences = next((size for size in PREFILL_SEQUENCES if size >= len(lengths)), None)
     if rows is None or sequences is None or count < 2:
@@ -126,16 +141,20 @@ def prefill_key(lengths: list[int]) -> GraphKey | None:
     return GraphKey("prefill", rows, sequences)
 
 
-def expected_keys(most_decode_rows: int, chunk_size: int, *mixed_rows: int) -> list[GraphKey]:
+def expected_keys(
+    most_decode_rows: int, chunk_size: int, *mixed_rows: int, whole_chunks: bool = False
+) -> list[GraphKey]:
     """The keys of the steps of ordinary requests, largest first.
 
     Decode steps of up to `most_decode_rows` rows, greedy and with default settings, and the largest of them with a
     bias; chunks of one prompt of up to `chunk_size` tokens, and of several prompts in steps of `mixed_rows`.
+    whole_chunks: see `prefill_key`.
     """
+    whole = [GraphKey("prefill", WHOLE_CHUNK, 1)] if whole_chunks and chunk_size >= LEAST_OF_CHUNK else []
     keys = [GraphKey("prefill", rows, 1) for rows in PREFILL_ROWS if rows <= chunk_size]
     mixed, several = [rows for rows in mixed_rows if rows in PREFILL_ROWS], _several(most_decode_rows)
     keys += [GraphKey("prefill", rows, sequences) for rows in mixed for sequences in several]
-    keys.reverse()
+    keys = whole + keys[::-1]
     keys += decode_keys(most_decode_rows, SamplingParams(temperature=0), SamplingParams())
     return keys + [key for key in biased_keys(most_decode_rows) if key.rows == padded_rows(most_decode_rows)]
 

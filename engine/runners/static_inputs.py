@@ -21,7 +21,7 @@ from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import STATE_ENTRIES, ForwardBatch, PrefillTiles, pad_block_tables
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.request.adapter_scales import Scales
-from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, GraphKey, aligned
+from quengine.runners.graph_keys import PREFILL_ROWS, PREFILL_SEQUENCES, WHOLE_CHUNK, GraphKey, aligned
 from quengine.slot import Slot
 from quengine.step_plan import SequenceRows, adapter_scales
 
@@ -207,6 +207,7 @@ class PrefillInputs:
         embedding_length: of rows given as embeddings; 0: none are.
         turns: rows may be rotated by others than their positions.
         adapters: LoRA adapters that rows may have.
+        whole_chunks: see `graph_keys.prefill_key`.
     """
 
     def __init__(
@@ -219,21 +220,24 @@ class PrefillInputs:
         embedding_length: int = 0,
         turns: bool = False,
         adapters: int = 0,
+        whole_chunks: bool = False,
     ) -> None:
         self._turns, self._adapter_count = turns, adapters
-        self._adapters = torch.zeros(adapters * PREFILL_ROWS[-1], dtype=torch.float32, device=device)
+        most = max(PREFILL_ROWS[-1], WHOLE_CHUNK) if whole_chunks else PREFILL_ROWS[-1]
+        self._adapters = torch.zeros(adapters * most, dtype=torch.float32, device=device)
         self._ctx_size, self._chunk_size = ctx_size, chunk_size
         self._device = device
         self._tile_rows = cache(lambda longest: tile_rows(longest, device, batch_invariant))
-        sizes = [self.layout(GraphKey("prefill", r, s)) for r in PREFILL_ROWS for s in PREFILL_SEQUENCES]
+        keys = [GraphKey("prefill", r, s) for r in PREFILL_ROWS for s in PREFILL_SEQUENCES]
+        sizes = [self.layout(key) for key in (*keys, GraphKey("prefill", most, 1))]
         self._all = torch.zeros(max(s.entries for s in sizes), dtype=torch.int32, device=device)
         shape = (groups, PREFILL_SEQUENCES[-1] + 1, max(STATE_ENTRIES, -(-ctx_size // BLOCK_SIZE)))
         self.tables = torch.full(shape, PADDING_BLOCK, dtype=torch.int32, device=device)
         self._embeds: EmbeddedRows | None = None
         if embedding_length:
             self._embeds = EmbeddedRows(
-                torch.full((PREFILL_ROWS[-1],), -1, dtype=torch.int64, device=device),
-                torch.zeros(PREFILL_ROWS[-1], embedding_length, device=device),
+                torch.full((most,), -1, dtype=torch.int64, device=device),
+                torch.zeros(most, embedding_length, device=device),
             )
 
     def layout(self, key: GraphKey) -> PrefillLayout:

@@ -333,7 +333,7 @@ class CudaBackend:
         if partial:
             stream = stream_of(residual)
             added = self._experts.add(gated, routing, down, torch.zeros_like(stream), None, exact(batch))
-            peers = self.communicator.peers(*stream.shape)
+            peers = self._peers(*stream.shape)
             return self._add_sum(stream_of(added), stream, peers, None, next_norm, None, None, None)
         return self._experts.add(gated, routing, down, stream_of(residual), next_norm, exact(batch))
 
@@ -552,7 +552,7 @@ class CudaBackend:
     ) -> Residual:
         """`linear_add` of this rank's part of the columns, summed over the ranks."""
         shape, own = stream_of(residual).shape, post_norm is None and row_scale is None
-        peers = self.communicator.peers(*shape)
+        peers = self._peers(*shape)
         stream, begins = stream_of(residual), own and next_norm is not None and can_begin_norm(weight)
         if begins and peers is not None and isinstance(rows, QuantizedActivations):
             assert next_norm is not None
@@ -561,6 +561,11 @@ class CudaBackend:
             self._matmul(batch, rows, weight, None) if peers is None else self._product(batch, rows, weight)
         )
         return self._add_sum(part, stream, peers, post_norm, next_norm, bias, row_scale, branch)
+
+    def _peers(self, rows: int, width: int) -> PeerBuffers | None:
+        """What a launch needs to sum [rows, width] itself; None where a launch of its own does, as for any number of
+        rows where their bits may not depend on it."""
+        return None if self.batch_invariant else self.communicator.peers(rows, width)
 
     def _matvec_norm(
         self,

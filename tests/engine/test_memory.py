@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,11 +22,13 @@ from quengine.kernels.cuda.weights.packed import PackedPart
 from quengine.kernels.kv.cache_types import CACHE_TYPES
 from quengine.kernels.moe.router_kind import RouterKind
 from quengine.load import load_model
+from quengine.loading import placement
 from quengine.memory import (
     BURST_LOGIT_BYTES,
     WORKSPACE,
     CacheNeeds,
     DeviceMemory,
+    adapted_step_bytes,
     attended_bytes,
     choose_context,
     choose_pools,
@@ -39,6 +42,7 @@ from quengine.models.blocks.gated_delta import GatedDeltaSizes
 from quengine.models.config import ModelConfig
 from quengine.models.synthetic.presets import synthetic_preset
 from quengine.models.synthetic.synthetic import write_synthetic
+from quengine.platform.host_experts import ExpertPlacement
 from quengine.runners.graph_keys import expected_keys, rarer_keys
 from tests.tiny_models import small_config
 
@@ -184,6 +188,29 @@ def test_room_is_left_for_every_kind_of_sampling(
     assert of_bursts == (BURST_LOGIT_BYTES * vocab_size if rows > 16 else 0)
     taken = measured * 2**20 + of_bursts
     assert taken < workspace_bytes("cuda", model, weights, 2048, rows) < taken + 600 * 2**20
+
+
+def test_adapters_leave_less_room_on_a_gpu(config: ModelConfig) -> None:
+    checkpoint = SimpleNamespace(config=config, nbytes=GIB)
+
+    def workspace(device: str, *lora: str) -> int:
+        given = EngineConfig(parallel=8, lora=lora, chunk_size=512)
+        arguments = given, checkpoint, None, torch.device(device), 0, ExpertPlacement()
+        return placement._memory_needs(*arguments)[1].workspace  # type: ignore[arg-type]
+
+    more = workspace("cuda", "a.gguf") - workspace("cuda")
+    assert more == adapted_step_bytes(config, 512, 8) > 0
+    assert workspace("cpu", "a.gguf") == workspace("cpu")
+
+
+def test_ranks_have_room_for_a_captured_whole_chunk(config: ModelConfig) -> None:
+    """Of the stream and of products, which a step that is not captured has in memory of its own."""
+
+    def taken(ranks: int, chunk: int) -> int:
+        return workspace_bytes("cuda", dataclasses.replace(config, ranks=ranks), GIB, chunk, 1)
+
+    assert taken(2, 2048) - taken(1, 2048) == 3 * 4 * 2048 * config.embedding_length
+    assert taken(2, 1920) == taken(1, 1920)  # no chunk is captured whole
 
 
 def test_the_rows_of_experts_take_room_of_their_own_on_the_cpu(config: ModelConfig) -> None:

@@ -15,6 +15,7 @@ from quengine.kernels.cuda.gemm.matmul import paired_matmul
 from quengine.kernels.cuda.lora import backend as lora_backend
 from quengine.kernels.cuda.lora.backend import AdaptedCuda
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
+from quengine.kernels.lora.change import LowRank
 from quengine.kernels.lora.low_rank import Adapters, AdapterShapes, stacked
 from quengine.kernels.lora.reference import AdaptedReference
 from quengine.kernels.reference import ReferenceBackend
@@ -23,6 +24,7 @@ from quengine.memory import state_pool
 from quengine.models.decoder import Decoder
 from quengine.models.gguf.gguf_checkpoint import GGUFCheckpoint
 from quengine.models.synthetic.synthetic import write_synthetic
+from tests.gguf_builder import ModelSizes
 from tests.models.adapters import merged, random_adapters
 from tests.tiny_models import write_tiny
 
@@ -70,14 +72,30 @@ def error(ours: Tensor, wanted: Tensor) -> float:
     return float((ours - wanted).norm() / wanted.norm())
 
 
+def in_halves(adapters: Adapters) -> Adapters:
+    """The adapters with factors that fp16 holds, also times their scales."""
+    changes = {
+        name: [
+            None if each is None else LowRank(*((half * 512).round() / 512 for half in (each.a, each.b)), 0.5)
+            for each in of_name
+        ]
+        for name, of_name in adapters.changes.items()
+    }
+    return dataclasses.replace(adapters, changes=changes)
+
+
 class Rig:
     """A decoder with adapters, and steps of all sequences, each with its own."""
 
-    def __init__(self, path: Path, stems: tuple[str, ...], kind: str, tied: bool = False) -> None:
-        """tied: an output matrix that is the embedding has changes too."""
+    def __init__(
+        self, path: Path, stems: tuple[str, ...], kind: str, tied: bool = False, halves: bool = False
+    ) -> None:
+        """tied: an output matrix that is the embedding has changes too. halves: changes are values of 16 bits."""
         self.checkpoint = GGUFCheckpoint(path)
         self.config, tensors = self.checkpoint.config, self.checkpoint.tensors
         self.adapters = random_adapters(tensors, stems, (4, 20))
+        if halves:
+            self.adapters = in_halves(self.adapters)
         if tied:
             table = {"output.weight": dataclasses.replace(tensors["token_embd.weight"], name="output.weight")}
             output = random_adapters(table, ("output",), (4, 20), seed=1).changes
@@ -223,6 +241,21 @@ def test_one_row_of_packed_weights_has_their_changes(folder: Path, case: str) ->
     assert error(rig.wanted(0, [0.0, 0.0])[1], wanted) > 0.1
     rig.prompts(SCALES)
     assert error(rig.next_token(SCALES[0])[0].double(), wanted) < MOST_ERROR["cuda"]
+
+
+@pytest.mark.parametrize("case", ["llama", "norms of results", "biases"])
+def test_several_rows_of_packed_weights_have_their_changes(folder: Path, case: str) -> None:
+    """Of 16 bits, which Hopper adds in the launches of the products and of the norms."""
+    architecture, stems = CASES[case]
+    sizes = ModelSizes(architecture=architecture, embedding=64, feed_forward=128)
+    path = write_tiny(folder / f"{architecture}-wide.gguf", architecture, "Q8_0", sizes=sizes)
+    rig = Rig(path, stems, "cuda", halves=True)
+    prompts, steps = rig.prompts(SCALES).double(), rig.next_tokens(SCALES).double()
+    for number, scales in enumerate(SCALES):
+        plain = rig.wanted(number, [0.0, 0.0])
+        for ours, wanted, without in zip((prompts, steps), rig.wanted(number, scales), plain, strict=True):
+            assert error(ours[number], wanted) < MOST_ERROR["cuda"]
+            assert error(without, wanted) > 0.1
 
 
 def test_shapes_for_the_compiler_are_those_of_the_adapters(folder: Path) -> None:

@@ -55,6 +55,8 @@ class RecordedLaunch:
             if isinstance(kind, tuple):
                 fields: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
                 passed += [(f"{name}.{field}", of_it) for field, of_it in zip(fields, kind, strict=True)]
+            elif kind.startswith("tensordesc"):  # a tensor map, and the shape and strides of a matrix
+                passed += [(name, "map"), *[(name, "size")] * 4]
             elif kind != "constexpr":
                 passed.append((name, kind))
         return {number: name for number, (name, kind) in enumerate(passed) if kind.startswith("*")}

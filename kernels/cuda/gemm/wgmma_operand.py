@@ -123,6 +123,17 @@ def _fp16_scales_of_bytes(words, s: gl.constexpr, weight_scale, FMT: gl.constexp
 
 
 @gluon.jit
+def words_operand(words, WARPS: gl.constexpr, A: gl.constexpr):
+    """32 int32 tensors [thread] of two fp16 as the left operand, fp16 [16*WARPS, 128]: word number
+    4 * block + 2 * pair + rh is of a block of 16 places and of row r or r + 8 of the warp's tile."""
+    apart = _fp16_pairs(words, 32)  # [thread, 8 blocks of 16 places, pair, rh, e]
+    apart = gl.reshape(apart, [WARPS, 8, 4, 8, 2, 2, 2])  # warp, r, q, block, pair, rh, e
+    return gl.convert_layout(
+        gl.reshape(gl.permute(apart, [0, 5, 1, 3, 4, 2, 6]), [16 * WARPS, 128]), A, assert_trivial=True
+    )
+
+
+@gluon.jit
 def weights_operand(
     words, half: gl.constexpr, weight_scale, P: gl.constexpr, A: gl.constexpr
 ):  # fmt: skip
@@ -175,8 +186,4 @@ def weights_operand(
                         near_low, near_high = scale_small(near_codes, near, near_min)
                         far_low, far_high = scale_small(far_codes, far, far_min)
                     operand = operand + (near_low, far_low, near_high, far_high)
-    apart = _fp16_pairs(operand, 32)  # [thread, 8 blocks of 16 columns, pair, rh, e]: see below
-    apart = gl.reshape(apart, [WARPS, 8, 4, 8, 2, 2, 2])  # warp, r, q, block, pair, rh, e
-    return gl.convert_layout(
-        gl.reshape(gl.permute(apart, [0, 5, 1, 3, 4, 2, 6]), [16 * WARPS, 128]), A, assert_trivial=True
-    )
+    return words_operand(operand, WARPS, A)

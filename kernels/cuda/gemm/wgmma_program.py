@@ -40,7 +40,7 @@ def wgmma_matrix(planes, tiles, rows, weight_scale, P: gl.constexpr):
 
 
 @gluon.jit
-def _partial_offsets(MMA: gl.constexpr, WARPS: gl.constexpr, TB: gl.constexpr):
+def partial_offsets(MMA: gl.constexpr, WARPS: gl.constexpr, TB: gl.constexpr):
     """Offsets of partial sums fp32 [16*WARPS, TB] in scratch: in thread order, two values of each thread
     adjacent, so that a warp writes 256 contiguous bytes. Offsets of fewer rows of x are a prefix of these.
     """
@@ -84,7 +84,7 @@ def begin_block(matrix, x_rows, block, begin, end, token0, P: gl.constexpr):
 
 
 @gluon.jit
-def _leave(acc, at, arrival_ptr, splits):
+def leave(acc, at, arrival_ptr, splits):
     """Stores the partial sums of one of `splits` splits at pointers `at`; returns whether all others have
     stored theirs.
     """
@@ -132,10 +132,10 @@ def _add_splits(
     SIZE: gl.constexpr = 16 * WARPS * P.block
     PART: gl.constexpr = P.block // P.parts
     OF_PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
-    own = partial_ptr + (split * places + place) * SIZE + _partial_offsets(MMA, WARPS, P.block)
+    own = partial_ptr + (split * places + place) * SIZE + partial_offsets(MMA, WARPS, P.block)
     if P.parts == 1:
         part = 0
-        adds = _leave(acc, own, arrivals_ptr + place, P.splits)
+        adds = leave(acc, own, arrivals_ptr + place, P.splits)
         gl.store(arrivals_ptr + place, 0, mask=adds)
     else:
         part = split - P.first_adding
@@ -146,7 +146,7 @@ def _add_splits(
     if adds:
         # Other programs wrote these: bypass this multiprocessor's L1. All splits at once, as one by one each would cost
         # an L2 latency.
-        at = partial_ptr + place * SIZE + part * (16 * WARPS * PART) + _partial_offsets(OF_PART, WARPS, PART)
+        at = partial_ptr + place * SIZE + part * (16 * WARPS * PART) + partial_offsets(OF_PART, WARPS, PART)
         y = gl.load(at, cache_modifier=".cg")
         SPLITS: gl.constexpr = P.splits
         for i in gl.static_range(1, SPLITS):
@@ -246,10 +246,10 @@ def finish_share(
         store_block(acc, block * (16 * WARPS), share.token0, output, rows, weight_scale, P, TB, AT_ONCE)
     elif share.shared:
         own = partial_ptr + (share.split * places + place) * SIZE
-        if _leave(acc, own + _partial_offsets(MMA, WARPS, TB), arrivals_ptr + place, share.splits):
+        if leave(acc, own + partial_offsets(MMA, WARPS, TB), arrivals_ptr + place, share.splits):
             gl.store(arrivals_ptr + place, 0)
             OF_PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, PART, 16])
-            at = partial_ptr + place * SIZE + _partial_offsets(OF_PART, WARPS, PART)
+            at = partial_ptr + place * SIZE + partial_offsets(OF_PART, WARPS, PART)
             for part in range(TB // PART):
                 y = gl.zeros([16 * WARPS, PART], gl.float32, OF_PART)
                 for i in gl.static_range(_MOST_SHARES):

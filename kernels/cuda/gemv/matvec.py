@@ -26,6 +26,7 @@ from quengine.kernels.cuda.gemv.row_change import (
     RowChangeProgram,
     begin_change,
     check_change,
+    hint_of,
     row_to_rank,
     rows_from_rank,
 )
@@ -56,11 +57,12 @@ def _part(
     PAIRED: tl.constexpr, RESIDUAL: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Computes P.tiles tiles of one part of a matrix."""
+    hint = hint_of(change, C)
     begun = begin_rows(matrix, tile0, P)
     at, inside = result_columns(tile0, first, rows, P.tiles, PAIRED)
     if P.pdl:
         tl.extra.cuda.gdc_wait()
-    changing = begin_change(change, C)
+    changing = begin_change(change, hint, at, inside, C)
     squares = load_squares(x.squares, P.partials)
     if RESIDUAL:
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
@@ -207,8 +209,8 @@ def _launch_packed(
     packed = [part for part in parts if isinstance(part, PackedPart)]
     geometry, change = matvec_geometry(packed, "rows"), weight.change
     a, b = packed[0], packed[-1]
-    of_change = RowChangeProgram.of(change, ROWS, geometry.warps)
     blocks = sum(triton.cdiv(part.tiles, geometry.tiles) for part in packed)
+    of_change = RowChangeProgram.of(change, ROWS, geometry, blocks)
     _matvec_kernel[(blocks if of_change is None else of_change.programs + blocks,)](
         out, out if residual is None else residual, *row_arguments(x), *a.planes, a.tiles, a.rows,
         *b.planes, b.tiles, b.rows, None if change is None else change.tensors, first,

@@ -24,6 +24,7 @@ from quengine.kernels.cuda.gemv.row_change import (
     GLU,
     RowChangeProgram,
     begin_change,
+    hint_of,
     row_to_rank,
     rows_from_rank,
 )
@@ -39,13 +40,14 @@ def _tiles_glu(
 ):  # fmt: skip
     """Computes P.tiles tiles, 8 outputs each."""
     tile0 = program * P.tiles
+    hint = hint_of(change, C)
     begun = begin_rows(matrix, tile0, P)
+    column, inside = result_columns(tile0, 0, 2 * width, P.tiles, True)
     if P.pdl:
         tl.extra.cuda.gdc_wait()
-    changing = begin_change(change, C)
+    changing = begin_change(change, hint, column, inside, C)
     y = finish_rows(begun, load_squares(x.squares, P.partials), matrix, x, tile0, P)
     if C is not None:
-        column, inside = result_columns(tile0, 0, 2 * width, P.tiles, True)
         y = rows_from_rank(change, changing, y, column, inside, C)
     gate, up = tl.split(tl.permute(y, [0, 1, 3, 2]))
     value = gated(gate, up, ACTIVATION)  # [tiles, 8, 1]
@@ -97,8 +99,8 @@ def matvec_glu(
         both = matvec(x, gate_up, out=room.values[: 2 * width].view(1, -1), pdl=pdl)
         return quantize_activations(glu_rows(both, activation, pdl), out=result, pdl=pdl)
     geometry, change = matvec_geometry([part], "swiglu"), gate_up.change
-    of_change = RowChangeProgram.of(change, GLU, geometry.warps)
     programs = triton.cdiv(part.tiles, geometry.tiles)
+    of_change = RowChangeProgram.of(change, GLU, geometry, programs)
     _glu_kernel[(programs if of_change is None else of_change.programs + programs,)](
         room.words, result.high, result.low, result.scale, result.sums, *row_arguments(x),
         *part.planes, None if change is None else change.tensors, part.tiles, part.rows // 2,

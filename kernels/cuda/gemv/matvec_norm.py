@@ -29,6 +29,7 @@ from quengine.kernels.cuda.gemv.row_change import (
     NORM,
     RowChangeProgram,
     begin_change,
+    hint_of,
     row_to_rank,
     rows_from_rank,
 )
@@ -45,6 +46,7 @@ def _tiles_norm(
 ):  # fmt: skip
     """Computes P.tiles tiles; P.tiles is one or even."""
     tile0 = program * P.tiles
+    hint = hint_of(change, C)
     begun = begin_rows(matrix, tile0, P)
     column = tile0 * 16 + tl.arange(0, 16 * P.tiles)[None, :]
     inside = column < N
@@ -52,16 +54,16 @@ def _tiles_norm(
     prefetch(norm_ptr + tl.minimum(column, N - 1), P.asm)
     if bias_ptr is not None:
         prefetch(bias_ptr + tl.minimum(column, N - 1), P.asm)
+    changed, exists = result_columns(tile0, 0, N, P.tiles, False)
     if P.pdl:
         tl.extra.cuda.gdc_wait()
-    changing = begin_change(change, C)
+    changing = begin_change(change, hint, changed, exists, C)
     residual = tl.load(residual_ptr + column, mask=inside, other=0.0)
     at = tl.minimum(column, N - 1)
     if RANKS > 0:
         sequence = next_sequence(peers, at)
     y = finish_rows(begun, 0.0, matrix, x, tile0, P)
     if C is not None:
-        changed, exists = result_columns(tile0, 0, N, P.tiles, False)
         y = rows_from_rank(change, changing, y, changed, exists, C)
     product = tl.reshape(tl.permute(y, [3, 0, 2, 1]), [1, 16 * P.tiles])
     if RANKS > 0:
@@ -146,7 +148,7 @@ def matvec_norm(
     hidden = residual.new_empty(residual.shape)
     squares = torch.empty(1, programs, dtype=torch.float32, device=residual.device)
     out = QuantizedActivations.empty(1, weight.rows, residual.device)
-    of_change = RowChangeProgram.of(change, NORM, geometry.warps)
+    of_change = RowChangeProgram.of(change, NORM, geometry, programs)
     _norm_kernel[(programs if of_change is None else of_change.programs + programs,)](
         room.words, hidden, residual, norm, out.high, out.low, out.scale, out.sums, squares,
         x.high, x.low, x.scale, x.sums, *part.planes, bias,

@@ -77,6 +77,13 @@ class CheckedCache(FileCacheManager):  # type: ignore[misc]
         return hmac.digest(secret, f"{self.key}\0{filename}\0".encode() + content, "sha256")
 
 
+def is_cached(key: str) -> bool:
+    """Whether a kernel, by the name of its folder, is there, complete and unchanged."""
+    manager = CheckedCache(key)
+    listed = Path(manager.cache_dir).glob(f"{_GROUP}*.json")
+    return any(manager._read_group(path.name[len(_GROUP) :]) for path in listed)
+
+
 def kernel_names(folder: Path) -> list[str]:
     """The kernels whose files in a folder of the cache are complete and unchanged."""
     manager = CheckedCache(folder.name)

@@ -1,1 +1,1 @@
-"""LoRA adapters on CUDA: two kernels beside a matmul, and the backend that launches them."""
+"""LoRA adapters on CUDA: A beside a matmul and B after it, and the backend that launches them."""

@@ -7,7 +7,12 @@ from torch import Tensor
 from quengine.kernels.backend import Branch
 from quengine.kernels.cuda.backend import CudaBackend, Residual, Rows, begun_norm, exact, stream_of
 from quengine.kernels.cuda.embedded_rows import place_embeddings
-from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, ScaledProduct
+from quengine.kernels.cuda.gemm.fp16_operand import (
+    OPERAND_COLUMNS,
+    Fp16Operand,
+    OperandLayout,
+    ScaledProduct,
+)
 from quengine.kernels.cuda.gemm.matmul import lets_follow, matmul, operand_of, paired_matmul
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.gemv.matvec import matvec
@@ -15,11 +20,13 @@ from quengine.kernels.cuda.gemv.row_change import takes_change
 from quengine.kernels.cuda.glu import glu_rows
 from quengine.kernels.cuda.layer_inputs import input_glu_quantize
 from quengine.kernels.cuda.lora.embedding import add_row_changes
+from quengine.kernels.cuda.lora.from_rank import add_from_rank, glu_from_rank, norm_from_rank
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch, add_low_rank
+from quengine.kernels.cuda.lora.rank_matmul import rank_matmul, takes_ranks
 from quengine.kernels.cuda.pointwise import pointwise, pointwise_quantize
 from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.softcap import softcap_logits
-from quengine.kernels.cuda.weights.packed import PackedWeight
+from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Gating
@@ -82,11 +89,17 @@ class AdaptedCuda(Adapted, CudaBackend):
         activation: Gating,
         changes: Changes,
         scales: Tensor,
-    ) -> Tensor | QuantizedActivations:
+    ) -> Rows:
         if self._takes_q_dot(scales.shape[1]):
             product = self.changed_product(batch, x, weight, None, changes, scales)
             return self.glu_of(batch, product, activation)
-        return self._changed(batch, x, weight, None, activation, changes, scales)
+        operand, width, part = self._of_ranks(x, weight, changes), weight.rows // 2, weight.parts[0]
+        if operand is None or not weight.paired or width % OPERAND_COLUMNS:
+            return self._changed(batch, x, weight, None, activation, changes, scales)
+        assert isinstance(changes, CudaChanges) and isinstance(part, PackedPart)
+        y, sums = self._rank_matmul(batch, operand, weight, None, changes, scales)
+        out = self._room().glu_operand(operand.rows, width)
+        return glu_from_rank(y, sums, changes, scales, activation, operand, part, out, self.pdl)
 
     def changed_sum(
         self,
@@ -94,12 +107,18 @@ class AdaptedCuda(Adapted, CudaBackend):
         x: Rows,
         weight: PackedWeight,
         residual: Residual,
-        next_norm: Norm | None,  # noqa: ARG002 (a launch of its own)
+        next_norm: Norm | None,
         bias: Tensor | None,
         changes: Changes,
         scales: Tensor,
-    ) -> Tensor:
-        stream = stream_of(residual)
+    ) -> Residual:
+        stream, norm = stream_of(residual), begun_norm(next_norm)
+        operand = self._of_ranks(x, weight, changes)
+        if operand is not None and norm is not None and bias is None and not norm.experts:
+            assert isinstance(changes, CudaChanges)
+            y, sums = self._rank_matmul(batch, operand, weight, stream, changes, scales)
+            out = self._room().fp16_operand(*y.shape)
+            return RmsNormed(y, norm_from_rank(y, sums, changes, scales, norm, out, self.pdl))
         y = self._changed(batch, x, weight, stream, None, changes, scales)
         return y if bias is None else y.add_(bias)
 
@@ -115,6 +134,10 @@ class AdaptedCuda(Adapted, CudaBackend):
     ) -> Tensor:
         """The product plus a bias or residual and the changes, or the gated unit of that."""
         assert isinstance(changes, CudaChanges) and self._low_rank_scratch is not None
+        operand = self._of_ranks(x, weight, changes) if activation is None else None
+        if operand is not None:
+            y, sums = self._rank_matmul(batch, operand, weight, addend, changes, scales)
+            return add_from_rank(y, sums, changes, scales, self.pdl)
         x, early = self._rounded(x), False
         if isinstance(x, QuantizedActivations):
             y = matvec(
@@ -128,6 +151,27 @@ class AdaptedCuda(Adapted, CudaBackend):
             y, x, changes, scales, self._low_rank_scratch, activation=activation,
             fixed_splits=self.batch_invariant, early=early, pdl=self.pdl,
         )  # fmt: skip
+
+    def _of_ranks(self, x: Rows, weight: PackedWeight, changes: Changes) -> Fp16Operand | None:
+        """The rows as the operand of a launch that also multiplies them by A; None: there is no such launch."""
+        assert isinstance(changes, CudaChanges)
+        rows = len(x) if isinstance(x, Tensor) else x.rows
+        if isinstance(x, QuantizedActivations) or not takes_ranks(rows, weight, changes, self._room()):
+            return None
+        return None if self._takes_q_dot(rows) else operand_of(x, weight, self._room(), self.pdl)
+
+    def _rank_matmul(
+        self,
+        batch: ForwardBatch,
+        x: Fp16Operand,
+        weight: PackedWeight,
+        addend: Tensor | None,
+        changes: CudaChanges,
+        scales: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        assert self._low_rank_scratch is not None
+        scratch, room = self._low_rank_scratch, self._room()
+        return rank_matmul(x, weight, changes, scales, room, scratch, addend, self.pdl, exact(batch))
 
     def _matmul_changed(
         self, batch: ForwardBatch, x: Fp16Operand, weight: PackedWeight, addend: Tensor | None, early: bool

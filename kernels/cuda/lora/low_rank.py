@@ -1,4 +1,5 @@
-"""Changes by LoRA adapters on CUDA, defined in kernels/lora/low_rank.py, of the product of several rows: one launch.
+"""Changes by LoRA adapters on CUDA, defined in kernels/lora/low_rank.py, of the product of several rows: one launch,
+for any number of rows on any GPU (few rows on Hopper: rank_matmul.py).
 
 Its first programs compute A x, each for some rows, ranks and columns; of those that differ in their columns alone the
 last one adds up:
@@ -32,7 +33,9 @@ from quengine.kernels.cuda.gemm.fp16_operand import (
 )
 from quengine.kernels.cuda.gemv.activations import QuantizedActivations
 from quengine.kernels.cuda.glu import EPILOGUES, RESIDUAL, gated
+from quengine.kernels.cuda.launch.gpu import is_hopper
 from quengine.kernels.cuda.launch.kernel import DirectLaunch
+from quengine.kernels.cuda.lora.rank_words import rank_rows, rank_words
 from quengine.kernels.cuda.row_forms import FP16, QUANTIZED, form_of
 from quengine.kernels.cuda.weights.layout import TILE_ROWS
 from quengine.kernels.cuda.weights.row_change import LAUNCH_KINDS, RowChange
@@ -44,7 +47,7 @@ _COLUMNS = 64
 """Columns of x that a program of A takes at a time."""
 _LEAST_COLUMNS = 256
 """Columns of x that a split has, at least."""
-_OUTPUTS = 64
+OUTPUTS = 64
 """Columns of y of a program of B."""
 _MOST_ROWS = 64
 """Rows of a program."""
@@ -63,12 +66,17 @@ _SUMMED = tl.constexpr(8)
 @dataclass(frozen=True)
 class CudaChanges(Changes):
     """The changes on a device. tiles: int32 [tiles, 3], of each tile of rows of b its matrix, its first row and the
-    row after its matrix's last. matrices, words, launches: see RowChange."""
+    row after its matrix's last. matrices, words, launches: see RowChange. words_of_a, rows_of_b: the factors once more
+    for Hopper's launches of several rows (rank_words.py), B of one matrix alone; None: they take none. largest: of b.
+    """
 
     tiles: Tensor
     matrices: Tensor
     words: Tensor
     launches: Tensor
+    words_of_a: Tensor | None = None
+    rows_of_b: Tensor | None = None
+    largest: float = 0.0
 
     @classmethod
     def of(cls, changes: Changes, device: torch.device) -> "CudaChanges":
@@ -76,21 +84,26 @@ class CudaChanges(Changes):
         tiles, first = list[tuple[int, int, int]](), 0
         for part, rows in enumerate(changes.parts):
             end = first + rows
-            tiles += [(part, row, end) for row in range(first, end, _OUTPUTS)]
+            tiles += [(part, row, end) for row in range(first, end, OUTPUTS)]
             first = end
         made = torch.tensor(tiles, dtype=torch.int32).to(device)
         which = torch.repeat_interleave(torch.arange(len(changes.parts)), torch.tensor(changes.parts))
         matrices, adapters, rank, _ = changes.a.shape
         ranks = matrices * adapters * rank
         programs = ranks + sum(-(-rows // TILE_ROWS) for rows in changes.parts) + 1
+        a, b = placed.a.contiguous(), placed.b.contiguous()
+        takes = is_hopper(device) and a.dtype == torch.float16
         return cls(
             placed.parts,
-            placed.a.contiguous(),
-            placed.b.contiguous(),
+            a,
+            b,
             made,
             which.to(device, torch.int8),
             torch.zeros(ranks, dtype=torch.int64, device=device),
             torch.zeros(LAUNCH_KINDS, programs, dtype=torch.int32, device=device),
+            rank_words(a.view(ranks, -1)) if takes else None,
+            rank_rows(b.view(len(b), -1)) if takes and matrices == 1 else None,
+            0.0 if b.is_meta else float(b.abs().max()),
         )
 
     def of_row(self, scales: Tensor) -> RowChange:
@@ -144,7 +157,7 @@ def _load_rows(
 
 
 @triton.jit
-def _used(row, scales_ptr, rows, ADAPTERS: tl.constexpr):
+def used_adapters(row, scales_ptr, rows, ADAPTERS: tl.constexpr):
     """The adapters that any of these rows has, as bits: that of an adapter is its number modulo 32."""
     AT_ONCE: tl.constexpr = min(32, triton.next_power_of_2(ADAPTERS))
     bits = 0
@@ -172,7 +185,7 @@ def _rows_to_rank(
     rank = first + tl.arange(0, _RANKS)
     here = (row < rows)[:, None]
     to = row[:, None] * WIDTH + rank[None, :]
-    if (_used(row, scales_ptr, rows, ADAPTERS) >> first // RANK % ADAPTERS % 32) & 1 != 0:
+    if (used_adapters(row, scales_ptr, rows, ADAPTERS) >> first // RANK % ADAPTERS % 32) & 1 != 0:
         begin = split * share
         total = tl.zeros([row.shape[0], _RANKS], tl.float32)
         for at in range(begin, tl.minimum(begin + share, (K + 127) // 128 * 128), COLUMNS):
@@ -221,7 +234,7 @@ def _rows_from_rank(
     row, n, present, part, used, b_ptr, scales_ptr, sums_ptr, rows,
     ADAPTERS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What is added to columns n of these rows, where `present`, of matrix number `part`. used: of `_used`."""
+    """What is added to columns n of these rows, where `present`, of matrix number `part`. used: of `used_adapters`."""
     there = row < rows
     total = tl.zeros([row.shape[0], n.shape[0]], tl.float32)
     for adapter in range(ADAPTERS):
@@ -269,7 +282,7 @@ def _low_rank_kernel(
         tile = tiles_ptr + (program - of_rank) // blocks * 3
         n = tl.load(tile + 1) + tl.arange(0, OUTPUTS)
         present = n < tl.load(tile + 2)
-        used = _used(row, known_scales_ptr, rows, ADAPTERS)
+        used = used_adapters(row, known_scales_ptr, rows, ADAPTERS)
         arrived = tl.atomic_add(own_arrivals_ptr, 0, sem="acquire", scope="gpu")
         while arrived < groups:
             arrived = tl.atomic_add(own_arrivals_ptr, 0, sem="acquire", scope="gpu")
@@ -345,7 +358,7 @@ def add_low_rank(
         y, out, values, low, scale, squares, changes.a, changes.b, scales, changes.tiles,
         *scratch.take((1 + splits) * rows * ranks, blocks * groups), rows, of_rank, form.stride, share, splits, width,
         eps, K=cols, ADAPTERS=adapters, RANK=rank, WIDTH=ranks, KIND=form.kind, LAYOUT=form.layout,
-        ROWS=block, COLUMNS=_COLUMNS if form.kind == FP16.value else _COLUMNS // 2, OUTPUTS=_OUTPUTS,
+        ROWS=block, COLUMNS=_COLUMNS if form.kind == FP16.value else _COLUMNS // 2, OUTPUTS=OUTPUTS,
         PARTIALS=1 if squares is None else squares.shape[1],
         EPILOGUE=RESIDUAL.value if activation is None else EPILOGUES[activation], EARLY=early, PDL=pdl,
         num_warps=4, launch_pdl=pdl,

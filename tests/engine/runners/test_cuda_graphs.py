@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quengine import memory
 from quengine.block_pool import CachePool
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, cut_tiles
@@ -43,7 +44,9 @@ from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import (
     DECODE_ROWS,
     GREEDY,
+    LEAST_OF_CHUNK,
     PREFILL_SEQUENCES,
+    WHOLE_CHUNK,
     GraphKey,
     SamplingKind,
     decode_key,
@@ -278,6 +281,40 @@ def test_long_chunks_on_the_kernels_of_a_real_size(
 )
 def test_keys_of_prompts_are_rows_and_sequences(lengths: list[int], size: tuple[int, int] | None) -> None:
     assert prefill_key(lengths) == (None if size is None else GraphKey("prefill", *size))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "whole"),
+    [
+        ([2048], True),
+        ([1921], True),
+        ([1920], False),
+        ([1025], False),
+        ([2049], False),
+        ([1024, 1024], False),
+    ],
+)
+def test_nearly_whole_chunks_of_one_prompt_are_captured_for_ranks(lengths: list[int], whole: bool) -> None:
+    assert prefill_key(lengths) is None
+    assert prefill_key(lengths, whole_chunks=True) == (GraphKey("prefill", 2048, 1) if whole else None)
+    assert prefill_key([900], whole_chunks=True) == prefill_key([900])
+
+
+def test_a_group_of_ranks_captures_its_whole_chunks_first_and_holds_their_rows() -> None:
+    whole = GraphKey("prefill", WHOLE_CHUNK, 1)
+    assert expected_keys(1, 2048, 512, whole_chunks=True) == [whole, *expected_keys(1, 2048, 512)]
+    assert whole not in expected_keys(1, 1920, 512, whole_chunks=True)  # no chunk is so long
+    assert (memory.WHOLE_CHUNK, memory._LEAST_OF_CHUNK) == (WHOLE_CHUNK, LEAST_OF_CHUNK)
+    inputs = PrefillInputs(4096, 2048, False, 1, torch.device("cpu"), 8, True, 2, whole_chunks=True)
+    chunk = SequenceRows([9] * 1999, 2048, [list(range(127))], adapters=(1.0, 2.0))
+    key = whole._replace(adapted=True)
+    inputs.send(key, [chunk])
+    batch = inputs.batch(key)
+    assert batch.token_ids.shape == batch.positions.shape == (2048,) and batch.token_ids.sum() == 9 * 1999
+    assert batch.positions[:1999].tolist() == list(range(2048, 4047))
+    assert batch.adapters is not None and batch.adapters[:, :1999].unique(dim=1).tolist() == [[1.0], [2.0]]
+    assert not batch.adapters[:, 1999:].any() and batch.embeds is not None
+    assert batch.embeds.values.shape == (2048, 8)
 
 
 def test_steps_whose_memory_was_replaced_are_captured_again(

@@ -2,6 +2,8 @@
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +18,16 @@ from quengine.kernels.cuda.gemm import workspace as workspace_module
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.matmul import matmul, matmul_glu, matmul_norm
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
+from quengine.kernels.cuda.ranks.peers import peer_buffers, received_buffer_shape
+from quengine.kernels.cuda.ranks.push import push_all_reduce
 from quengine.kernels.cuda.rms_norm import rms_norm, rms_norm_fp16
+from quengine.kernels.cuda.rms_normed import RmsNormed
 from quengine.kernels.cuda.weights.packed import pack
 from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.glu import Activation, glu
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK, CacheType
 from quengine.kernels.quant_tensor import QuantTensor
+from quengine.kernels.ranks.communicator import OneRank
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
@@ -53,6 +59,44 @@ def exact(x: torch.Tensor, weights: list[QuantTensor]) -> torch.Tensor:
 
 def room(device: torch.device) -> MatmulWorkspace:
     return MatmulWorkspace(1 << 16, device, batch_invariant=True)
+
+
+class Echo(OneRank):
+    """One of two ranks, whose other has what it has."""
+
+    size = 2
+
+    def __init__(self, device: torch.device) -> None:
+        received = torch.zeros(received_buffer_shape(2, 1 << 15), dtype=torch.int64, device=device)
+        places = [received.data_ptr() + 8 * rank * received.shape[2] for rank in range(2)]
+        self.few = peer_buffers(received, places, 0)
+
+    def peers(self, _rows: int, _width: int) -> None:
+        raise AssertionError("a launch that sums few rows has other bits than one that is given their sum")
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return push_all_reduce(x, self.few) if x.numel() <= self.few.capacity else x + x
+
+
+@pytest.mark.usefixtures("way")
+def test_a_row_that_ranks_sum_and_norm_does_not_depend_on_how_many_there_are(device: torch.device) -> None:
+    """One, few, whose sums are pushed, and many."""
+    width = 512 if ON_GPU else 96
+    backend = CudaBackend(device, batch_invariant=True)
+    backend.communicator, weight = Echo(device), backend.weight([ordinary_weight("Q8_0", width, 256)])
+    x, stream = ordinary_activations(ROWS[-1], 256).to(device), torch.randn(ROWS[-1], width, device=device)
+    norm = RMSNorm(torch.rand(width, device=device) + 0.5, 1e-5)
+    batch: Any = SimpleNamespace(phase="decode")
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for rows in ROWS:
+        part, residual = x[:rows].contiguous(), stream[:rows].clone()
+        made = backend.linear_add(batch, part, weight, residual, norm, partial=True)
+        assert isinstance(made, RmsNormed) and isinstance(made.rms_normed, Fp16Operand)
+        normed = made.rms_normed.dequantize(width)
+        assert nmse(normed, rms_norm(made.hidden, norm.weight, norm.eps)) < FP16_ROUNDING
+        found.append((made.hidden[0], normed[0].clone()))
+    assert all(torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True))
+    assert (ROWS[-1] * width > backend.communicator.few.capacity) is ON_GPU
 
 
 @pytest.mark.parametrize(
