@@ -114,20 +114,23 @@ def test_programs_that_wait_leave_room_for_those_that_they_wait_for(
 
 
 LAUNCHED = """
-import sys
+import sys, torch
 from quengine.kernels.cuda.aot.meta_backend import META, empty, packed_part
 from quengine.kernels.cuda.gemm import matmul_wgmma
 from quengine.kernels.cuda.gemm.matmul import matmul, matmul_glu
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.launch import gpu
 from quengine.kernels.cuda.launch.triton_changes import launches_handed_to
+from quengine.kernels.cuda.lora import rank_matmul
+from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch
 from quengine.kernels.cuda.weights.packed import PackedWeight
+from quengine.kernels.lora.low_rank import Changes
 
 def note(kernel, grid, args, named):
-    if kernel.__name__.startswith("_wgmma"):
-        print(*[named[name].parts for name in ("P", "P_2") if name in named])
+    if kernel.__name__.startswith(("_wgmma", "_rank")):
+        print(*[named[name].parts for name in ("P", "P_2") if named.get(name)])
 
-matmul_wgmma.runs_together = lambda programs: programs <= int(sys.argv[1])
+matmul_wgmma.runs_together = rank_matmul.runs_together = lambda programs: programs <= int(sys.argv[1])
 with gpu.assuming(gpu.Gpu("", (9, 0))), launches_handed_to(note):
     room, x = MatmulWorkspace(1 << 24, META), empty(64, 8192)
     parts = [packed_part(name, 1024, 8192) for name in ("Q4_K", "Q6_K", "Q5_K")]
@@ -135,6 +138,11 @@ with gpu.assuming(gpu.Gpu("", (9, 0))), launches_handed_to(note):
     matmul(x, PackedWeight((*parts[:2],)), room)
     matmul(x, PackedWeight((*parts,)), room)
     matmul_glu(x, PackedWeight((*parts[:1],), paired=True), room)
+    half = dict(dtype=torch.float16)
+    changes = CudaChanges.of(Changes((1024,), empty(1, 2, 16, 8192, **half), empty(1024, 2, 16, **half)), META)
+    rank_matmul.rank_matmul(
+        room.fp16_operand(64, 8192), PackedWeight((*parts[:1],)), changes, empty(2, 64), room, LowRankScratch(META)
+    )
 """
 
 
@@ -142,7 +150,7 @@ with gpu.assuming(gpu.Gpu("", (9, 0))), launches_handed_to(note):
 def test_programs_wait_only_on_a_gpu_that_runs_enough_of_them(multiprocessors: int, parts: str) -> None:
     """In a process without Triton's interpreter, which runs what it is to record."""
     launched = without_interpreter(LAUNCHED, multiprocessors).split()
-    assert len(launched) == 1 + 2 + 3 + 1 and set(launched) == {parts}
+    assert len(launched) == 1 + 2 + 3 + 1 + 1 and set(launched) == {parts}
 
 
 def test_a_gpu_runs_as_many_programs_as_it_has_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
