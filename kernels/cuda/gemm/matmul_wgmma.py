@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand
 from quengine.kernels.cuda.gemm.matmul_fused import MatmulMode, SplitScratch
 from quengine.kernels.cuda.gemm.wgmma_loop import multiply
-from quengine.kernels.cuda.gemm.wgmma_plan import WgmmaFlags, wgmma_plan, wgmma_plan_two_parts
+from quengine.kernels.cuda.gemm.wgmma_plan import MOST_WAITING, WgmmaFlags, wgmma_plan, wgmma_plan_two_parts
 from quengine.kernels.cuda.gemm.wgmma_program import (
     allocate_stages,
     begin_block,
@@ -38,6 +38,7 @@ from quengine.kernels.cuda.gemm.wgmma_program import (
 )
 from quengine.kernels.cuda.gemm.wgmma_store import WgmmaOutput
 from quengine.kernels.cuda.glu import EPILOGUES, ROWS, epilogue_adding, product_bound
+from quengine.kernels.cuda.launch.gpu import runs_together
 from quengine.kernels.cuda.launch.kernel import Copied, DirectLaunch
 from quengine.kernels.cuda.weights.geometry import WgmmaGeometry
 from quengine.kernels.cuda.weights.launch_table import MOST_FEW, wgmma_geometry
@@ -196,8 +197,9 @@ def launch_wgmma(
     """
     geometry = wgmma_geometry(part, "rows", x.rows, mode.batch_invariant, consumer)
     flags = WgmmaFlags(
-        epilogue_adding(residual), paired, _is_exact(mode, x.rows), mode.pdl, producer, consumer
-    )
+        epilogue_adding(residual), paired, _is_exact(mode, x.rows), mode.pdl, producer, consumer,
+        waiting=runs_together(MOST_WAITING),
+    )  # fmt: skip
     added = out if residual is None else residual
     _launch(x, part, geometry, flags, (added, out, out), (first, out.shape[1]), scratch)
 
@@ -244,7 +246,9 @@ def launch_wgmma_glu(
     """activation(gate) * up of rows times a paired part, both in the WGMMA layout."""
     geometry = wgmma_geometry(part, "swiglu", x.rows, mode.batch_invariant)
     assert out.is_wgmma
-    flags = WgmmaFlags(EPILOGUES[activation], True, _is_exact(mode, x.rows), mode.pdl)
+    flags = WgmmaFlags(
+        EPILOGUES[activation], True, _is_exact(mode, x.rows), mode.pdl, waiting=runs_together(MOST_WAITING)
+    )
     _launch(x, part, geometry, flags, (out.row_scale, out.values, out.row_scale), (0, out.stride), scratch)
 
 
@@ -268,7 +272,7 @@ def launch_wgmma_two_parts(
     """
     one, two = parts
     geometry = wgmma_geometry(one, "rows", x.rows, beside=two.rows)
-    flags = WgmmaFlags(ROWS.value, False, mode.exact, mode.pdl, producer)
+    flags = WgmmaFlags(ROWS.value, False, mode.exact, mode.pdl, producer, waiting=runs_together(MOST_WAITING))
     plan = wgmma_plan_two_parts(
         geometry, (one.layout, two.layout), (one.rows, two.rows), x.values.shape[1], x.rows, flags
     )

@@ -108,7 +108,8 @@ def _times_bytes(factors, word, magic, BYTES: gl.constexpr):
 @gluon.jit
 def _fp16_scales_of_bytes(words, s: gl.constexpr, weight_scale, FMT: gl.constexpr):
     """`_fp16_scales` of `chunk_scales` where both are bytes below 64, without a conversion for each. The bits are the
-    same, as 11 bits times 6 are rounded once, but where a minimum is 2^-9 of the largest weight or less.
+    same, as 11 bits times 6 are rounded once, but where a minimum is 2^-9 of the largest weight or less, or where a
+    set's weights are 2^-19 of it.
     """
     d0, m0, d1, m1 = super_scales(words, FMT)
     down = weight_scale * -64.0

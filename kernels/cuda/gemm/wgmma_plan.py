@@ -12,6 +12,9 @@ from quengine.kernels.cuda.weights.launch_table import MOST_FEW, wgmma_block
 from quengine.kernels.cuda.weights.layout import PackedLayout
 from quengine.kernels.cuda.weights.many_rows import MOST_SHARES
 
+MOST_WAITING = MOST_FEW // 8
+"""The most programs of a block that wait for each other."""
+
 GRANTED_BYTES = 48 << 10
 """Shared memory that a block has without a request for more."""
 
@@ -21,7 +24,8 @@ class WgmmaFlags(NamedTuple):
 
     exact: weights are rounded to fp16 once, without rounding their scales and minimums first. producer, consumer: see
     `launch_wgmma`. epilogue: see glu.py. apart: programs that share a block's columns store rows of their own, fp32
-    [splits, T, N], which the next launch adds.
+    [splits, T, N], which the next launch adds. waiting: the GPU runs MOST_WAITING programs at a time, so that they may
+    wait for each other.
     """
 
     epilogue: int
@@ -31,6 +35,7 @@ class WgmmaFlags(NamedTuple):
     producer: bool = False
     consumer: bool = False
     apart: bool = False
+    waiting: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,18 @@ class WgmmaProgram:
         few rows one adds them sooner than several find each other.
         """
         parts = 1
-        while self.block > 16 and 2 * parts <= min(self.splits, self.block // 8):
+        while self.flags.waiting and self.block > 16 and 2 * parts <= min(self.splits, self.block // 8):
             parts *= 2
         return parts
+
+    @property
+    def first_adding(self) -> int:
+        """The number of the first program that adds partial sums. It and those behind it wait for all of their block.
+
+        Programs start in the order of their numbers, so only those of one block can wait for one that has not started,
+        and they are fewer than `parts`. So all start where at least `parts` run at a time (`WgmmaFlags.waiting`).
+        """
+        return self.splits - self.parts
 
     @property
     def even(self) -> bool:

@@ -2,8 +2,8 @@
 them (split-K).
 
 Where several programs share a block's columns, each stores its partial sums. The last to arrive adds them up in the
-order of the columns; or, of 17 to 128 rows of x, they wait for each other, and each adds those of some rows; or each
-stores rows of its own, which the next launch adds.
+order of the columns; or, of 17 to 128 rows of x, the last to start wait for the others, and each adds those of some
+rows; or each stores rows of its own, which the next launch adds.
 """
 
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ def leave(acc, at, arrival_ptr, splits):
 @gluon.jit
 def _meet(counter, stays, P: gl.constexpr):
     """Counts this program at `counter`; if it `stays`, waits for the others of its block. Those that stayed count once
-    more, which makes the counter zero. A block's programs are started one behind the other, so they run together.
+    more, which makes the counter zero. Why the others will have started: `WgmmaProgram.first_adding`.
     """
     thread = gl.arange(0, 32 * P.warps, layout=gl.BlockedLayout([1], [32], [P.warps], [0]))
     tl.inline_asm_elementwise(
@@ -125,7 +125,7 @@ def _add_splits(
     acc, block, split, place, places, output, rows, weight_scale, partial_ptr, arrivals_ptr,
     MMA: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Stores the partial sums of a split at place `place` of `places`. The first P.parts programs of a block wait for
+    """Stores the partial sums of a split at place `place` of `places`. The last P.parts programs of a block wait for
     the others, and each adds and stores the sums of as many rows of x; or, if that is one, the last to arrive does it.
     """
     WARPS: gl.constexpr = P.warps
@@ -138,8 +138,8 @@ def _add_splits(
         adds = leave(acc, own, arrivals_ptr + place, P.splits)
         gl.store(arrivals_ptr + place, 0, mask=adds)
     else:
-        part = split
-        adds = split < P.parts
+        part = split - P.first_adding
+        adds = part >= 0
         gl.store(own, acc)
         tl.debug_barrier()  # all warps' stores come before the count that publishes them
         _meet(arrivals_ptr + place, adds, P)

@@ -58,6 +58,21 @@ def current_gpu() -> Gpu | None:
     return _assumed or _current()
 
 
+def runs_together(programs: int) -> bool:
+    """Whether torch's current GPU, or the part of it that MIG or MPS leaves, has as many multiprocessors: each runs a
+    program at least. An assumed GPU is taken to be a whole one.
+    """
+    return _assumed is not None or programs <= _multiprocessors()
+
+
+@cache
+def _multiprocessors() -> int:
+    import torch
+
+    device = torch.cuda.current_device()
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 @cache
 def _current() -> Gpu | None:
     import torch

@@ -27,6 +27,7 @@ from quengine.kernels.cuda.gemm.mma import prefetch
 from quengine.kernels.cuda.gemm.wgmma_loop import copy_set
 from quengine.kernels.cuda.gemm.wgmma_operand import words_operand
 from quengine.kernels.cuda.gemm.wgmma_plan import (
+    MOST_WAITING,
     WgmmaFlags,
     WgmmaPlan,
     WgmmaProgram,
@@ -43,6 +44,7 @@ from quengine.kernels.cuda.gemm.wgmma_program import (
 from quengine.kernels.cuda.gemm.wgmma_store import WgmmaOutput
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.glu import epilogue_adding
+from quengine.kernels.cuda.launch.gpu import runs_together
 from quengine.kernels.cuda.launch.kernel import Constants, Copied, DirectLaunch
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch
 from quengine.kernels.cuda.weights.geometry import WgmmaGeometry
@@ -309,7 +311,8 @@ def rank_matmul(
     one, two = parts[0], parts[-1]
     kind = "swiglu" if weight.paired else "rows"
     geometry = wgmma_geometry(one, kind, x.rows, beside=two.rows if len(parts) == 2 else 0)
-    flags = WgmmaFlags(epilogue_adding(addend), weight.paired, exact, pdl)
+    waiting = runs_together(MOST_WAITING)
+    flags = WgmmaFlags(epilogue_adding(addend), weight.paired, exact, pdl, waiting=waiting)
     shape = RankShape(matrices * adapters * rank // RANKS_AT_ONCE, words.shape[1], adapters, rank)
     plan, program = _planned(
         geometry, tuple(part.layout for part in parts), tuple(part.rows for part in parts), x.values.shape[1], x.rows,

@@ -265,6 +265,26 @@ def test_hopper_shares_a_product_too(
         assert nmse(y, expected(x, [weight]) + residual) < FP16_ROUNDING
 
 
+@pytest.mark.parametrize("rows", [17, 64, 127])
+@pytest.mark.parametrize("splits", [3, 8])
+def test_the_bits_are_the_same_where_no_program_waits(
+    rows: int,
+    splits: int,
+    device: torch.device,
+    hopper_takes: Callable[[WgmmaGeometry], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a part of a GPU that runs too few programs; both ways leave the counters as they found them."""
+    hopper_takes(WgmmaGeometry(4, splits, 3, False, 128))
+    weight, x = pack(ordinary_weight("Q4_K", 200, 4096), device), ordinary_activations(rows, 4096).to(device)
+    room, results = workspace(device, 1 << 20), list[torch.Tensor]()
+    for together in (True, False, True, False):
+        monkeypatch.setattr(matmul_wgmma, "runs_together", lambda _, together=together: together)
+        results.append(matmul(x, weight, room).clone())
+        assert not room.scratch.arrivals.any()
+    assert all(torch.equal(results[0], y) for y in results)
+
+
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
 @pytest.mark.usefixtures("way")
 def test_scales_of_zero_are_zero_whatever_they_multiply(name: str, device: torch.device) -> None:

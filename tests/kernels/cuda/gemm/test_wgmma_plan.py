@@ -3,10 +3,19 @@
 import pytest
 
 from quengine.kernels.block_formats import FORMATS
-from quengine.kernels.cuda.gemm.wgmma_plan import GRANTED_BYTES, WgmmaFlags, wgmma_plan, wgmma_plan_two_parts
+from quengine.kernels.cuda.gemm.wgmma_plan import (
+    GRANTED_BYTES,
+    MOST_WAITING,
+    WgmmaFlags,
+    WgmmaProgram,
+    wgmma_plan,
+    wgmma_plan_two_parts,
+)
 from quengine.kernels.cuda.glu import ROWS
+from quengine.kernels.cuda.launch import gpu
 from quengine.kernels.cuda.weights.geometry import WgmmaGeometry
 from quengine.kernels.cuda.weights.layout import packed_layout
+from tests.fork_server import without_interpreter
 
 FLAGS = WgmmaFlags(ROWS.value, False, True, False)
 
@@ -73,3 +82,79 @@ def test_stages_are_added_only_for_codebooks_that_would_not_fit() -> None:
         plan = wgmma_plan(WgmmaGeometry(4, 1, 11), packed_layout(FORMATS[name], 4096), 4096, 4096, 16, FLAGS)
         counts[name] = plan.constants.named["P"].stages
     assert counts == {"Q4_K": 11, "IQ1_S": 11, "IQ2_XS": 11, "IQ2_S": 12}
+
+
+def all_start(grid: tuple[int, ...], program: WgmmaProgram, places: int) -> bool:
+    """Whether all programs of a grid start where `places` of them run at a time, in the order of their numbers."""
+    splits, blocks = grid
+    waiting = started = 0
+    while started < splits * blocks and waiting < places:
+        split = started % splits
+        started += 1
+        # The last of a block lets all of it end, before any of the next starts to wait.
+        waiting = (
+            0 if split == splits - 1 else waiting + (program.parts > 1 and split >= program.first_adding)
+        )
+    return started == splits * blocks
+
+
+@pytest.mark.parametrize("rows", [17, 33, 65, 128])
+@pytest.mark.parametrize("splits", [2, 5, 8, 16, 23, 64, 256])
+@pytest.mark.parametrize("weight_rows", [64, 200])
+def test_programs_that_wait_leave_room_for_those_that_they_wait_for(
+    rows: int, splits: int, weight_rows: int
+) -> None:
+    geometry, layout = WgmmaGeometry(4, splits, 3, False, 128), packed_layout(FORMATS["Q4_K"], 1 << 17)
+    plan = wgmma_plan(geometry, layout, weight_rows, 1 << 17, rows, FLAGS._replace(waiting=True))
+    program = plan.constants.named["P"]
+    assert isinstance(program, WgmmaProgram)
+    assert 1 < program.parts <= min(program.splits, MOST_WAITING)
+    assert all_start(plan.grid, program, program.parts)
+    assert not all_start(plan.grid, program, program.parts - 1)
+
+
+LAUNCHED = """
+import sys, torch
+from quengine.kernels.cuda.aot.meta_backend import META, empty, packed_part
+from quengine.kernels.cuda.gemm import matmul_wgmma
+from quengine.kernels.cuda.gemm.matmul import matmul, matmul_glu
+from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
+from quengine.kernels.cuda.launch import gpu
+from quengine.kernels.cuda.launch.triton_changes import launches_handed_to
+from quengine.kernels.cuda.lora import rank_matmul
+from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch
+from quengine.kernels.cuda.weights.packed import PackedWeight
+from quengine.kernels.lora.low_rank import Changes
+
+def note(kernel, grid, args, named):
+    if kernel.__name__.startswith(("_wgmma", "_rank")):
+        print(*[named[name].parts for name in ("P", "P_2") if named.get(name)])
+
+matmul_wgmma.runs_together = rank_matmul.runs_together = lambda programs: programs <= int(sys.argv[1])
+with gpu.assuming(gpu.Gpu("", (9, 0))), launches_handed_to(note):
+    room, x = MatmulWorkspace(1 << 24, META), empty(64, 8192)
+    parts = [packed_part(name, 1024, 8192) for name in ("Q4_K", "Q6_K", "Q5_K")]
+    matmul(x, PackedWeight((*parts[:1],)), room)
+    matmul(x, PackedWeight((*parts[:2],)), room)
+    matmul(x, PackedWeight((*parts,)), room)
+    matmul_glu(x, PackedWeight((*parts[:1],), paired=True), room)
+    half = dict(dtype=torch.float16)
+    changes = CudaChanges.of(Changes((1024,), empty(1, 2, 16, 8192, **half), empty(1024, 2, 16, **half)), META)
+    rank_matmul.rank_matmul(
+        room.fp16_operand(64, 8192), PackedWeight((*parts[:1],)), changes, empty(2, 64), room, LowRankScratch(META)
+    )
+"""
+
+
+@pytest.mark.parametrize(("multiprocessors", "parts"), [(16, "8"), (15, "1")])
+def test_programs_wait_only_on_a_gpu_that_runs_enough_of_them(multiprocessors: int, parts: str) -> None:
+    """In a process without Triton's interpreter, which runs what it is to record."""
+    launched = without_interpreter(LAUNCHED, multiprocessors).split()
+    assert len(launched) == 1 + 2 + 3 + 1 + 1 and set(launched) == {parts}
+
+
+def test_a_gpu_runs_as_many_programs_as_it_has_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_multiprocessors", lambda: 14)
+    assert gpu.runs_together(14) and not gpu.runs_together(15)
+    with gpu.assuming(gpu.Gpu("", (9, 0))):
+        assert gpu.runs_together(15)
