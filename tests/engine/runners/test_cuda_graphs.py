@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from quengine import memory
 from quengine.block_pool import CachePool
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.attention.prefill_tiles import TILE_FIELDS, cut_tiles
@@ -44,7 +43,6 @@ from quengine.runners.graph_capture import CapturedStep, capture_step
 from quengine.runners.graph_keys import (
     DECODE_ROWS,
     GREEDY,
-    LEAST_OF_CHUNK,
     PREFILL_SEQUENCES,
     WHOLE_CHUNK,
     GraphKey,
@@ -304,7 +302,6 @@ def test_a_group_of_ranks_captures_its_whole_chunks_first_and_holds_their_rows()
     whole = GraphKey("prefill", WHOLE_CHUNK, 1)
     assert expected_keys(1, 2048, 512, whole_chunks=True) == [whole, *expected_keys(1, 2048, 512)]
     assert whole not in expected_keys(1, 1920, 512, whole_chunks=True)  # no chunk is so long
-    assert (memory.WHOLE_CHUNK, memory._LEAST_OF_CHUNK) == (WHOLE_CHUNK, LEAST_OF_CHUNK)
     inputs = PrefillInputs(4096, 2048, False, 1, torch.device("cpu"), 8, True, 2, whole_chunks=True)
     chunk = SequenceRows([9] * 1999, 2048, [list(range(127))], adapters=(1.0, 2.0))
     key = whole._replace(adapted=True)
