@@ -5,6 +5,7 @@ NCCL what is too large for that. Definition: kernels/ranks/communicator.py.
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -30,6 +31,9 @@ WAIT_SECONDS = 600.0
 
 _LOOKS_AGAIN = 0.02
 """Seconds between two looks for a kernel that rank 0 compiles."""
+
+_OWN_AFTER = 30.0
+"""Seconds after which a kernel is this rank's alone: rank 0 compiles those that loading waits for first, in a few."""
 
 
 class RankCommunicator(Communicator, Protocol):
@@ -207,27 +211,35 @@ class CudaCommunicator:
         torch.cuda.synchronize(self._device)
 
     def await_kernels(self) -> None:
-        """From here to `one_first` this rank compiles no kernel that is missing: rank 0 compiles them ahead for all."""
+        """From here to `one_first` this rank waits for kernels that are missing: rank 0 compiles them ahead for all."""
         from quengine.kernels.cuda.launch import triton_cache
 
         triton_cache.when_missing.append(self._await_kernel)
 
     def _await_kernel(self, key: str) -> None:
-        """Waits until a kernel is in the cache on disk, or rank 0 compiles none any more."""
-        from quengine.kernels.cuda.launch.triton_cache import is_cached
+        """Waits until a kernel is in the cache on disk, or rank 0 compiles none any more. After one that does not come,
+        of a shape that rank 0 does not have or where no folder is shared, this rank waits for no other.
+        """
+        from quengine.kernels.cuda.launch import triton_cache
 
-        ends = time.monotonic() + WAIT_SECONDS
-        while not is_cached(key) and not self._store.check([_DONE]) and time.monotonic() < ends:
+        ends = time.monotonic() + _OWN_AFTER
+        while not triton_cache.is_cached(key) and not self._store.check([_DONE]):
+            if time.monotonic() > ends:
+                self._await_no_more()
+                return
             time.sleep(_LOOKS_AGAIN)
+
+    def _await_no_more(self) -> None:
+        from quengine.kernels.cuda.launch import triton_cache
+
+        with suppress(ValueError):  # it has ended already
+            triton_cache.when_missing.remove(self._await_kernel)
 
     def one_first(self, work: Callable[[], None]) -> None:
         """Rank 0 does it, waiting for none, and then the others, which find what it left in a cache on disk."""
-        from quengine.kernels.cuda.launch import triton_cache
-
         if self.rank > 0:
             self._store.wait([_DONE], timedelta(seconds=WAIT_SECONDS))
-            if self._await_kernel in triton_cache.when_missing:
-                triton_cache.when_missing.remove(self._await_kernel)
+            self._await_no_more()
         work()
         if self.rank == 0:
             self._store.set(_DONE, "1")

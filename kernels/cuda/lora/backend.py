@@ -95,7 +95,8 @@ class AdaptedCuda(Adapted, CudaBackend):
             return self.glu_of(batch, product, activation)
         operand, width, part = self._of_ranks(x, weight, changes), weight.rows // 2, weight.parts[0]
         if operand is None or not weight.paired or width % OPERAND_COLUMNS:
-            return self._changed(batch, x, weight, None, activation, changes, scales)
+            rows = x if operand is None else operand
+            return self._changed(batch, rows, weight, None, activation, changes, scales)
         assert isinstance(changes, CudaChanges) and isinstance(part, PackedPart)
         y, sums = self._rank_matmul(batch, operand, weight, None, changes, scales)
         out = self._room().glu_operand(operand.rows, width)
@@ -119,7 +120,8 @@ class AdaptedCuda(Adapted, CudaBackend):
             y, sums = self._rank_matmul(batch, operand, weight, stream, changes, scales)
             out = self._room().fp16_operand(*y.shape)
             return RmsNormed(y, norm_from_rank(y, sums, changes, scales, norm, out, self.pdl))
-        y = self._changed(batch, x, weight, stream, None, changes, scales)
+        rows = x if operand is None else operand
+        y = self._changed(batch, rows, weight, stream, None, changes, scales)
         return y if bias is None else y.add_(bias)
 
     def _changed(

@@ -10,6 +10,7 @@ os.environ["TRITON_CACHE_DIR"] = sys.argv[2]
 from pathlib import Path
 import torch.distributed as dist
 from quengine.kernels.cuda.launch import triton_cache
+from quengine.parallel import communicator
 from quengine.parallel.communicator import CudaCommunicator
 
 triton_cache.use_private_cache()
@@ -48,5 +49,20 @@ assert done == [0]
 """
 
 
+OWN = WAITING[: WAITING.index("key, name =")] + """
+communicator._OWN_AFTER = 0.3
+began = time.monotonic()
+assert triton_cache.CheckedCache("C" * 52).get_group("a_kernel.json") is None  # rank 0 does not have it
+assert triton_cache.CheckedCache("D" * 52).get_group("a_kernel.json") is None  # and is not waited for again
+assert not triton_cache.when_missing and 0.3 <= time.monotonic() - began < communicator.WAIT_SECONDS
+store.set(communicator._DONE, "1")
+rank.one_first(lambda: None)
+"""
+
+
 def test_a_missing_kernel_is_awaited_until_it_is_there_or_rank_0_has_compiled_all(tmp_path: Path) -> None:
     without_interpreter(WAITING, tmp_path / "meeting", tmp_path / "cache")
+
+
+def test_a_kernel_that_rank_0_does_not_have_is_not_awaited_to_its_end(tmp_path: Path) -> None:
+    without_interpreter(OWN, tmp_path / "meeting", tmp_path / "cache")

@@ -1,6 +1,8 @@
 """A of adapters beside Hopper's matmul, and B in the launch after it, against the definition."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,14 +13,17 @@ from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout, 
 from quengine.kernels.cuda.gemm.matmul import matmul
 from quengine.kernels.cuda.gemm.workspace import MatmulWorkspace
 from quengine.kernels.cuda.launch.gpu import is_hopper
+from quengine.kernels.cuda.lora import backend as lora_backend
+from quengine.kernels.cuda.lora.backend import AdaptedCuda
 from quengine.kernels.cuda.lora.from_rank import add_from_rank, glu_from_rank, norm_from_rank
 from quengine.kernels.cuda.lora.low_rank import CudaChanges, LowRankScratch
 from quengine.kernels.cuda.lora.rank_matmul import rank_matmul, takes_ranks
 from quengine.kernels.cuda.lora.rank_words import rank_rows, rank_words
 from quengine.kernels.cuda.weights.packed import PackedPart, pack
+from quengine.kernels.forward_batch import ForwardBatch
 from quengine.kernels.glu import Gating, glu
 from quengine.kernels.lora.change import LowRank
-from quengine.kernels.lora.low_rank import add_changes, stacked
+from quengine.kernels.lora.low_rank import Adapters, add_changes, stacked
 from quengine.kernels.rms_norm import RMSNorm, rms_norm
 from tests.kernels.cuda.weights import nmse, ordinary_activations, ordinary_weight
 
@@ -153,3 +158,30 @@ def test_factors_of_other_types_have_no_words(device: torch.device) -> None:
     placed = CudaChanges.of(fine, device)
     assert placed.words_of_a is None and placed.rows_of_b is None
     assert (changes.words_of_a is not None) == is_hopper(device)
+
+
+def test_rows_of_output_and_down_are_converted_once(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no norm of the sum is computed with it, so that its launch is another."""
+    converted = list[object]()
+
+    def operand_of(x: object, *_: object) -> Fp16Operand:
+        if not isinstance(x, Fp16Operand):
+            converted.append(x)
+        return x if isinstance(x, Fp16Operand) else Fp16Operand.empty(3, 128, device, OperandLayout.WGMMA)
+
+    product, sums = torch.zeros(3, 32, device=device), torch.zeros(3, 16, device=device)
+    monkeypatch.setattr(lora_backend, "takes_ranks", lambda *_: True)
+    monkeypatch.setattr(lora_backend, "operand_of", operand_of)
+    monkeypatch.setattr(lora_backend, "rank_matmul", lambda *_: (product, sums))
+    monkeypatch.setattr(lora_backend, "add_from_rank", lambda y, *_: y + 1.0)
+    backend, changes = AdaptedCuda(Adapters(1, {}), device), changes_of([32], 128, [16], device)
+    placed, weight = backend.placed(changes), pack([ordinary_weight("Q8_0", 32, 128)], device)
+    x, residual = torch.ones(3, 128, device=device), torch.zeros(3, 32, device=device)
+    bias, batch = torch.ones(32, device=device), cast(ForwardBatch, SimpleNamespace(phase="decode"))
+    for number, added in enumerate((None, bias), 1):
+        y = backend.changed_sum(
+            batch, x, weight, residual, None, added, placed, torch.ones(1, 3, device=device)
+        )
+        assert bool((y == number).all()) and len(converted) == number
