@@ -438,9 +438,6 @@ def workspace_bytes(
     activations = chunk * (4 * width + 4 * qkv + 2 * width + 2 * max(2 * queries, inner))
     activations += chunk * beside
     activations += chunk * 8 * inputs  # what layers get beside the stream, and its projected part
-    # A captured whole chunk keeps its fp32 stream and products, beside those of steps that are not captured.
-    captured = WHOLE_CHUNK if config.ranks > 1 and chunk >= LEAST_OF_CHUNK else 0
-    activations += captured * 12 * width
     logits = (12 if draft else LOGIT_BYTES) * rows * config.vocab_size
     logits += BURST_LOGIT_BYTES * config.vocab_size if rows >= _BURST_FROM and not draft else 0
     packed = weight_bytes // 32  # Q4_K takes 4.625 bits a weight instead of 4.5
@@ -449,6 +446,8 @@ def workspace_bytes(
     activations += 0 if config.latent is None else chunk * _latent_row_bytes(config.head_count, config.latent)
     # A prompt's row in a Mamba2 layer takes, beside its product, fp32 channels and two gates of each head.
     activations += 0 if mamba is None else 4 * chunk * (mamba.channels + 2 * mamba.heads)
+    if config.ranks > 1 and chunk >= LEAST_OF_CHUNK:  # a captured whole chunk has its own, beside others'
+        activations += activations * WHOLE_CHUNK // chunk
     return fixed + packed + dequantized + activations + logits + grouped_row_bytes(config, chunk)
 
 

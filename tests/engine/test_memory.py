@@ -204,12 +204,12 @@ def test_adapters_leave_less_room_on_a_gpu(config: ModelConfig) -> None:
 
 
 def test_ranks_have_room_for_a_captured_whole_chunk(config: ModelConfig) -> None:
-    """Of the stream and of products, which a step that is not captured has in memory of its own."""
+    """As for as many rows more, since steps that are not captured have memory of their own."""
 
     def taken(ranks: int, chunk: int) -> int:
         return workspace_bytes("cuda", dataclasses.replace(config, ranks=ranks), GIB, chunk, 1)
 
-    assert taken(2, 2048) - taken(1, 2048) == 3 * 4 * 2048 * config.embedding_length
+    assert taken(2, 2048) - taken(1, 2048) == taken(1, 4096) - taken(1, 2048) > 0
     assert taken(2, 1920) == taken(1, 1920)  # no chunk is captured whole
 
 

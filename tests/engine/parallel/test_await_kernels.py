@@ -49,7 +49,9 @@ assert done == [0]
 """
 
 
-OWN = WAITING[: WAITING.index("key, name =")] + """
+OWN = (
+    WAITING[: WAITING.index("key, name =")]
+    + """
 communicator._OWN_AFTER = 0.3
 began = time.monotonic()
 assert triton_cache.CheckedCache("C" * 52).get_group("a_kernel.json") is None  # rank 0 does not have it
@@ -58,6 +60,7 @@ assert not triton_cache.when_missing and 0.3 <= time.monotonic() - began < commu
 store.set(communicator._DONE, "1")
 rank.one_first(lambda: None)
 """
+)
 
 
 def test_a_missing_kernel_is_awaited_until_it_is_there_or_rank_0_has_compiled_all(tmp_path: Path) -> None:
