@@ -105,10 +105,10 @@ def test_refuses_what_it_cannot_compute(device: torch.device) -> None:
         matvec_post_norm(x, weight, torch.zeros(1, 64, device=device), post)
 
 
-def test_a_row_wider_than_the_last_program_holds_is_refused() -> None:
+def test_a_row_wider_than_the_last_program_holds_is_refused(device: torch.device) -> None:
     """One warp per program, as a matrix of few columns has, holds 512 values of a row, and not 1,024."""
-    narrow, wide = (pack(ordinary_weight("Q8_0", rows, 64), torch.device("cpu")) for rows in (512, 1024))
+    narrow, wide = (pack(ordinary_weight("Q8_0", rows, 64), device) for rows in (512, 1024))
     assert can_end_with_norm(narrow) and not can_end_with_norm(wide)
-    x = quantize_activations(torch.randn(1, 64))
+    x = quantize_activations(torch.randn(1, 64, device=device))
     with pytest.raises(ValueError, match="1024 rows in 1 parts cannot end with a norm"):
-        matvec_post_norm(x, wide, torch.zeros(1, 1024), norm_of(0, torch.device("cpu")))
+        matvec_post_norm(x, wide, torch.zeros(1, 1024, device=device), norm_of(0, device))
