@@ -106,6 +106,8 @@ async def _given(route: OfModel | OfServer, request: Request, limits: Limits) ->
     given: dict[str, Any] = {"request": request} if "request" in route.hints else {}
     if (kind := route.hints.get("body")) is not None:
         given["body"] = await read_request(request, kind, limits)
+    elif given and isinstance(route, OfModel):
+        await read_raw(request, limits)  # `unless_gone` would take what its function has not read
     return given
 
 

@@ -1,5 +1,6 @@
 """Slots as llama-server's clients use them: id_slot, saving, restoring and erasing; context shift; no adapters."""
 
+import asyncio
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,13 +9,17 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.server_slots import SlotTable
+from quengine.serve.routes.dispatch import ModelRoute
+from quengine.serve.routes.route import OfModel
+from quengine.serve.schemas.errors import ApiError
 from quengine.serve.settings import ServerSettings
 from tests.engine.serve.fake_engine import FakeEngine
-from tests.engine.serve.serving import Served, serving
+from tests.engine.serve.serving import TABLE, Served, serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
@@ -70,6 +75,39 @@ def refused(client: httpx.Client, path: str, body: Any = None) -> tuple[int, str
     message: str = answer.json()["error"]["message"]
     assert "\n" not in message and "Traceback" not in message
     return answer.status_code, message
+
+
+def test_a_body_that_comes_late_is_not_taken_by_who_watches_for_the_client_to_leave(served: Served) -> None:
+    """A server may give each message to whoever asks, in any order: here to the one that asked last."""
+    route = next(each for each in TABLE if each.rule == "POST /slots/{id_slot}")
+    assert isinstance(route, OfModel)
+    waiting: list[asyncio.Future[Message]] = []
+
+    async def receive() -> Message:
+        waiting.append(asyncio.get_running_loop().create_future())
+        return await waiting[-1]
+
+    async def send(_message: Message) -> None:
+        raise AssertionError("nothing is answered")
+
+    async def run() -> None:
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/slots/1",
+            "path_params": {"id_slot": "1"},
+            "query_string": b"action=save",
+            "headers": [],
+        }
+        answer = asyncio.create_task(ModelRoute(served.server.models, {"POST": route})(scope, receive, send))
+        while not waiting:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # who else asks has asked
+        waiting[-1].set_result({"type": "http.request", "body": b'{"filename": ".."}', "more_body": False})
+        with pytest.raises(ApiError, match="filename = "):
+            await asyncio.wait_for(answer, 10)
+
+    asyncio.run(run())
 
 
 def test_a_slot_that_was_saved_is_restored_by_another_server(
