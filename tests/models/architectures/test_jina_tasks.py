@@ -148,7 +148,7 @@ def test_a_task_without_an_adapter_is_refused_by_name(root: Path, tmp_path: Path
             {"token_embd_norm.weight.lora_a": (4, 64), "token_embd_norm.weight.lora_b": (64, 4)}, {},
             "of this tensor is not implemented",
         ),
-        ({}, {"adapter.type": "control"}, "control is not implemented"),
+        ({}, {"adapter.type": "control"}, "control, not lora"),
         ({}, {"adapter.lora.task_name": "retrieval.query"}, "is of the same task"),
     ],
 )  # fmt: skip
