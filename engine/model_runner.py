@@ -12,8 +12,8 @@ from quengine.block_pool import BlockCopy
 from quengine.errors import EngineError
 from quengine.kernels import sampling
 from quengine.kernels.embedded_rows import EmbeddedRows
-from quengine.kernels.forward_batch import Phase
 from quengine.kernels.moe.host_experts import FollowedExperts
+from quengine.kernels.phase import Phase
 from quengine.kernels.sampling import Choose
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder

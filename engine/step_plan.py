@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.embedded_rows import EmbeddedRows, joined
-from quengine.kernels.forward_batch import BlockTables, ForwardBatch, Phase, decode_batch, prefill_batch
+from quengine.kernels.forward_batch import BlockTables, ForwardBatch, decode_batch, prefill_batch
+from quengine.kernels.phase import Phase
 from quengine.request.adapter_scales import Scales
 from quengine.request.prompt_images import PromptImages
 from quengine.request.sequence import Sequence

@@ -3,15 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from quengine.kernels.embedded_rows import EmbeddedRows
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
-
-Phase = Literal["prefill", "decode"]
+from quengine.kernels.phase import Phase
 
 BlockTables: TypeAlias = Sequence[Sequence[int]]
 """The block tables of one sequence: for each cache group, the blocks of its positions in order. In prefill the table of

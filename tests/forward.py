@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.backend import KVLayer, LayerState
-from quengine.kernels.forward_batch import ForwardBatch, Phase, decode_batch, prefill_batch
+from quengine.kernels.forward_batch import ForwardBatch, decode_batch, prefill_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.phase import Phase
 from quengine.models.decoder import Decoder
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, TypeAlias
 import msgspec
 
 from quengine.block_pool import BlockCopy, CachePool
-from quengine.kernels.forward_batch import Phase
+from quengine.kernels.phase import Phase
 from quengine.models.tensor_split import Rank
 from quengine.platform.failure import Failure
 from quengine.runners.graph_keys import GraphKey, SamplingKind

@@ -13,9 +13,10 @@ from torch import Tensor
 from quengine.kernels.cpu.step import CompiledStep
 from quengine.kernels.cpu.step_recorder import Buffers
 from quengine.kernels.embedded_rows import EmbeddedRows
-from quengine.kernels.forward_batch import BlockTables, Phase
+from quengine.kernels.forward_batch import BlockTables
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kernels.lora.adapted import Adapted
+from quengine.kernels.phase import Phase
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.parallel.wire import Together, alone

@@ -25,10 +25,10 @@ from quengine.kernels.cuda.sampling.sampling import (
 )
 from quengine.kernels.cuda.sampling.sampling_state import send
 from quengine.kernels.embedded_rows import EmbeddedRows
-from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import PADDING_BLOCK, blocks_for
 from quengine.kernels.lora.adapted import Adapted
 from quengine.kernels.moe.host_experts import FollowedExperts
+from quengine.kernels.phase import Phase
 from quengine.kv_cache import KVCache
 from quengine.models.decoder import Decoder
 from quengine.parallel.wire import (

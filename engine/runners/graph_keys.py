@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from quengine.kernels.forward_batch import Phase
+from quengine.kernels.phase import Phase
 from quengine.request.sampling_params import SamplingParams
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 384, 512)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quengine import LLM, SamplingParams
-from quengine.kernels.forward_batch import Phase
+from quengine.kernels.phase import Phase
 from quengine.step_plan import SequenceRows
 from tests.engine.states import states_that_count, write_small
 

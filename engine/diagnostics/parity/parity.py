@@ -25,8 +25,8 @@ from quengine.diagnostics.parity.parity_rounding import RoundedSide, widened
 from quengine.diagnostics.parity.parity_routing import Pair, RoutingMetrics
 from quengine.diagnostics.parity.parity_sides import REFERENCE, LLMSide
 from quengine.diagnostics.parity.parity_workload import Workload
-from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import CacheType
+from quengine.kernels.phase import Phase
 from quengine.platform.weight_loader import Progress
 from quengine.request.prompt_images import ImagePrompt
 

@@ -17,8 +17,8 @@ from quengine.diagnostics.parity.parity_metrics import nmse_cached
 from quengine.diagnostics.parity.parity_operations import Call, Operation, in_the_form_of, rows_of, watched
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.kernels.backend import Hidden
-from quengine.kernels.forward_batch import Phase
 from quengine.kernels.moe.router import Routing
+from quengine.kernels.phase import Phase
 
 MAX_POSITIONS = 96
 """Most rows of a prefill chunk: the inputs and outputs of every operation are held, about 1 GB for a 7B model."""

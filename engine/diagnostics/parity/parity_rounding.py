@@ -17,7 +17,7 @@ from quengine.diagnostics.parity.parity_metrics import Budget, PhaseMetrics
 from quengine.diagnostics.parity.parity_operations import Call, Operation, in_the_form_of, rows_of, watched
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.kernels.backend import Hidden
-from quengine.kernels.forward_batch import Phase
+from quengine.kernels.phase import Phase
 
 SIGNIFICANT_BITS: dict[Phase, int] = {"prefill": 10, "decode": 13}
 """Significant bits of an operation's rounded input. Prefill: fp16 has 11; one less, because weights and attention

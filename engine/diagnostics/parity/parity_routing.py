@@ -16,8 +16,8 @@ from quengine.diagnostics.harness import in_parts
 from quengine.diagnostics.parity.parity_operations import Call, rows_of, watched
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.kernels.backend import Hidden
-from quengine.kernels.forward_batch import Phase
 from quengine.kernels.moe.router import Router
+from quengine.kernels.phase import Phase
 from quengine.kernels.rms_norm import rms_norm
 
 

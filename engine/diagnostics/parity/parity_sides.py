@@ -13,7 +13,7 @@ from quengine.config import EngineConfig, Split
 from quengine.diagnostics.harness import greedy, in_parts, loaded
 from quengine.errors import EngineError
 from quengine.kernels.backend import SlotLayer
-from quengine.kernels.forward_batch import Phase
+from quengine.kernels.phase import Phase
 from quengine.llm import LLM
 from quengine.parallel.cached_rows import read_cached, write_cached
 from quengine.parallel.wire import ChooseExperts

@@ -8,7 +8,7 @@ from quengine.diagnostics.harness import in_parts, opened
 from quengine.diagnostics.parity.parity_sides import LLMSide
 from quengine.diagnostics.parity.parity_texts import PROMPTS, TEXTS
 from quengine.errors import EngineError
-from quengine.kernels.forward_batch import Phase
+from quengine.kernels.phase import Phase
 
 WINDOW = 1024
 """Positions a text is cut into by default: bounds the time and the cache."""

@@ -29,8 +29,8 @@ from quengine.diagnostics.parity.parity import (
 )
 from quengine.diagnostics.parity.parity_sides import LLMSide, SideSpec, loaded_sides, parse_sides
 from quengine.diagnostics.parity.parity_workload import Workload, plan_workload
-from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import CacheType
+from quengine.kernels.phase import Phase
 from quengine.models.gguf import open_gguf
 from quengine.models.synthetic.synthetic import SyntheticModel, write_synthetic
 from quengine.request.prompt_images import PromptImages

@@ -17,7 +17,8 @@ from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.ranks.peers import PeerBuffers, peer_buffers, received_buffer_shape
 from quengine.kernels.cuda.ranks.push import push_all_gather, push_all_reduce
 from quengine.kernels.cuda.ranks.two_shot import shared_sums, shared_words, two_shot_all_reduce
-from quengine.kernels.forward_batch import ForwardBatch, Phase
+from quengine.kernels.forward_batch import ForwardBatch
+from quengine.kernels.phase import Phase
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
 from quengine.models.checkpoint import open_checkpoint

@@ -11,8 +11,8 @@ from quengine import LLM, EngineError, SamplingParams
 from quengine.block_pool import CachePool
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError
-from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.phase import Phase
 from quengine.load import load_model
 from quengine.memory import DRAFT_WORKSPACE, WORKSPACE, kv_cache_bytes
 from quengine.models.checkpoint import open_checkpoint

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quengine import LLM, EngineError, SamplingParams
 from quengine.block_pool import CachePool
-from quengine.kernels.forward_batch import Phase
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
+from quengine.kernels.phase import Phase
 from quengine.models.synthetic.presets import PRESETS
 from quengine.models.synthetic.synthetic import write_synthetic
 from quengine.request.output import Completion

@@ -42,7 +42,7 @@ from quengine.kernels.cpu.ops import sampling as cpu_sampling
 from quengine.kernels.cpu.quantize.quantizers import COMPILED
 from quengine.kernels.cpu.runtime import compiled, kernel_table, target
 from quengine.kernels.cpu.step_recorder import recorded
-from quengine.kernels.forward_batch import Phase, decode_batch
+from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.glu import glu as definition_of_glu
 from quengine.kernels.kv.cache_types import CACHE_TYPES, CacheType
 from quengine.kernels.kv.kv_rows import allocate_layer, read_rows, write_rows
@@ -51,6 +51,7 @@ from quengine.kernels.moe.experts import experts_glu as definition_of_experts_gl
 from quengine.kernels.moe.router import Router, Routing
 from quengine.kernels.moe.router import route as definition_of_route
 from quengine.kernels.moe.router_kind import RouterKind
+from quengine.kernels.phase import Phase
 from quengine.kernels.q_dot import q_dot
 from quengine.kernels.quantize.quantize import quantize
 from tests.kernels.cpu import tile_emulator
