@@ -248,8 +248,8 @@ def test_a_failure_names_the_first_operation_without_being_asked(
         nonlocal calls
         calls += 1
         result = linear_add(self, *rows, **more)
-        # A captured step names its operations instead of computing them.
-        return result * 1.01 if isinstance(result, torch.Tensor) and calls % 2 == 0 else result
+        # In place: a captured step reads this memory, whose values are none yet.
+        return result.mul_(1.01) if isinstance(result, torch.Tensor) and calls % 2 == 0 else result
 
     monkeypatch.setattr(CpuBackend, "linear_add", second_of_two_is_wrong)
     assert run(["parity", "-m", model, "-f", text, *QUICK]) == 1

@@ -163,6 +163,7 @@ def test_a_link_that_appears_after_the_check_is_not_followed(folder: Path, clien
 
 
 def test_what_is_no_plain_file_is_refused(client: httpx.Client, folder: Path) -> None:
+    (folder / "a").mkdir(exist_ok=True)
     os.mkfifo(folder / "pipe")
     (folder / ".git").mkdir()
     assert "no regular file" in problem(client, "read_file", path="pipe")
