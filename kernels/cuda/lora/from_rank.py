@@ -292,11 +292,8 @@ def norm_from_rank(
     pdl: bool = False,
 ) -> Fp16Operand:
     """`add_from_rank` of the changes of one matrix, and the RMSNorm of its result, into `out`, in the WGMMA layout."""
-    parts, adapters, rank, _ = changes.a.shape
-    rows, width = y.shape
-    assert parts == 1 and changes.rows_of_b is not None and out.is_wgmma and out.fits(width)
-    assert scales.shape == (adapters, rows) and scales.is_contiguous() and y.is_contiguous()
-    assert sums.shape == (rows, adapters * rank)
+    (rows, width), (adapters, rank) = y.shape, _checked(y, sums, changes, scales)
+    assert len(changes.parts) == 1 and changes.rows_of_b is not None and out.is_wgmma and out.fits(width)
     blocks, padded, warps = row_geometry(width)
     _norm_from_rank_kernel[(rows,)](
         y, norm.weight, out.values, out.row_scale, sums, changes.rows_of_b, scales, rows, norm.eps,
