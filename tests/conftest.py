@@ -7,6 +7,7 @@ file first. What each test needs is a hook, and what all need one fixture: pytes
 fixture, in every test.
 """
 
+import faulthandler
 import gc
 import logging
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import _pytest.faulthandler
 import _pytest.logging
 import pytest
 
@@ -159,7 +161,15 @@ def pytest_collection() -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """What a module of tests leaves (imports, caches) stays to the end: a model that is closed collects garbage, which
-    would walk through the leavings of all modules before."""
+    would walk through the leavings of all modules before.
+
+    A process that does not come back from a test's end is ended, with its stacks, as from the test itself: pytest
+    watches no more once a test has failed.
+    """
+    limit = float(item.config.getini("faulthandler_timeout"))
+    stderr = item.config.stash.get(_pytest.faulthandler.fault_handler_stderr_fd_key, None)
+    if limit and stderr is not None:
+        faulthandler.dump_traceback_later(limit, file=stderr, exit=True)
     yield
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()

@@ -271,20 +271,33 @@ def test_a_pipe_that_is_no_text_is_an_error_of_one_line(
     assert "standard input: not UTF-8, byte 0xff at 4" in line
 
 
-def test_a_pipe_that_keeps_silent_is_told_about(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+class Lines(io.StringIO):
+    """A stream that says when a line is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = threading.Event()
+
+    def write(self, text: str) -> int:
+        size = super().write(text)
+        if "\n" in text:
+            self.written.set()
+        return size
+
+
+def test_a_pipe_that_keeps_silent_is_told_about(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "_SAID_AFTER", 0.01)
+    monkeypatch.setattr("sys.stderr", said := Lines())
     reader, writer = os.pipe()
     monkeypatch.setattr("sys.stdin", os.fdopen(reader, encoding="utf-8"))
     waiting = threading.Thread(target=generate.with_piped, args=("hi",))
     waiting.start()
-    err = ""
-    while "waiting for standard input" not in err and waiting.is_alive():
-        err += capsys.readouterr().err
-    os.close(writer)
+    said.written.wait(60)
+    os.close(writer)  # in any case: a stream that a thread reads cannot be closed
     waiting.join(60)
-    assert "`< /dev/null` leaves it out" in err
+    assert (
+        "waiting for standard input" in said.getvalue() and "`< /dev/null` leaves it out" in said.getvalue()
+    )
 
 
 @pytest.mark.parametrize("given", [[], ["the", "-p", "cat"], ["-p", "a", "-f", "b"]])
