@@ -3,23 +3,22 @@
 The layers of a model form cache groups (ModelConfig.cache_groups). Each group has a pool of blocks, and each sequence
 has one block table per group. A block may be owned by several sequences, and is owned by each whose table lists it.
 Only full blocks are shared, and only if all tokens up to the block's end are equal, so a shared block is never written
-again. Where the beginning of a block has the next tokens of a prompt, be the block full or the last one of a sequence
-that has ended, the prompt takes a copy of it, and computes the rows from the first different token on. A free block
-keeps its content, and can be found by it (prefix cache), until the block is reallocated; the least recently used block
-goes first.
+again. A prompt whose next tokens are the beginning of a cached block (a full one, or the last one of a sequence that
+has ended) takes a copy of it, and computes the rows from the first different token on. A free block keeps its content,
+and can be found by it (prefix cache), until the block is reallocated; the least recently used block goes first.
 
 In a group whose attention has a window W, the token at position p attends to positions p-W+1 .. p. A block that no
 remaining position attends to is released, and its entry in the table becomes the padding block.
 
-In a group of layers that keep a state, a block is a state, and a sequence has one from admission to release, the first
-entry of its table; after it come copies that it keeps for itself: `CachePool.spares`, for drafts, and one of the state
-at the end of its last full block, where there is room. Blocks without an owner hold checkpoints: copies of states at
-the ends of full blocks, found by the same keys. One that a step of a prompt writes on its way has an owner until that
-step is launched. A prefix is found where every group holds it, so only as far as there is a checkpoint at its end.
+In a group of layers that keep a state, a block is a state. A sequence has one from admission to release, the first
+entry of its table. The next entries are copies for itself: `CachePool.spares`, for drafts, and, where there is room,
+the state at the end of its last full block. Blocks without an owner hold checkpoints: copies of states at the ends of
+full blocks, found by the same keys. A checkpoint that a prefill step writes has an owner until that step is launched. A
+prefix is found if every group holds it, so it ends at a checkpoint.
 
-Checkpoints that make room for others move to host memory where the pool has some (`CachePool.cold`), the least
-recently used first, and from there a prompt goes on as well: its state is copied back. Blocks in host memory have the
-numbers after those on the device.
+The least recently used checkpoints make room for others. They move to host memory where the pool has some
+(`CachePool.cold`), and are copied back for a prompt that goes on from them. Blocks in host memory have the numbers
+after those on the device.
 """
 
 from array import array
@@ -33,15 +32,14 @@ from quengine.block_pool import BlockCopy, BlockPool, CachePool, CopyBlocks
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 
 LEAST_COPIED = 8
-"""Least tokens that a prompt must have in common with the beginning of a block for it to be copied: fewer are computed
-as quickly."""
+"""A block is copied for a prompt that has at least this many of its first tokens; fewer are computed as quickly."""
 _MOST_BEGINNINGS = 4
-"""Most blocks after one block that are registered by their tokens."""
+"""Of the blocks that follow a block, this many are registered by their tokens."""
 _FEW = 1024
 
 
 class CheckpointCounts(NamedTuple):
-    """Checkpoints that prompts may go on from, on the device and in host memory, and how many were moved so far."""
+    """Numbers of checkpoints on the device and in host memory, and of those moved to and from host memory so far."""
 
     on_device: int = 0
     in_host: int = 0
@@ -53,9 +51,9 @@ class CheckpointCounts(NamedTuple):
 class Allocation:
     """New block tables, one per cache group, whose blocks already hold the first `num_cached_tokens` tokens.
 
-    copies: copies to make before the next step: for each group with a state its checkpoint; for other groups the block
-    whose beginning has the prompt's next tokens.
-    num_held_tokens: the tokens whose keys and values are in the cache; more than `num_cached_tokens` where there is no
+    copies: to be made before the next step: in groups with a state, of the checkpoint; in others, of the block that
+    begins with the prompt's next tokens.
+    num_held_tokens: the tokens whose keys and values are in the cache; more than `num_cached_tokens` if there is no
     checkpoint at their end.
     """
 
@@ -101,8 +99,8 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Number of free blocks in the pool that has the fewest, pools of states aside (sequences never outgrow
-        those)."""
+        """Number of free blocks in the pool that has the fewest. Pools of states do not count: no sequence outgrows
+        them."""
         return min(pool.num_free for pool in self._paged)
 
     @property
@@ -117,7 +115,7 @@ class BlockManager:
 
     @property
     def checkpoints(self) -> CheckpointCounts:
-        """Those of states; of several groups, in the one that has most."""
+        """Of the group with states that has the most."""
         counts = (
             CheckpointCounts(len(pool.by_key), len(pool.cold), pool.to_host, pool.from_host)
             for pool in self._states
@@ -137,10 +135,10 @@ class BlockManager:
     ) -> Allocation | None:
         """Block tables for `positions` positions, which share the blocks of the longest prefix that all groups hold.
 
-        `keys`: the keys of the prompt's full blocks. `tokens`: those of the prompt, of which `most` may come from the
-        cache; a block whose beginning has the next ones is found by them. In a group with a window the table covers as
-        much as the first steps need. Returns None, with no block allocated, if fewer than `reserve` blocks of a pool
-        would be left free.
+        `keys`: the keys of the prompt's full blocks. `tokens`: the prompt's, of which `most` may come from the cache;
+        after the shared blocks, a cached block that begins with the next tokens is copied. In a group with a window the
+        table covers as much as the first steps need. Returns None, with no block allocated, if fewer than `reserve`
+        blocks of a pool would be left free.
         """
         found = _match(self._pools, keys)
         held = _match(self._paged, keys) if self._states else found
@@ -166,14 +164,14 @@ class BlockManager:
             hidden = [PADDING_BLOCK] * (found - len(blocks))
             tables.append(hidden + blocks + [pool.take() for _ in range(count)])
             if common and tables[-1][found] != source:
-                # Where the source had to go for the sequence's other blocks, it is copied before they are written.
+                # If the source was evicted for other blocks of the sequence, it is copied before these are written.
                 copies.append(BlockCopy(group, source, tables[-1][found]))
         cached = start + common
         return Allocation(tuple(tables), cached, tuple(copies), max(cached, held * BLOCK_SIZE))
 
     def _beginning_of(self, before: bytes, tokens: Seq[int]) -> tuple[bytes, int]:
-        """The key of a cached block after the one with key `before`, and the number of tokens that its beginning has in
-        common with `tokens`, if these are worth a copy; else none."""
+        """The cached block after the one with key `before` that has most of the first `tokens`: its key, and how many
+        it has. (b"", 0) if none is worth a copy."""
         best, most = b"", 0
         if len(tokens) >= LEAST_COPIED and not self._states:
             for known in filter(self._is_cached, self._beginnings.get(before, ())):
@@ -185,7 +183,7 @@ class BlockManager:
         return all(beginning.key in pool.by_key for pool in self._paged)
 
     def keep_beginning(self, tables: Seq[Seq[int]], keys: Seq[bytes], tokens: Seq[int]) -> None:
-        """Registers the last block of a sequence that ends, which is not full, by its tokens. `keys`: those of the full
+        """Registers the last block of a sequence that ends, which is not full, by its tokens. `keys`: of the full
         blocks before it."""
         index = len(keys)
         if (
@@ -217,10 +215,12 @@ class BlockManager:
         return min((pool.shape.rewinds for pool in self._states), default=0)
 
     def checkpoint(self, tables: Seq[Seq[int]], key: bytes, on_the_way: bool = False) -> list[BlockCopy]:
-        """Blocks for copies of a sequence's states, which stand for the tokens up to the end of the block with this
-        key: they are found by it from now on, and are to be copied before the next step. Least recently used ones make
-        room; where no block is free there is none. `on_the_way`: they make room for others first, until they are
-        used."""
+        """Registers a checkpoint of a sequence's states at the end of the block with this key. Returns the copies that
+        make it, due before the next step.
+
+        Least recently used checkpoints make room; a group without a free block gets none. `on_the_way`: this one is
+        evicted before others until it has been used.
+        """
         copies = []
         for group, (pool, table) in enumerate(zip(self._pools, tables, strict=True)):
             if pool.shape.is_state and not pool.holds(key) and pool.num_free:
@@ -228,23 +228,25 @@ class BlockManager:
         return copies
 
     def take_checkpoint(self, key: bytes) -> list[int]:
-        """Blocks that the next step writes the states to which stand for the tokens up to the end of the block with
-        this key: of each group, 0 in one without a state. Empty where the key is known, or no block is free. The caller
-        owns them until `give_checkpoint`; least recently used checkpoints make room."""
+        """One block of each group, 0 where it has no state, for the checkpoint at the end of the block with this key,
+        which the next step writes. Empty if the key is known or no block is free.
+
+        The caller owns the blocks until `give_checkpoint`. Least recently used checkpoints make room.
+        """
         if any(pool.holds(key) or not pool.num_free for pool in self._states):
             return []
         return [pool.take() if pool.shape.is_state else PADDING_BLOCK for pool in self._pools]
 
     def give_checkpoint(self, blocks: Seq[int], key: bytes | None = None, on_the_way: bool = False) -> None:
-        """Gives back blocks of `take_checkpoint`, which with a key are found by it from now on; without one what they
-        hold is not known. `on_the_way`: see `checkpoint`."""
+        """Gives back blocks of `take_checkpoint`: with a key as a checkpoint, without one as empty. `on_the_way`: see
+        `checkpoint`."""
         for pool, number in zip(self._pools, blocks, strict=True):
             if pool.shape.is_state:
                 pool.keep(number, key, on_the_way)
 
     def spares(self, tables: Seq[Seq[int]]) -> list[BlockCopy]:
-        """The copies that restore a sequence's states to those before its draft; empty where the pool has
-        no spares (CachePool.spares)."""
+        """The copies that restore a sequence's states to those before its draft; empty if no pool has spares
+        (`CachePool.spares`)."""
         return [
             BlockCopy(group, table[1], table[0])
             for group, (pool, table) in enumerate(zip(self._pools, tables, strict=True))
@@ -252,9 +254,8 @@ class BlockManager:
         ]
 
     def add_copies(self, tables: Seq[list[int]]) -> bool:
-        """Give a sequence a further block of each group with a state, the last of its table, for copies of its states
-        at the ends of full blocks. False if it has them already, or if such blocks take half of the room for
-        checkpoints."""
+        """Appends a block to each of a sequence's tables of states, for copies at the ends of full blocks. False if
+        they have one, or if such blocks take half of the room for checkpoints."""
         if self.has_copies(tables) or any(
             2 * self._kept_copies >= pool.shape.checkpoints or not pool.num_free for pool in self._states
         ):
@@ -273,8 +274,7 @@ class BlockManager:
         )
 
     def name_copies(self, tables: Seq[Seq[int]], key: bytes) -> None:
-        """The copies of `add_copies` stand for the tokens up to the end of the block with this key: a checkpoint, once
-        the sequence has released them."""
+        """Names the blocks of `add_copies` by this key: they are a checkpoint once the sequence has released them."""
         for pool, table in zip(self._pools, tables, strict=True):
             if pool.shape.is_state:
                 pool.name(table[-1], key)
@@ -300,8 +300,8 @@ class BlockManager:
         return True
 
     def computed(self, tables: Seq[Seq[int]], keys: Seq[bytes], first: int, tokens: Seq[int] = ()) -> None:
-        """Registers the full blocks `first`, ... of these tables under their keys, so that others can share them, or,
-        with the sequence's `tokens`, their beginnings."""
+        """Registers the full blocks `first`, ... of these tables under their keys, so that others can share them, and,
+        with the sequence's `tokens`, copy their beginnings."""
         for index in range(first, len(keys)) if tokens and not self._states else ():
             own = tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
             self._note_beginning(keys[index - 1] if index else b"", keys[index], own)
@@ -320,8 +320,8 @@ class BlockManager:
     def held(self, keys: Seq[bytes]) -> list[dict[int, int]]:
         """For each cache group, the blocks of the longest prefix of `keys` that all groups hold, by index.
 
-        Of a group with a window or a state, only the blocks that are still cached. A checkpoint in host memory is
-        copied to a free block of the device, where there is one.
+        A group with a window or a state lists only the blocks that are still cached. A checkpoint in host memory is
+        copied to a free block of the device, if there is one.
         """
         if end := _match(self._pools, keys):
             self._bring_back(keys[end - 1])
@@ -347,9 +347,9 @@ class BlockManager:
     def take_back(self, keys: Seq[bytes], held: Seq[Seq[int]]) -> list[dict[int, int]] | None:
         """Allocates blocks for saved contents; the caller owns them, fills them, and then calls `given_back`.
 
-        `held`: for each cache group the indices of the saved blocks. Returns the new blocks of each group by index.
-        Blocks that are cached already get none; neither do blocks that are outside the window for all tokens after the
-        prefix, if there is no room for them. Returns None, with no block allocated, if the others do not fit.
+        `held`: for each cache group the indices of the saved blocks. Returns the new blocks of each group by index. A
+        saved block that is cached already gets none, nor does one that no token after the prefix sees if there is no
+        room for it. Returns None, with no block allocated, if the others do not fit.
         """
         taken: list[dict[int, int]] = []
         for pool, indices in zip(self._pools, held, strict=True):
@@ -374,8 +374,8 @@ class BlockManager:
                 pool.release([number])
 
     def discard(self, keys: Seq[bytes], tokens: Seq[int] = ()) -> None:
-        """Removes the cached blocks with these keys from the prefix cache, and those whose beginning has the next of
-        `tokens`, whose full blocks have the keys."""
+        """Removes from the prefix cache the blocks with these keys and, given the `tokens` whose keys these are, the
+        blocks that are registered by their tokens."""
         removed = [*keys]
         for index, before in enumerate((b"", *keys) if tokens else ()):
             own = tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
@@ -399,7 +399,7 @@ def _alike(some: Seq[int], others: Seq[int]) -> int:
 
 
 def _match(pools: Seq[BlockPool], keys: Seq[bytes], on_device: bool = False) -> int:
-    """Full blocks of the longest prefix of which each of these groups holds what the token after it sees.
+    """The length in full blocks of the longest prefix for which each of these groups holds what the next token sees.
     `on_device`: checkpoints in host memory do not count."""
     longest = 0
     held_from = [0] * len(pools)  # index from which on all blocks were found

@@ -13,7 +13,7 @@ class CachePool:
     """The blocks of one cache group: the padding block 0, and blocks 1 .. `num_blocks`.
 
     window: positions that attention sees, the token's own included; None: all.
-    chunk: most tokens of a sequence that a step computes; it counts where there is a window.
+    chunk: most tokens of a sequence that a step computes; used where there is a window.
     is_state: a block is the state of a sequence, whatever its length.
     rewinds: positions by which a state can be rolled back.
     spares: copies that each sequence has beside its state.
@@ -41,7 +41,7 @@ class CachePool:
 
 
 class BlockCopy(NamedTuple):
-    """A pending copy of block `source` of cache group `group` to block `target`."""
+    """A copy that is to be made in cache group `group`, of block `source` to block `target`."""
 
     group: int
     source: int
@@ -49,7 +49,7 @@ class BlockCopy(NamedTuple):
 
 
 CopyBlocks = Callable[[Seq[BlockCopy]], None]
-"""Copies blocks in this order, after the steps that were launched before and in front of all later ones."""
+"""Copies blocks in this order: after the steps launched so far, before all later ones."""
 
 
 class BlockPool:
@@ -64,7 +64,7 @@ class BlockPool:
         self.by_key: dict[bytes, int] = {}
         self.cold: dict[bytes, int] = {}
         self.to_host = self.from_host = 0
-        self._on_the_way = set[bytes]()  # keys of those that go first, until they are used
+        self._on_the_way = set[bytes]()  # keys of those that are evicted first, until they are used
         self._group, self._copy_blocks = group, copy_blocks
         self._empty_cold = list(range(shape.num_blocks + shape.cold, shape.num_blocks, -1))
         self._owners = [0] * (shape.num_blocks + 1)
@@ -84,7 +84,7 @@ class BlockPool:
         return min(blocks_for(positions), self.shape.first_visible(start) + self.shape.most_blocks(positions))
 
     def missing(self, found: int, positions: int) -> int:
-        """Blocks that a table for `positions` lacks whose first `found` are there."""
+        """Number of blocks that a table for `positions` still needs if it has its first `found`."""
         if self.shape.is_state:
             return 1 + self.shape.spares
         return self.end(found * BLOCK_SIZE, positions) - found
@@ -135,7 +135,7 @@ class BlockPool:
 
     def take(self, spared: int = PADDING_BLOCK) -> int:
         """Takes a free block, evicting the least recently used content if need be, and gives it one owner. `spared`: a
-        block in host memory that is about to be copied, and keeps its content."""
+        block in host memory that keeps its content, as it is about to be copied."""
         if not self._empty:
             number = next(iter(self._kept))
             self._move_to_host(number, spared)
@@ -145,7 +145,7 @@ class BlockPool:
         return number
 
     def _move_to_host(self, number: int, spared: int) -> None:
-        """Copies a block that is about to be evicted to host memory, where there is some and it is not there yet."""
+        """Copies a block that is about to be evicted to host memory, if there is some and it is not there yet."""
         key = self._keys[number]
         if key in self.cold:
             self.cold[key] = self.cold.pop(key)
@@ -192,7 +192,7 @@ class BlockPool:
             self._empty_cold.append(self.cold.pop(key))
 
     def _unname(self, key: bytes) -> None:
-        """The same of the block on the device alone."""
+        """As `unname`, for the block on the device alone."""
         if key in self.by_key:
             number = self.by_key.pop(key)
             del self._keys[number]

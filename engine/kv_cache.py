@@ -25,8 +25,8 @@ def pools_of_one(config: ModelConfig, ctx_size: int) -> list[CachePool]:
 
 
 def _allocate(state: State, blocks: int, device: torch.device, cache_type: CacheType) -> LayerState:
-    """A layer's blocks of keys and values, whose rows are written before they are read; of a state, that some other
-    rank keeps, none."""
+    """A layer's blocks of keys and values, uninitialized: rows are written before they are read. A state here is one
+    that another rank keeps, and has no blocks."""
     if isinstance(state, SlotState):
         return SlotLayer(tuple(torch.empty(0, *shape, device=device) for shape in state.shapes))
     rows = blocks * BLOCK_SIZE
@@ -36,8 +36,8 @@ def _allocate(state: State, blocks: int, device: torch.device, cache_type: Cache
 def _allocate_states(
     declared: Sequence[State], layers: Iterable[int], blocks: int, device: torch.device
 ) -> tuple[list[Tensor], dict[int, LayerState]]:
-    """States of a group's layers, zeros: of each part [layers, blocks, ...], so that a state is copied in all layers
-    at once, and each layer's own."""
+    """The states of a group's layers, zeros: each part of all layers as [layers, blocks, ...], so that one copy serves
+    them all, and the views of each layer by its number."""
     alike: dict[SlotState, list[int]] = {}
     for layer in layers:
         if isinstance(state := declared[layer], SlotState):
@@ -54,8 +54,8 @@ def _allocate_states(
 
 
 def _copy_states(part: Tensor, source: int, target: int) -> None:
-    """part[:, target] = part[:, source] of states [layers, blocks, ...]. After a large copy of its own torch's threads
-    spin beside the CPU kernels'."""
+    """part[:, target] = part[:, source] of states [layers, blocks, ...]. On the CPU by a kernel: after a large copy by
+    torch, its threads would spin beside those of the kernels."""
     if part.device.type == "cpu":
         from quengine.kernels.cpu.ops.state_copy import copy_states
 
@@ -65,10 +65,11 @@ def _copy_states(part: Tensor, source: int, target: int) -> None:
 
 
 class ColdStates:
-    """Blocks of a group of states in host memory, which a CUDA device copies to and from beside the host's work.
+    """Blocks of a group of states in host memory, numbered from 0. A CUDA device copies to and from them while the host
+    goes on.
 
-    Memory is allocated as blocks are first written, several of them at once (`cold_slab`), pinned where the states are
-    on a CUDA device. parts: the group's states, [layers, blocks, ...] each. Blocks are numbered from 0.
+    Memory is allocated when a block is first written, for several at once (`cold_slab`), and pinned if the states are
+    on a CUDA device. parts: the group's states, [layers, blocks, ...] each.
     """
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
@@ -93,7 +94,7 @@ class ColdStates:
             own.copy_(held, non_blocking=True)
 
     def _layers(self, block: int, on_device: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each part and layer the values here and on the device, both contiguous."""
+        """For each part and layer the values here and on the device, both contiguous."""
         slab, row = divmod(block, self._slab)
         if slab not in self._slabs:
             self._slabs[slab] = self._allocated()
@@ -217,8 +218,8 @@ class KVCache:
         return min(pool.num_blocks // pool.most_blocks(positions) for pool in self.pools)
 
     def spare_bytes(self, sequences: int, positions: int) -> int:
-        """Bytes of the blocks, those for checkpoints aside, that `sequences` sequences of `positions` positions never
-        own."""
+        """Bytes of the blocks that `sequences` sequences of `positions` positions never own. Those for checkpoints do
+        not count."""
         spare = 0
         for group, pool in enumerate(self.pools):
             needed = sequences * pool.most_blocks(positions) + pool.checkpoints

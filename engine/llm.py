@@ -78,11 +78,11 @@ __all__ = ["LLM", "ChatStream", "CompletionStream"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 256
-"""Most tokens of a text where no parameters are given; answers of chats, which end by themselves, have no limit."""
+"""Limit of tokens of a text without parameters. Answers of chats end by themselves, and have no limit."""
 
 _LIMITED = SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
 _open_models = WeakSet["LLM"]()
-"""Those that are not closed: they share the threads of the CPU kernels."""
+"""Models that are not closed. They share the threads of the CPU kernels."""
 
 
 class LLM(Configured):
@@ -316,16 +316,16 @@ class LLM(Configured):
 
         Args:
             token_ids: ids, or a prompt with images as `with_images` gives it.
-            decode: compute one decode step per token, in place of a prefill; without images.
+            decode: compute one decode step per token instead of prefill steps; not possible with images.
 
         Raises:
-            EngineError: a stream of this thread is unfinished, or images were to be decoded.
+            EngineError: a stream of this thread is unfinished, or `decode` is set and the prompt has images.
         """
         self._check_generates()
         given, images = self._prompt_parts(token_ids)
         ids = self._sequences.checked(given)
         if decode and images is not None:
-            raise EngineError("rows of images are computed in prefill steps")
+            raise EngineError("decode: rows of images are computed in prefill steps")
         with self._alone():
             self.scheduler.reset()
             if decode:
@@ -584,7 +584,7 @@ class LLM(Configured):
         return self._commit(in_flight.popleft()) if in_flight else []
 
     def _commit(self, step: StepPlan) -> list[tuple[Sequence, str]]:
-        """Takes the results of a step; returns its sequences, but for cancelled ones, each with its new text."""
+        """Takes the results of a step; returns its sequences that were not cancelled, each with its new text."""
         try:
             results = self._results(step)
         except BaseException:
@@ -603,14 +603,15 @@ class LLM(Configured):
             elif sequence.pooled and not sequence.finished:
                 sequence.end_pooled()
             texts.append((sequence, text))
-        step.logits = {}  # of all rows; the scheduler keeps the step
+        step.logits = {}  # the scheduler keeps the step, which need not hold the logits of all rows
         self.scheduler.release()
         if logger.isEnabledFor(logging.INFO):
             self._log_ends(step.sequences)
         return texts
 
     def _results(self, step: StepPlan) -> list[tuple[Sequence, Result]]:
-        """Waits for a step; its sequences, but for cancelled ones, with their results. Those with an error fail."""
+        """Waits for a step; returns its sequences that were not cancelled, each with its result. A sequence whose
+        result is an exception fails."""
         results, errors = list[tuple[Sequence, Result]](), list[tuple[Sequence, Exception]]()
         for sequence, slot, given in zip(step.sequences, step.slots, step.results(), strict=True):
             if sequence.slot is not slot:
@@ -674,7 +675,7 @@ class LLM(Configured):
         )
 
     def _token_text(self, token: int) -> str:
-        """The text of a token; "" of one that the model has and its tokenizer has not."""
+        """The text of a token; "" for an id of the model that its tokenizer lacks."""
         known = token < self.tokenizer.vocab_size
         return self.tokenizer.decode([token], skip_special=False, continuation=True) if known else ""
 
@@ -699,7 +700,7 @@ class LLM(Configured):
                 self._lock.release()
 
     def _release(self) -> None:
-        """Drops what holds memory; on a CUDA device other processes can have it then."""
+        """Drops what holds memory, and gives a CUDA device's back to other processes."""
         self._in_flight.clear()
         self.dropped.clear()
         self.loaded = replace(self.loaded, draft=None, vision=None)
@@ -783,14 +784,14 @@ class LLM(Configured):
                 self._lock.release()
 
     def _uninterrupted(self) -> DeferredInterrupt:
-        """A block that holds the lock or changes the scheduler: Ctrl-C takes effect at its end.
+        """A block that holds the lock or changes the scheduler: Ctrl-C takes effect at its end, after one step at most.
 
-        That is after one step at most. With ranks, for which a step may wait, a second Ctrl-C takes effect at once.
+        A step may wait for other ranks: with ranks a second Ctrl-C takes effect at once.
         """
         return DeferredInterrupt(second_at_once=self.config.ranks > 1)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Raises EngineError for a prompt with images, of which there are no embeddings."""
+        """The ids of a prompt that is embedded. Raises EngineError if it has images."""
         ids, images = self._prompt_parts(prompt)
         if images is not None:
             raise EngineError("embeddings are those of text: the prompt has images")
@@ -806,17 +807,18 @@ class LLM(Configured):
         packed = self.runner.packs_prompts
         # A step of several prompts may have more rows than the context of any one of them.
         chunk_size = config.chunk_size or DEFAULT_CHUNK[kind] if packed else self.loaded.decoder.chunk_size
+        decoder = self.runner.device_decoder
         return Scheduler(
             self.loaded.cache,
             config.parallel,
             chunk_size,
-            MIXED_CHUNK[kind],
-            MIXED_SECONDS[kind],
-            config.deterministic,
-            packed,
-            config.reuse_prefix or config.parallel > 1,
-            BACKLOG_CHUNK[kind],
-            self.runner.copy_blocks,
-            0 if self.runner.device_decoder is None else PENDING,
-            None if self.runner.device_decoder is None else self.runner.device_decoder.most_rows,
+            mixed_chunk=MIXED_CHUNK[kind],
+            mixed_seconds=MIXED_SECONDS[kind],
+            deterministic=config.deterministic,
+            packed=packed,
+            shares=config.reuse_prefix or config.parallel > 1,
+            backlog_chunk=BACKLOG_CHUNK[kind],
+            copy_blocks=self.runner.copy_blocks,
+            ahead=0 if decoder is None else PENDING,
+            most_ahead=None if decoder is None else decoder.most_rows,
         )

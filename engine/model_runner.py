@@ -95,9 +95,10 @@ class StepGraphs(Protocol):
 class ModelRunner:
     """Runs a decoder over its cache.
 
-    `ranks`: the group of which this runner is rank 0; None on the other ranks, and without ranks. `observed`: on these
-        other ranks, what their matrices read. `adapters`: the
-    scales of LoRA adapters for rows of no sequence (`logits`).
+    Attributes:
+        ranks: the group of which this runner is rank 0; None on the other ranks, and without ranks.
+        observed: on the other ranks, the inputs that their matrices read.
+        adapters: the scales of LoRA adapters for rows that belong to no sequence (`logits`).
 
     Args:
         decoder, cache: decoder and KV cache of one model.
@@ -146,20 +147,20 @@ class ModelRunner:
         del self.decoder, self.cache
 
     def launch(self, plan: StepPlan, on_host: bool = False) -> StepPlan:
-        """Launches a step, on a CUDA device without waiting for it; returns it, with its results. `on_host`: tokens are
-        sampled on the host.
+        """Launches a step, on a CUDA device without waiting for it, and returns it with its results. `on_host`: tokens
+        are sampled on the host. The block tables cover the rows.
 
-        In decode it adds one more token of each sequence to the cache. A sequence's first row is its first token that
-        is not in the cache, nor in a step in flight. If that is its newest token, the result is a Sample of the next
-        one; if generated tokens are being recomputed, it is an earlier token (`next_is_newest` is false), and the
-        result is None. The tokens of its `draft` are further rows, computed as if they had been generated; the result
-        is then Verified. Tokens before it that the states lack (`Sequence.replay`) are further rows, whose results are
-        not used. In prefill it computes chunks of prompts, with the generated tokens of sequences that were preempted,
-        and samples after those that end with their newest token.
+        A decode step adds one more token of each sequence to the cache: its first one that is neither in the cache nor
+        in a step in flight. If that is its newest token, the result is a Sample of the next one. If generated tokens
+        are being recomputed, it is an earlier one (`next_is_newest` is false), and the result is None. The tokens of
+        its `draft` are further rows, computed as if they had been generated, and the result is then Verified. Tokens
+        that the states lack (`Sequence.replay`) are rows before it, whose results are not used.
+
+        A prefill step computes chunks of prompts; the generated tokens of a preempted sequence belong to its prompt. It
+        samples after the chunks that end with their sequence's newest token.
 
         A sequence fails alone: its result is then the exception, an EngineError if its logits are not finite. An
-        exception that is raised concerns all rows; no sequence has then advanced, and the call may be repeated with
-        fewer of them. The block tables cover the rows.
+        exception that is raised concerns all rows: no sequence has advanced, and fewer of them may be tried again.
         """
         if self.decoder.host_experts is not None:
             rows = sum(len(chunk.ids) for chunk in plan.chunks)
@@ -219,13 +220,13 @@ class ModelRunner:
     def _given(
         self, rows: Seq[SequenceRows], given: GivenRows
     ) -> tuple[EmbeddedRows | None, list[int] | None]:
-        """The rows of a step that are given, and the positions that all are rotated by."""
+        """The rows of a step that are given as embeddings, and the positions by which all rows are rotated."""
         angles = angles_of_step(self.decoder, self.cache.ctx_size, rows, given)
         return embeds_of(self.decoder, given), angles
 
     @torch.no_grad()
     def hidden(self, rows: Seq[SequenceRows], given: GivenRows = TOKENS_ALONE) -> Tensor:
-        """The hidden rows that the output matrix would read, of all tokens of these chunks: [T, embedding length]."""
+        """The hidden rows [T, embedding length] of all tokens of these chunks, which the output matrix would read."""
         step = PlannedStep("prefill", rows, "hidden rows")
         with self.together(step.giving(given, self.decoder.config.embedding_length)):
             embeds, angles = self._given(rows, given)
@@ -236,7 +237,8 @@ class ModelRunner:
     def logits_of_parts(
         self, rows: Seq[SequenceRows], parts: Seq[Seq[int]], given: GivenRows = TOKENS_ALONE
     ) -> Iterator[Tensor]:
-        """Logits [n, vocab] of each of `parts` of these rows, computed lazily; the caller must take them all."""
+        """For each of `parts`, the numbers of n rows of the step, their logits [n, vocab]. They are computed lazily,
+        and the caller must take them all."""
         step = PlannedStep("prefill", rows, "logits of parts", parts=parts)
         with self.together(step.giving(given, self.decoder.config.embedding_length)):
             device = self.decoder.backend.device
@@ -251,14 +253,13 @@ class ModelRunner:
             self.cache.copy_blocks(copies)
 
     def together(self, message: Message) -> AbstractContextManager[None]:
-        """A block that all ranks compute; the others compute `message`."""
+        """A block in which all ranks compute: this one what is in it, the others `message`."""
         return alone(message) if self.ranks is None else self.ranks.together(message)
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
         """Captures the steps that the first requests would otherwise wait for; no step may be in flight.
 
-        Without `params` all steps that ordinary requests use; with them the decode steps of one sequence with such
-        settings.
+        params: only the decode steps of one sequence with such settings; None: all steps that ordinary requests use.
         """
         if self.graphs is not None:
             self.graphs.warm_up(params)
@@ -295,7 +296,7 @@ class ModelRunner:
         return torch.cat([self.forward("decode", rows).float().cpu().clone() for rows in steps])
 
     def _keep_states(self, plan: StepPlan) -> None:
-        """Copies states that a decode step changes."""
+        """Copies the states that a decode step changes and its drafts may need back."""
         rows = zip(plan.sequences, plan.starts, strict=True)
         copies = [copy for each, at in rows for copy in copies_before(self.cache.pools, each, at)]
         if copies:
@@ -304,9 +305,8 @@ class ModelRunner:
     def explain(self, plan: StepPlan, sequence: Sequence) -> Result:
         """Recomputes the step of a sequence for which a device found no token, on the host, to get the error."""
         sequence.draft = ()
-        sequence.slot = Slot(
-            sequence.slot.index, sequence.slot.end
-        )  # a step in flight continues from NO_TOKEN
+        # Another slot: a step in flight continues from NO_TOKEN, and its result does not count.
+        sequence.slot = Slot(sequence.slot.index, sequence.slot.end)
         if plan.phase == "prefill":
             alone = StepPlan.prefill([sequence], [plan.chunks[plan.sequences.index(sequence)]])
         else:
@@ -356,7 +356,8 @@ class ModelRunner:
 def _wanted_rows(
     plan: StepPlan, vocab_size: int
 ) -> tuple[list[tuple[Sequence, list[int]]], dict[Sequence, int]]:
-    """Rows of a step of chunks: those that score prompts, in parts, and the last row of each sampled sequence."""
+    """The rows of a prefill step whose logits are needed: those that score prompts, in parts, and the last row of each
+    sequence that is sampled."""
     scored, sampled, first = list[tuple[Sequence, list[int]]](), dict[Sequence, int](), 0
     for sequence, chunk, ends in zip(plan.sequences, plan.chunks, plan.sampled_rows, strict=True):
         for part in split_rows(scored_rows(sequence, chunk), vocab_size):

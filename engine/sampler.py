@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities (natural) of a token, by the model's own logits or after the samplers.
+    """Natural log-probabilities of a token, by the model's own logits or, with `SamplingParams.post_sampling_probs`,
+    after the samplers.
 
-    Which of them is up to `SamplingParams.post_sampling_probs`. `top` holds the most likely tokens and their
-    log-probabilities, best first, whether the sampled token is among them or not.
+    `top`: the most likely tokens and their log-probabilities, best first; the sampled token need not be among them.
     """
 
     token: int
@@ -51,8 +51,8 @@ class Verified:
     """The result of a step for a sequence with a draft: the tokens after its newest token and after the drafted ones.
 
     `first`: the token sampled after the newest token. `later(n)`: the result after the first n drafted tokens, once
-    the sequence has accepted exactly these. Valid until the next step. `draft`: what the device drafted, whose accepted
-    tokens it has gone on from by itself; None: the sequence's own draft.
+    the sequence has accepted exactly these; valid until the next step. `draft`: the tokens that the device drafted; it
+    has accepted some by itself, and gone on after them. None: the draft is `Sequence.draft`.
     """
 
     first: Sample
@@ -61,15 +61,14 @@ class Verified:
 
 
 Result: TypeAlias = "Sample | Verified | Exception | None"
-"""The result of a step for one sequence: a Sample, Verified if it had a draft, the exception that ends the
-sequence, or None if no token was due.
-"""
+"""The result of a step for one sequence: a Sample, or Verified if it had a draft; the exception that ends the sequence;
+or None if no token was due."""
 
 _SHIFTED_STREAM = 1 << 16
 """Distance between the random streams of one completion before and after a context shift."""
 
 NO_CHOICE = EngineError("the device found no token to choose")
-"""The result if sampling on a device finds no finite logits, or the bias bans every token."""
+"""The result if a device finds no token to sample: no logit is finite, or the bias bans every token."""
 
 
 class Sampler:
@@ -121,7 +120,7 @@ class Sampler:
     def sample(self, logits: "Tensor", history: Seq[int], position: int) -> Sample:
         """Samples the token at `position`, given the `logits` [vocab_size] fp32 there and the tokens before it.
 
-        `history` is the prompt and the generated tokens; the penalties use its end. From call to call it grows, or is
+        `history` is the prompt and the generated tokens; the penalties use its end. Between two calls it may grow or be
         cut short. The random number depends on seed, stream and `position` alone.
 
         Raises:

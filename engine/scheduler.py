@@ -8,9 +8,9 @@ there are blocks for them. When blocks run out, the newest sequence is preempted
 recomputed later, with its generated tokens as part of the prompt.
 
 On a device that computes asynchronously, a step is planned before the results of those in flight are known (`plan`), so
-that the device does not wait for the host in between. Rows that only the host can sample, and drafts that it makes, are
-left out of such a step: the lookahead ends for their sequences alone. Where the device drafts and accepts by itself,
-the host knows how far a sequence may have come at most (`Slot.drafted`).
+that the device does not wait for the host in between. A sequence that only the host can sample or draft for is left out
+of such a step, and the others go on. Where the device drafts and accepts by itself, the host has an upper bound of how
+far a sequence has come (`Slot.drafted`).
 """
 
 import time
@@ -39,7 +39,7 @@ _MORE_FOLLOW = ["prefill", "decode"]
 """Phases of two steps in flight that another step may follow."""
 
 PENDING = 4
-"""Positions after the tokens that the host knows that steps launched ahead may have computed, drafts aside."""
+"""Steps launched ahead may have computed this many positions, drafts aside, after the tokens that the host knows."""
 
 
 class Scheduler:
@@ -54,12 +54,12 @@ class Scheduler:
         below. None: no limit.
         deterministic: tokens that were computed one by one are never reused as part of a prompt, nor recomputed in
         chunks.
-        packed: a step may hold the chunks of several prompts, of at most `backlog_chunk` tokens if that is given:
-        longer steps, which are not captured, are launched kernel by kernel.
-        shares: blocks that already hold the beginning of a prompt are used for it.
-        backlog_chunk: `mixed_chunk` while more tokens of prompts wait than `chunk_size`.
+        packed: a step may hold chunks of several prompts, together at most `backlog_chunk` tokens if that is given:
+        longer steps are not captured, and their kernels are launched one by one.
+        shares: a prompt uses the cached blocks that hold its beginning.
+        backlog_chunk: `mixed_chunk` while more than `chunk_size` prompt tokens wait.
         copy_blocks: copies blocks, in stream order after the steps launched so far (ModelRunner.copy_blocks).
-        ahead: positions after the tokens that the host knows that steps launched ahead may have computed.
+        ahead: PENDING where steps are launched ahead, else 0.
         most_ahead: most rows of a decode step that is launched ahead; None: no limit.
     """
 
@@ -103,7 +103,7 @@ class Scheduler:
         self.current: StepPlan | None = None
         """The step that was committed, or has failed, last."""
         self.holds_back: Callable[[Sequence], bool] | None = None
-        """Whether a sequence may have a draft once the results in flight are known: no step of it is launched ahead."""
+        """Whether a sequence may get a draft from the results in flight; it is then in no step launched ahead."""
         self._free_slots = list(range(parallel))
         self._mixed_seconds = mixed_seconds
         self._token_seconds = 0.0  # seconds per prompt token in the last chunk
@@ -154,9 +154,9 @@ class Scheduler:
         """The step to launch after those in flight, whose results are not known: prompts and decode steps take turns.
 
         None if there is nothing to do, if the step depends on those results, if no sequence can get blocks for it
-        without preemption, or if enough is in flight: two steps are, but for a prefill and the decode step after it,
-        which may be too short to keep the device busy, so that another prefill follows. The prompt tokens in flight
-        count as cached from now on: a device computes its steps in order.
+        without preemption, or if enough is in flight. Two steps are enough, unless they are a prefill and the decode
+        step after it: that may be too short to keep the device busy, and another prefill follows. The prompt tokens in
+        flight count as cached from now on: a device computes its steps in order.
         """
         ahead = bool(in_flight)
         self._preempts = not ahead
@@ -213,8 +213,8 @@ class Scheduler:
         self._cached(sequence, 1)
 
     def device_draft(self, sequence: Sequence, most: int) -> DraftRoom:
-        """The draft of up to `most` tokens that the device may make in the step that is planned, within the blocks that
-        the sequence has. Allocates more for it as `draft_room` does."""
+        """The limits of the draft, of up to `most` tokens, that the device makes in the step that is planned. Allocates
+        blocks for it as `draft_room` does."""
         slot = sequence.slot
         after = sequence.num_cached_tokens + slot.launched + slot.drafted  # its first row is before it
         if self.blocks.num_free > len(self._running):
@@ -241,8 +241,8 @@ class Scheduler:
         return max(0, min(most, held - len(sequence.token_ids)))
 
     def release(self) -> None:
-        """Free the blocks of finished sequences; those with a full context discard tokens of it, and begin again,
-        but for prompts that are pooled: these have no further token."""
+        """Free the blocks of finished sequences. Others whose context is full discard tokens of it and begin again,
+        except pooled prompts, which generate none."""
         for sequence in [each for each in self._restarted if each.finished]:
             self.cancel(sequence)
         for sequence in self._running:
@@ -258,9 +258,8 @@ class Scheduler:
             self._alone.extend(self.current.sequences)
 
     def failed(self, plan: StepPlan) -> None:
-        """Handles a step that could not be launched, or whose results are lost: prompts whose first token is among them
-        are computed again. The step may have changed some of its states; sequences whose states cannot be rolled back
-        begin again."""
+        """Handles a step that could not be launched, or whose results are lost: prompts whose first token is lost are
+        computed again. Its states may have changed: sequences whose states cannot be rolled back begin again."""
         self.current = plan
         if plan.phase == "decode":
             for sequence, slot, drafted in zip(plan.sequences, plan.slots, plan.drafted, strict=True):

@@ -1,5 +1,4 @@
-"""The beginnings that sequences share: which of their tokens may come from blocks of others, and become blocks for
-others."""
+"""Shared prefixes: which tokens of a sequence may come from cached blocks, and which of its blocks others may use."""
 
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
@@ -14,7 +13,7 @@ class SharedPrefixes:
 
     Args:
         blocks: the cache's.
-        shares: blocks that already hold the beginning of a prompt are used for it.
+        shares: a prompt uses the cached blocks that hold its beginning.
         deterministic: tokens that were computed one by one are never reused as part of a prompt, nor recomputed in
         chunks.
     """
@@ -36,10 +35,10 @@ class SharedPrefixes:
         return end if end > 1 or wanted else 0
 
     def most_shared(self, sequence: Sequence) -> int:
-        """Number of tokens at its beginning that may be taken from the prefix cache.
+        """Most tokens at its beginning that may come from the prefix cache.
 
-        At least one token is always computed, as the next one is sampled from its logits. A pool needs every row of
-        the prompt, and log-probabilities of the prompt those that have not been scored.
+        At least one token is always computed, as the next one is sampled from its logits. A pool needs all rows of the
+        prompt; log-probabilities of the prompt need the rows that are not scored yet.
         """
         if not self.shares or sequence.pool is not None:
             return 0
@@ -48,8 +47,7 @@ class SharedPrefixes:
         return min(most, unscored.start) if unscored else most
 
     def will_share(self, waiting: Sequence, running: Sequence) -> bool:
-        """Whether both sequences have the same beginning, up to the end of a full block that `running` is still to
-        compute."""
+        """Whether both sequences have the same tokens up to the end of the block that `running` computes next."""
         most = min(self.most_shared(waiting), self.prompt_end(running))
         ahead = (running.num_cached_tokens // BLOCK_SIZE + 1) * BLOCK_SIZE
         return ahead <= most and waiting.key_ids[:ahead] == running.key_ids[:ahead]
@@ -60,7 +58,7 @@ class SharedPrefixes:
         return sequence.block_keys[: tokens // BLOCK_SIZE]
 
     def parting(self, sequence: Sequence, other: Sequence) -> int:
-        """The number of tokens, whole blocks, that both sequences begin with and may share."""
+        """The number of tokens, in whole blocks, that both sequences begin with and may share."""
         keys, others = (self.keys(each, self.most_shared(each)) for each in (sequence, other))
         most = min(len(keys), len(others))  # a key stands for all before it
         return bisect_left(range(most), 1, key=lambda index: keys[index] != others[index]) * BLOCK_SIZE
@@ -76,8 +74,8 @@ class SharedPrefixes:
         return self.shares and filled
 
     def end(self, sequence: Sequence) -> None:
-        """Registers the last block of a sequence, if it is not full, so that prompts that continue in the same way find
-        it; what a failed one has computed is not to be shared."""
+        """Registers the last block of a sequence, if it is not full, for prompts that have its tokens. Of a failed
+        sequence nothing is shared any more."""
         if sequence.error is not None:
             self._blocks.discard(sequence.block_keys)
             return

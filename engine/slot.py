@@ -12,18 +12,18 @@ class Slot:
     """The place of a sequence in the tables of a device, from its admission to its release; a new one after preemption.
 
     Attributes:
-        index: its number in the tables, which another sequence may have next; -1: that of a sequence that waits.
-        end: number of positions that the sequence may come to need.
+        index: its row in the tables, which a later sequence may reuse; -1: the sequence waits.
+        end: most positions that the sequence can need.
         row: slot, target, token and position of a row whose input the device has, as in `batch_rows.StepRows`.
-        launched: decode steps with a row of it that have not been committed.
-        reach: number of positions up to which steps launched ahead of their results need nothing of the host for it; 0:
-            not known, or they do.
-        waits: whether the host has to see the result of such a step before it knows the input of the next one.
+        launched: number of launched decode steps with the sequence that are not committed yet.
+        reach: while the sequence has fewer positions than this, the host plans a step ahead without a check; 0: it
+            checks each one.
+        waits: whether the host has to see the result of a launched step before it knows the input of the next one.
         has_token: whether the device has the input of the next step, as it samples the newest token.
-        drafted: most tokens beyond one each that those steps may add, as they draft on the device.
-        undrafted: rows, of the next step's first one and those before it, that the layer which drafts on the device
-            lacks at most; 0: the host has to say what it lacks.
-        written: entries of each block table that the device has; empty before the first step.
+        drafted: most tokens, beyond one for each, that the launched steps may add, as they draft on the device.
+        undrafted: most rows, up to the next step's first one, that the layer which drafts on the device has not
+            computed; 0: the host has to name them.
+        written: number of entries of each block table that the device has; empty before the first step.
         kind: the kind of sampling that the device has the settings for; None after the sequence's release.
         wanted: the smallest kind that takes its settings; None: the host samples.
         adapted: whether its rows have LoRA adapters.

@@ -1,9 +1,8 @@
-"""The states of layers that keep one: when a sequence's are copied, so that it, or a prompt that begins alike, goes on
-from there.
+"""Checkpoints: copies of a sequence's recurrent states, from which it, or a prompt with the same prefix, goes on.
 
-Keys and values of a beginning lie in blocks that others find; a state stands for all tokens before it, and changes with
-each. Copies are made at the ends of blocks: where a prompt ends, where others diverge from it, at intervals of a long
-one, and, of states that cannot be rolled back to the last full block, while a sequence decodes.
+Keys and values of a prefix stay in blocks, where others find them. A state stands for all tokens before it and changes
+with each token, so it has to be copied. Copies are made at the ends of blocks: where a prompt ends, where other prompts
+diverge from it, at intervals of a long one and, if states cannot be rolled back to the last full block, during decode.
 """
 
 from bisect import insort
@@ -23,30 +22,29 @@ CHECKPOINT_EVERY = 4096
 """Tokens of a long prompt from one copy of its states to the next."""
 
 _LEAST_OPENING = 256
-"""Tokens of the first message of a chat, with instructions and tools, at whose end its states are copied: other chats
-begin with it and go on from there."""
+"""Least tokens of a chat's first message (instructions, tools) for a checkpoint at its end, from which other chats with
+the same message go on."""
 
 _CHANGED_TAIL = 8
-"""Tokens at the end of a prompt that a template may write differently once the answer follows, as where it opens a
-block of reasoning that later turns leave out."""
+"""Tokens at the end of a prompt that a template may write differently in the next turn: it may open a block of
+reasoning, for instance, that later turns leave out."""
 
 _COPY_EVERY = 4 * BLOCK_SIZE
-"""Tokens since the last copy of a sequence's states after which its drafts are cut short, so that a copy can be
-made."""
+"""A sequence's drafts are cut short, so that its states can be copied, this many tokens after the last copy."""
 
 _MOST_PARTINGS = 64
-"""Most waiting sequences that are compared with the one being computed, to find where they diverge from it."""
+"""This many waiting sequences are compared with the one being computed, to find where they diverge from it."""
 
 
 class StateCheckpoints:
-    """See the module docstring. Without layers that keep states there is nothing to do.
+    """See the module docstring. A model without recurrent layers has nothing to do here.
 
     Args:
         blocks, pools: the cache's.
         prefixes: what sequences share.
         waiting: the sequences that wait, in order of arrival.
         copy_blocks: copies blocks, in stream order after the steps launched so far.
-        ahead: positions after the tokens that the host knows that steps launched ahead may have computed.
+        ahead: as `Scheduler` has it.
     """
 
     def __init__(
@@ -69,15 +67,15 @@ class StateCheckpoints:
         )
 
     def admitted(self, sequence: Sequence, held: int) -> None:
-        """Notes where the states of a sequence are to be kept; the cache holds keys and values of `held` of its first
-        tokens."""
+        """Notes where the states of an admitted sequence are to be kept. held: number of its first tokens whose keys
+        and values are in the cache."""
         if self._blocks.has_states:
             sequence.state_copy_at = sequence.replay = 0
             sequence.checkpoints_at = self._places(sequence, held)
 
     def begin(self, sequence: Sequence, end: int) -> tuple[int, BlockTables]:
-        """The end of a sequence's next chunk, `end` or earlier, and its block tables; those of groups with states list
-        the checkpoints that the step writes."""
+        """The end of a sequence's next chunk, `end` or earlier, and its block tables. The tables of groups with states
+        also list the checkpoints that the step writes."""
         start = sequence.num_cached_tokens
         if places := self._next(sequence):
             end = self._chunk_end(end, places)
@@ -98,8 +96,8 @@ class StateCheckpoints:
         )
 
     def launched(self, sequence: Sequence, chunk: SequenceRows) -> None:
-        """Registers the checkpoints of a chunk whose step was launched: the states that the step writes on its way or,
-        if states can be rolled back, copies of those at its end."""
+        """Registers the checkpoints of a launched chunk: those that the step itself writes or, if states can be rolled
+        back, copies of the states at its end."""
         if not self._blocks.has_states:
             return
         for end, blocks in sequence.checkpoints_begun:
@@ -111,8 +109,8 @@ class StateCheckpoints:
                 self._checkpoint(sequence, end, self._is_on_the_way(sequence, end))
 
     def add_copies(self, sequence: Sequence) -> None:
-        """Gives a sequence that decodes a block for a copy of its states at the end of its last full block, where there
-        is room."""
+        """Gives a decoding sequence, where there is room, blocks for a copy of its states at the end of its last full
+        block."""
         if self._keeps_copies and sequence.pool is None and sequence.block_tables:
             self._blocks.add_copies(sequence.block_tables)
 
@@ -132,9 +130,11 @@ class StateCheckpoints:
             sequence.replay = sequence.num_cached_tokens - base
 
     def end(self, sequence: Sequence, keeps: bool, ahead: int) -> None:
-        """Keeps the states of a sequence that ends, or is preempted, at its last full block if they can be rolled back
-        to it, else its copy of them; not `keeps`: neither. ahead: positions after the cached ones that may have been
-        computed."""
+        """Keeps the states of a sequence that ends or is preempted: those at its last full block if they can be rolled
+        back to it, else its copy of them.
+
+        keeps: False: no states are kept. ahead: positions after the cached ones that may have been computed.
+        """
         if not self._blocks.has_states:
             return
         self._drop(sequence)
@@ -151,9 +151,11 @@ class StateCheckpoints:
             self._blocks.name_copies(sequence.block_tables, key)
 
     def _places(self, sequence: Sequence, held: int) -> list[int]:
-        """Numbers of first tokens of a sequence after which its states are kept: at the last full block of its prompt,
-        and the one before where that ends among tokens that may change, every CHECKPOINT_EVERY tokens, at the end of a
-        long first message, and where it parts from what others have computed, after `held` tokens."""
+        """Where the states of a sequence are kept, each as a number of its first tokens.
+
+        At its prompt's last full block (and the one before, if the last ends among tokens that may change), every
+        CHECKPOINT_EVERY tokens, at the end of a long first message, and where the cached prefix of `held` tokens ends.
+        """
         start, last = sequence.num_cached_tokens, _whole(self._prefixes.most_shared(sequence))
         places = {held, last, *range(CHECKPOINT_EVERY, last, CHECKPOINT_EVERY)}
         if sequence.opening >= _LEAST_OPENING:
@@ -163,8 +165,8 @@ class StateCheckpoints:
         return sorted(place for place in places if start < place <= last)
 
     def _next(self, sequence: Sequence) -> list[int]:
-        """The numbers of tokens after which the states of a sequence are still to be kept, those where waiting
-        sequences diverge from it included, which can then continue from there."""
+        """The places where the states of a sequence are still to be kept. Those where waiting sequences diverge from it
+        are added, so that these sequences go on from there."""
         start = sequence.num_cached_tokens
         for waiting in islice(self._waiting, _MOST_PARTINGS):
             parting = self._prefixes.parting(sequence, waiting)
@@ -173,31 +175,30 @@ class StateCheckpoints:
         return [place for place in sequence.checkpoints_at if place > start]
 
     def _chunk_end(self, end: int, places: Seq[int]) -> int:
-        """The end of a chunk that passes these checkpoints: `end`, or an earlier one, since a step writes few states on
-        its way, and a state can be rolled back only a few positions."""
+        """The end, at most `end`, of a chunk with checkpoints at these places: a step writes only a few states, and a
+        state can be rolled back only a few positions."""
         if self._blocks.rewinds:
             return min(end, places[0] + self._blocks.rewinds)
         return min(end, places[MOST_CHECKPOINTS - 1]) if len(places) > MOST_CHECKPOINTS else end
 
     def _is_on_the_way(self, sequence: Sequence, end: int) -> bool:
-        """Whether a prompt continues after this place, and no other is known to diverge from it there."""
+        """Whether the prompt goes on after a checkpoint and no other prompt is known to diverge from it there."""
         is_due = end % CHECKPOINT_EVERY == 0 or end == _whole(sequence.opening)
         return is_due and end != sequence.checkpoints_at[-1]
 
     def _drop(self, sequence: Sequence) -> None:
-        """Discards the checkpoints that a sequence has begun, since their step may not have written them."""
+        """Discards the checkpoints that a sequence has begun: their step may not have written them."""
         for _, blocks in sequence.checkpoints_begun:
             self._blocks.give_checkpoint(blocks)
         sequence.checkpoints_begun.clear()
 
     def _checkpoint(self, sequence: Sequence, end: int, on_the_way: bool = False) -> None:
-        """Keeps the states of a sequence after its first `end` tokens, whole blocks, for prompts that begin with
-        these."""
+        """Copies the states of a sequence after its first `end` tokens (whole blocks), for prompts with this prefix."""
         key = self._prefixes.keys(sequence, end)[-1]
         if copies := self._blocks.checkpoint(sequence.block_tables, key, on_the_way):
             self._copy_blocks(copies)
 
 
 def _whole(tokens: int) -> int:
-    """As many of these tokens as fill blocks."""
+    """The number of these tokens that fill whole blocks."""
     return tokens // BLOCK_SIZE * BLOCK_SIZE

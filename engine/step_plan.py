@@ -1,4 +1,4 @@
-"""One step: whose rows are computed, as the scheduler plans it and a runner launches it, and then its results."""
+"""One step: the rows that the scheduler plans and a runner launches, and then their results."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -42,9 +42,13 @@ class SequenceRows(NamedTuple):
 class GivenRows(NamedTuple):
     """Rows of a prefill step that are given as embeddings.
 
-    numbers: of the rows in the step. values: [n, (1 + layers) * embedding length] on any device, with what the first
-    layers add to the rows; None: another rank has them. spans: as `EmbeddedRows` has them. places: of each, its
-    positions in time, down and across, where it has three. later: the number of these layers, where `values` is None.
+    Attributes:
+        numbers: the numbers of the n rows in the step.
+        values: [n, (1 + layers) * embedding length] on any device: each row, and what is added to it after each of the
+            first `layers` layers; None: another rank has them.
+        spans: as `EmbeddedRows` has them.
+        places: each row's position in time, down and across, in models whose image rows have three.
+        later: `layers`, where `values` is None.
     """
 
     numbers: Seq[int] = ()
@@ -59,8 +63,8 @@ TOKENS_ALONE = GivenRows()
 
 
 class DraftRoom(NamedTuple):
-    """The draft of a sequence in a step that drafts on the device: of `most` tokens at most, none of which is computed
-    at position `end` or later."""
+    """The limits of a sequence's draft in a step that drafts on the device: at most `most` tokens, at positions before
+    `end`."""
 
     most: int
     end: int
@@ -72,20 +76,20 @@ class StepPlan:
     runner launches it, and the engine then takes its results.
 
     Attributes:
-        slots: the slot of each sequence when the step was planned. One that has another by now was preempted or
-            cancelled meanwhile: it has no part in the results.
+        slots: the slot of each sequence when the step was planned. A sequence with another slot by now was preempted or
+            cancelled meanwhile, and its result is dropped.
         starts: the position of each sequence's first row; -1: the device alone knows it.
-        changed: the numbers of the sequences for which the device may lack something.
-        chunks: in prefill, the rows. In decode they follow from the sequences, as far as the host knows them.
-        drafting: in a decode step that drafts on the device, the draft of each sequence; else empty.
+        changed: the indices of the sequences for which the device may lack something.
+        chunks: in prefill, the rows of each sequence. In decode `rows` gives them.
+        drafting: in a decode step that drafts on the device, the limits of each sequence's draft; else empty.
 
-    A runner that launches it sets what its results follow from:
+    The runner that launches the step sets where its results come from:
         sampled: the `sampled_rows`; None: each sequence has one row, after which the device samples.
-        tokens: int64, in pinned memory: what the device samples after each row, negative where it finds no token. A
-            step that drafts on the device has 2 * most + 1 of each sequence: what is sampled after its newest token and
-            its drafted ones, and the drafted tokens. None: the host samples.
+        tokens: int64, in pinned memory: the token that the device samples after each row; negative: it found none. A
+            step that drafts on the device has 2 * most + 1 entries a sequence: the tokens sampled after its newest
+            token and after each of `most` drafted ones, then the drafted tokens. None: the host samples.
         arrived: the event after these tokens, and after `logits`.
-        logits: fp32 [vocab] each, on the host, of the rows after which the host samples.
+        logits: fp32 [vocab] on the host, by the number of each row after which the host samples.
         outcome: the results, where prompts are pooled or scored.
     """
 
@@ -109,8 +113,8 @@ class StepPlan:
 
     @classmethod
     def decode(cls, sequences: list[Sequence], changed: Seq[int] | None = None) -> "StepPlan":
-        """The next step of these sequences. The first row of one is its first token that is neither in the cache nor
-        in a step in flight, after those that its states lack. changed: None: all of them."""
+        """The next decode step of these sequences. The rows of each are the tokens that its states lack, and its first
+        token that is neither in the cache nor in a step in flight. changed: None: all sequences."""
         slots, starts = list[Slot](), list[int]()
         for sequence in sequences:
             slot = sequence.slot
@@ -134,8 +138,8 @@ class StepPlan:
 
     @property
     def sampled_rows(self) -> list[int | None]:
-        """Of each sequence, the row of its newest token, from whose logits the next one is sampled; None: the step has
-        no such row. Of a prefill step the rows are those of its logits."""
+        """For each sequence the row of its newest token, from whose logits the next one is sampled; None: the newest
+        token is not in the step. A prefill step has one row of logits a sequence, whose number is given."""
         if self.phase == "prefill":
             ends = [
                 chunk.end == len(s.token_ids) for s, chunk in zip(self.sequences, self.chunks, strict=True)
@@ -149,7 +153,7 @@ class StepPlan:
 
     @property
     def given(self) -> GivenRows:
-        """The rows that images give as embeddings; none in decode."""
+        """The rows of images, which are given as embeddings; none in decode."""
         if self.phase == "decode":
             return TOKENS_ALONE
         parts, first = list[GivenRows](), 0
@@ -164,7 +168,7 @@ class StepPlan:
 
     @property
     def drafted(self) -> Iterable[int]:
-        """Of each sequence, most tokens that its draft on the device adds."""
+        """For each sequence the most tokens that its draft on the device adds."""
         return (room.most for room in self.drafting) if self.drafting else repeat(0, len(self.sequences))
 
     @property
@@ -177,9 +181,11 @@ class StepPlan:
         return self.tokens is not None
 
     def results(self) -> list[Result]:
-        """Waits for the step; returns the result of each sequence, in order: None without a token, or for a sequence
-        cancelled meanwhile, NO_CHOICE where a device found no token (`ModelRunner.explain`). To be called after the
-        launch, and before that of the next step unless `may_follow`."""
+        """Waits for the step; returns the result of each sequence, in order.
+
+        None: no token was due, or the sequence was cancelled meanwhile. NO_CHOICE: the device found no token
+        (`ModelRunner.explain`). Call it after the launch and, unless `may_follow`, before the next one.
+        """
         if self.outcome is not None:
             return self.outcome
         tokens = list[int]()
@@ -204,7 +210,7 @@ class StepPlan:
 
     @property
     def cancelled(self) -> bool:
-        """Whether no sequence has the slot that it had, so that the results are not needed."""
+        """Whether every sequence has lost its slot, so that no result is needed."""
         return not any(
             sequence.slot is slot for sequence, slot in zip(self.sequences, self.slots, strict=True)
         )
@@ -217,7 +223,7 @@ class StepPlan:
 
 
 def given_rows(images: PromptImages | None, ids: Seq[int], start: int, first: int = 0) -> GivenRows:
-    """The rows that images give of a chunk `ids` at position `start`, whose first row is row `first` of its step."""
+    """The image rows of a chunk `ids` at position `start`. first: the number of the chunk's first row in its step."""
     numbers, values = list[int](), list[Tensor]()
     for rows, features in () if images is None else images.within(start, start + len(ids)):
         numbers += range(first + rows.start, first + rows.stop)
@@ -229,7 +235,7 @@ def given_rows(images: PromptImages | None, ids: Seq[int], start: int, first: in
 
 
 class _Samples(dict[int, Result]):
-    """The result that each token of a device stands for, made once: steps of many sequences take one of each."""
+    """The result for each token that a device returns, made once: a step of many sequences needs one for each."""
 
     def __missing__(self, token: int) -> Result:
         self[token] = found = Sample(token) if token >= 0 else NO_CHOICE
@@ -242,13 +248,13 @@ _SAMPLES = _Samples()
 def _after_draft(
     sequence: Sequence, newest: int, logits: Mapping[int, Tensor], tokens: Seq[int], accepted: int
 ) -> Result:
-    """What is sampled after `accepted` tokens of a draft, given the row of the newest token."""
+    """The result after `accepted` tokens of a draft. newest: the row of the newest token."""
     return sequence.sampled_after(newest + accepted, logits, tokens)
 
 
 def verified(found: Seq[int]) -> Result:
-    """The result of a sequence, given what a device has sampled after its newest token and each of up to n drafted
-    ones, and the drafted tokens: [2 * n + 1], negative where there is no token."""
+    """The result of a sequence in a step that drafts on the device. found: its 2 * most + 1 entries of
+    `StepPlan.tokens`."""
     most = len(found) // 2
     drafted = found[most + 1 :]
     length = next((place for place, token in enumerate(drafted) if token < 0), most)
@@ -265,8 +271,8 @@ def angles_of(sequence: Sequence, start: int, end: int) -> Seq[int] | None:
 
 
 def angle_rows(rows: Seq[SequenceRows], context: int, given: GivenRows = TOKENS_ALONE) -> list[int] | None:
-    """The rows of the rotary tables for all rows of a step: of image row i of the step `context` + i, where
-    `Decoder.turn_images` has written it. None: their positions."""
+    """The row of the rotary tables for each row of a step; None: its position. Image row i of the step has row
+    `context` + i, which `Decoder.turn_images` writes."""
     if all(part.angles is None for part in rows):
         return None
     found = [at for part in rows for at in part.angles or range(part.start, part.end)]
@@ -284,8 +290,8 @@ def scored_rows(sequence: Sequence, chunk: SequenceRows) -> range:
 
 
 def known_ids(sequence: Sequence) -> list[int]:
-    """The tokens of a sequence's rows in a decode step, without its draft: the first that is not in the cache, after
-    those that its states lack."""
+    """The tokens of a sequence's rows in a decode step, without its draft: those that its states lack, then the first
+    one that is not in the cache."""
     return sequence.token_ids[sequence.num_cached_tokens - sequence.replay : sequence.num_cached_tokens + 1]
 
 

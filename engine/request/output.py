@@ -96,28 +96,31 @@ class DraftCounts:
 
     @property
     def accept_rate(self) -> float | None:
-        """Accepted tokens a drafted one; None without any."""
+        """Accepted tokens per drafted token; None without drafts."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def accept_length(self) -> float | None:
-        """Tokens that a step with a draft gave on average, the model's own after the accepted ones among them."""
+        """Mean number of tokens of a step with a draft: the accepted ones, and the model's own token after them."""
         return 1 + self.accepted / self.steps if self.steps else None
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Times in seconds, rates in tokens per second, sizes in bytes.
+    """Times in seconds, rates in tokens per second (0 for a phase that did not happen), sizes in bytes.
 
-    `compile_s` is the time that the request waited for kernels to be compiled, which counts in no rate, `prompt_s` that
-    to compute the prompt's tokens that were not cached, `ttft_s` the time from the request
-    to its first token, `decode_s` the time of the tokens after the first. `generated_tokens` are all that were chosen,
-    the token that ended the text among them, which no text and no list of tokens has: `end_tokens` is 1 then. `gb_s` is
-    `bytes_per_token` (weights, and the cache read on average) over the time of a decoded token, in 1e9 bytes per
-    second. Rates of phases that did not happen are 0. `drafts` are the decode steps that also computed drafted tokens,
-    `drafted_tokens` those tokens, `accepted_tokens` the ones among them that the sequence accepted. `shifts` is how
-    often the context was full and `discarded_tokens` of it were dropped; `prompt_tokens` do not count what was computed
-    again then.
+    Attributes:
+        compile_s: the wait for kernels to be compiled; no rate counts it.
+        prompt_tokens: tokens of the prompt; a context shift adds none.
+        prompt_s: the time to compute those of them that were not cached.
+        ttft_s: the time from the request to its first token.
+        generated_tokens: tokens that were chosen. If the last one ended the text, `end_tokens` is 1, and the completion
+            does not contain that token.
+        decode_s: the time of the tokens after the first.
+        bytes_per_token: weights and, on average, cache read for a decoded token. `gb_s`: the same in 1e9 bytes/s.
+        drafts: decode steps that also computed drafted tokens.
+        drafted_tokens, accepted_tokens: those tokens, and the ones among them that the sequence accepted.
+        shifts, discarded_tokens: context shifts, and the tokens that they discarded.
     """
 
     load_s: float = 0.0
@@ -180,8 +183,8 @@ class Completion:
         seed: the seed that was used; the same one gives the same text.
         reasoning: what the model thought before the text, in an answer of a conversation.
         tool_calls: the tools that the answer of a conversation calls.
-        schema_violation: what of a text that ended by itself is not valid under the JSON schema of its constraint, in
-            one line; None where all is, or there is none.
+        schema_violation: one line on why a text that ended by itself violates the JSON schema of its constraint; None:
+            it is valid, or there is no schema.
     """
 
     text: str

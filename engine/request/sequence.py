@@ -30,7 +30,7 @@ _NEVER = Moment(0.0, 0.0)
 
 
 class BegunCheckpoint(NamedTuple):
-    """Blocks, one of each cache group, that a step writes the states to which a sequence has after `end` tokens."""
+    """One block per cache group, to which a step writes the states of a sequence after its first `end` tokens."""
 
     end: int
     blocks: list[int]
@@ -42,36 +42,35 @@ class Sequence:
 
     Attributes:
         token_ids: prompt and generated ids; the first `num_cached_tokens` of them are in the cache.
-        end_ids: tokens that end the text and are no part of it. So does a constraint that nothing can follow; its state
-            is the sampler's, and is advanced here.
+        end_ids: tokens that end the text and are not part of it. A constraint that allows no further token ends it too;
+            the sampler holds the constraint, and `advance` advances it.
         slot: its place in a device's tables while it is running.
-        block_tables: the blocks of the cache that hold it, in order, one list per group of layers. The lists only grow,
-            but for entries before a window, which become the padding block; after a preemption there are new lists.
+        block_tables: for each cache group the list of its blocks. A list only grows; blocks that the group's window has
+            passed become the padding block. A preemption ends in new lists.
         block_keys: identify the contents of its full blocks (block_manager.extend_keys).
-        opening: how many of its first tokens are the first message of a chat, with which other chats may begin as well;
-            0: not known.
-        checkpoints_at: of a model that keeps states, the numbers of its first tokens after which they are copied.
-        checkpoints_begun: those that its chunk in the next step, or the newest one in flight, writes on the way.
-        state_copy_at: how many of its first tokens the copy that it keeps of its states stands for; 0: none.
-        replay: how many of the cached tokens its states lack, which the next step computes again.
+        opening: number of tokens of a chat's first message, which other chats may begin with as well; 0: not known.
+        checkpoints_at: the numbers of first tokens after which the states, if the model keeps any, are copied.
+        checkpoints_begun: the checkpoints that its next chunk, or its newest one in flight, writes before its end.
+        state_copy_at: number of first tokens after which its own copy of its states was made; 0: there is no copy.
+        replay: number of newest cached tokens that its states do not include; the next step computes them again.
         error: why the sequence could not go on.
         thread: the one that made the sequence.
-        end_tokens: 1 once a token of `end_ids` has ended it, which was generated too.
-        pool: takes the hidden rows of all of the prompt, with which the sequence then ends.
+        end_tokens: 1 once a token of `end_ids` has ended it, which counts as generated.
+        pool: pools the hidden rows of the prompt; such a sequence ends with its prompt.
         scores: collects the log-probabilities of the prompt's tokens, where they are wanted.
         draft: tokens that may follow the newest one, to be computed with it in the next step.
-        drafts_by_length: how many of its steps had a draft of each length, in tokens.
+        drafts_by_length: number of its steps for each length of a draft, in tokens.
         accepted_tokens: drafted tokens that the sequence accepted.
         draft_bytes: bytes read for drafts.
-        shift: what it discards when its context is full; None: it ends then.
-        shifts, discarded_tokens: how often it has done so, and what.
-        discarded_late: of each discarded token how many were generated before, together.
+        shift: what it discards when its context is full; None: a full context ends it.
+        shifts, discarded_tokens: number of context shifts, and of the tokens that they discarded.
+        discarded_late: sum, over the discarded tokens, of the tokens generated before each was discarded.
         compiled: `compile_clock` at its start and at its first token.
         last: when its last token came.
-        images: of the prompt, whose rows are given as embeddings; None: there are none.
+        images: the prompt's images, whose rows are given as embeddings; None: there are none.
         adapters: the scales of the model's LoRA adapters for its rows; None: it has none.
         num_prefill_tokens: tokens that were not generated token by token: the prompt, or what the last shift has left.
-        plain: nothing but a token of `end_ids`, `max_tokens` and the context ends it, and it has no log-probabilities.
+        plain: only a token of `end_ids`, `max_tokens` or a full context ends it, and no log-probabilities are wanted.
     """
 
     token_ids: list[int]
@@ -175,8 +174,11 @@ class Sequence:
         return self.pool.embedding()
 
     def sampled_after(self, row: int, logits: "Mapping[int, Tensor]", tokens: Seq[int]) -> Result:
-        """The token after its newest one, whose row of a step this is, or why there is none: the host samples it where
-        it has the row's logits [vocab_size], else a device has, which of `tokens` [rows] it is."""
+        """The result of row `row` of a step: the token after it, or why there is none.
+
+        The host samples from the row's `logits` [vocab_size]. Of a row without logits the device has sampled
+        `tokens[row]`.
+        """
         if row not in logits:
             return Sample(tokens[row]) if tokens[row] >= 0 else NO_CHOICE
         try:
@@ -210,7 +212,8 @@ class Sequence:
         return self._ended(token, text)
 
     def _ended(self, token: int, text: str) -> str:
-        """`text`, which the newest token has made certain, with what was held back if the sequence ends with it."""
+        """Ends the sequence if its newest token, `token`, is its last. Returns `text`, then with all that was held
+        back."""
         most, stream = self.params.max_tokens, self.stream
         constraint = self.sampler.constraint
         if constraint is not None:
@@ -230,7 +233,7 @@ class Sequence:
 
     @property
     def _late(self) -> bool:
-        """Whether its time is over, so that the text ends with its line."""
+        """Whether `t_max_predict_ms` have passed: the text then ends with its line."""
         allowed = self.params.t_max_predict_ms
         return allowed > 0 and 1e3 * (self.last.now - self.first_token) > allowed
 
@@ -239,9 +242,9 @@ class Sequence:
         return range(0) if self.shift is None else self.shift.discarded(len(self.token_ids))
 
     def shift_context(self) -> None:
-        """Discard tokens of a full context; nothing of what is left is in the cache any more.
+        """Discard tokens of a full context. The remaining ones have to be computed again.
 
-        Its random numbers go on in another stream: those of the same positions were drawn before.
+        The sampler changes to another stream of random numbers, since positions occur a second time.
         """
         gone = self._discarded
         self.token_ids = self.token_ids[: gone.start] + self.token_ids[gone.stop :]
@@ -274,8 +277,8 @@ class Sequence:
     ) -> Completion:
         """The finished (or interrupted) request. Sizes are in bytes and only reported, never decided on.
 
-        step_bytes(n): what a step of n rows reads of the weights. cache_bytes(n): what the last of n tokens reads of
-        the cache. text: of a token.
+        step_bytes(n): of the weights that a step of n rows reads. cache_bytes(n): of the cache that the last of n
+        tokens reads. text: the text of a token.
         """
         scores, params = self.scores, self.params
         count = len(self.generated) + self.end_tokens
@@ -315,14 +318,14 @@ class Sequence:
         )
 
     def _mean_context(self, count: int) -> int:
-        """Tokens in front of each of `count` generated ones and with it, on average; 0 without any."""
+        """The mean context length over the `count` generated tokens, each of them included; 0 without any."""
         gone = count * self.discarded_tokens - self.discarded_late
         tokens = count * self.num_prompt_tokens + count * (count + 1) // 2 - gone
         return tokens // count if count else 0
 
     def _weight_bytes(self, step_bytes: Callable[[int], int], count: int) -> int:
-        """What all of its steps for `count` tokens read, and what read for its drafts. Rows of a step, its newest
-        token's and those of the drafted ones, share a pass over the weights; of a mixture of experts they read more.
+        """Bytes of weights that its steps for `count` tokens and its drafts read. The rows of a step (the newest token
+        and the drafted ones) share one pass over the weights; in a mixture of experts more rows read more.
         """
         alone = step_bytes(1)
         more = sum(

@@ -44,12 +44,11 @@ class SequenceFactory:
         images: PromptImages | None = None,
     ) -> Sequence:
         """The sequence of a prompt; `index` and `show_special` as for `LLM.stream`. answers: tokens follow the prompt.
-        images: those of the prompt.
+        images: the prompt's.
 
         Raises:
-            EngineError: the prompt does not fit, or a parameter names a token outside the vocabulary or has a
-                constraint that cannot be compiled, or an adapter that there is not; or log-probabilities of a prompt
-                with images are wanted.
+            EngineError: the prompt does not fit; a parameter names a token outside the vocabulary or an adapter that is
+                not loaded; the constraint cannot be compiled; or a prompt with images is to be scored.
         """
         ids, params = self.checked(ids, answers), self.resolved(params)
         spec = params.constraint
@@ -80,8 +79,8 @@ class SequenceFactory:
         return any(group.is_state for group in self.config.cache_groups)
 
     def _opening(self, ids: list[int]) -> int:
-        """Tokens in front of a chat's second message: of the control tokens that begin messages the first one comes
-        again there. 0 where none does."""
+        """The number of tokens of a chat's first message. The second begins at the first control token that occurs a
+        second time, as each message begins with the same one. 0 if none does."""
         # Models may have more rows than their tokenizer has tokens.
         known = (token for token in set(ids) if token < self.tokenizer.vocab_size)
         control, seen = set(filter(self.tokenizer.is_control, known)), set[int]()
@@ -96,7 +95,8 @@ class SequenceFactory:
         return BreakerFinder(self.tokenizer, self.config.vocab_size)
 
     def resolved(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with a seed, and `ignore_eos` and the tokens that the model never generates as biases."""
+        """The parameters with a seed, and with biases of -inf for the tokens that the model never generates and, with
+        `ignore_eos`, for its end tokens."""
         params, known = params.with_seed(), self.tokenizer
         tokens = known.suppressed_ids | known.eos_ids if params.ignore_eos else known.suppressed_ids
         if not tokens:
@@ -106,9 +106,9 @@ class SequenceFactory:
         return replace(params, logit_bias={**params.logit_bias, **banned})
 
     def checked(self, ids: list[int], answers: bool = True) -> list[int]:
-        """A prompt's ids, after which an answer of a token must fit if it `answers`.
+        """A prompt's ids. If it `answers`, the context must hold one token more.
 
-        Raises EngineError where there are none, too many, or one is not in the vocabulary.
+        Raises EngineError if there are none, too many, or one is not in the vocabulary.
         """
         if not ids:
             raise EngineError("the prompt is empty: it has no tokens, and this model adds none of its own")
@@ -145,7 +145,7 @@ class SequenceFactory:
 
 
 class _ShownBytes(dict[int, bytes]):
-    """The bytes of tokens by id, looked up once each; of control tokens none."""
+    """The bytes of each token by id, looked up once; control tokens have none."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
