@@ -1,24 +1,18 @@
 """Counters, times and gauges of the server and of each of its models, for Prometheus."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
 from quengine.request.output import DraftCounts
+from quengine.serve.engine_metrics import EngineMetrics
 from quengine.serve.llama_metrics import LlamaMetrics
 from quengine.serve.processes.server_thread import Worker
 from quengine.serve.processes.shared_engine import Event, Failed, Finished, Piece
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-
-
-class Collected(Protocol):
-    """What gives families of metrics."""
-
-    def collect(self) -> Iterator[Metric]: ...
 
 
 class ServerMetrics:
@@ -105,7 +99,7 @@ class Metrics:
         """A number that is read when the metrics are."""
         Gauge(f"quengine_{name}", text, registry=self.registry).set_function(value)
 
-    def add(self, families: "Collected") -> None:
+    def add(self, families: EngineMetrics) -> None:
         """Families that are made when the metrics are read."""
         self.registry.register(families)  # type: ignore[arg-type]  # all that is asked of it is `collect`
 

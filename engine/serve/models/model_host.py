@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from quengine.errors import CannotRunError
 from quengine.serve import access_log
-from quengine.serve.engine_metrics import CheckpointMetrics, ExpertMetrics, ImageMetrics, ReplicaMetrics
+from quengine.serve.engine_metrics import EngineMetrics
 from quengine.serve.metrics import Metrics
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.processes.server_handle import Handle, joined
@@ -142,10 +142,7 @@ class ModelHost:
         metrics.gauge(
             "cache_size_tokens", "Positions that the cache has.", lambda: self.worker.stats.cache_size
         )
-        metrics.add(ReplicaMetrics(lambda: (*self.worker.stats.replicas, *self.worker.stats.prefill)))
-        metrics.add(CheckpointMetrics(lambda: self.worker.stats.checkpoints))
-        metrics.add(ExpertMetrics(lambda: self.worker.stats.experts))
-        metrics.add(ImageMetrics(lambda: self.worker.stats.images))
+        metrics.add(EngineMetrics(lambda: self.worker.stats))
         metrics.gauge("busy_seconds", "Time spent in steps.", lambda: self.worker.busy_seconds)
 
     # --- its state -----------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from quengine import LLM, SamplingParams
 from quengine.block_manager import CheckpointCounts
-from quengine.serve.engine_metrics import CheckpointMetrics
+from quengine.serve.engine_metrics import EngineMetrics
 from quengine.serve.processes.engine_llm import LLMEngine
+from quengine.serve.processes.shared_engine import EngineStats
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import serving
 from tests.engine.states import write_small
@@ -16,7 +17,7 @@ from tests.engine.test_cold_states import with_cold
 
 def text(counts: CheckpointCounts | None) -> str:
     registry = CollectorRegistry()
-    registry.register(CheckpointMetrics(lambda: counts))  # type: ignore[arg-type]
+    registry.register(EngineMetrics(lambda: EngineStats(checkpoints=counts)))  # type: ignore[arg-type]
     return generate_latest(registry).decode()
 
 

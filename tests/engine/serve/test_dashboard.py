@@ -8,7 +8,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from quengine.serve.engine_metrics import CheckpointMetrics, ExpertMetrics, ImageMetrics, ReplicaMetrics
+from quengine.serve.engine_metrics import EngineMetrics
+from quengine.serve.processes.shared_engine import EngineStats
 from tests.engine.serve.serving import serving
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
@@ -24,13 +25,8 @@ class _Ones(SimpleNamespace):
 def exposed() -> set[str]:
     """Names of all families, counters with their ending."""
     registry, ones = CollectorRegistry(), _Ones()
-    for families in (
-        ReplicaMetrics(lambda: [ones]),
-        CheckpointMetrics(lambda: ones),
-        ExpertMetrics(lambda: ones),
-        ImageMetrics(lambda: ones),
-    ):  # type: ignore[arg-type,list-item]
-        registry.register(families)  # type: ignore[arg-type]
+    stats: Any = EngineStats(replicas=(ones,), checkpoints=ones, experts=ones, images=ones)  # type: ignore[arg-type]
+    registry.register(EngineMetrics(lambda: stats))  # type: ignore[arg-type]
     with serving() as served, served.http() as client:
         text = client.get("/metrics").text + generate_latest(registry).decode()
     return {

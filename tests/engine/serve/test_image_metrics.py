@@ -5,8 +5,9 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, generate_latest
 
 from quengine.request.feature_cache import ImageCounts
-from quengine.serve.engine_metrics import ImageMetrics
+from quengine.serve.engine_metrics import EngineMetrics
 from quengine.serve.processes.engine_llm import LLMEngine
+from quengine.serve.processes.shared_engine import EngineStats
 from tests.engine.fake_vision import seeing, write_model
 from tests.engine.serve.fake_engine import FakeEngine
 from tests.engine.serve.serving import serving
@@ -16,7 +17,7 @@ PICTURE = bytes(range(40, 90))
 
 def text(counts: ImageCounts | None) -> str:
     registry = CollectorRegistry()
-    registry.register(ImageMetrics(lambda: counts))  # type: ignore[arg-type]
+    registry.register(EngineMetrics(lambda: EngineStats(images=counts)))  # type: ignore[arg-type]
     return generate_latest(registry).decode()
 
 
