@@ -1,23 +1,24 @@
-"""Text from tokens as they come: whole characters only, never a stop string, and no line of too little indentation."""
+"""The text of a stream of tokens: whole characters, up to a stop string or a line that is indented too little."""
 
 import codecs
 from collections.abc import Callable, Sequence
 
 from quengine.errors import EngineError
+from quengine.structured.answer_parser import held_back
 
 
 class TextStream:
     """Joins the bytes of tokens into text.
 
-    A character appears with the token that completes it. Bytes that are no UTF-8 become U+FFFD, as
-    `bytes.decode(errors="replace")` of all of them together has it, so a character cut off by the end becomes one
-    in `finish`. What could still become a stop string is held back until it does or cannot any more. Of
-    several stop strings the one whose last character comes first counts, then the longest; what is shown
-    does not depend on how the text was cut into tokens.
+    The text is that of `bytes.decode(errors="replace")` of all bytes together, however they are cut into tokens: a
+    character appears with the token that completes it, and one that the end cuts off becomes U+FFFD in `finish`.
+    Text that may be the beginning of a stop string is held back until that is decided. The stop string whose last
+    character comes first ends the text; of several that end there, the longest.
 
     token_bytes: the bytes of a token id, empty for one that shows nothing.
     stop: strings that end the text and are not shown.
-    indent: a line, but the first, that begins with fewer spaces and tabs ends the text after them (`dedented`).
+    indent: the text ends (`dedented`) after the indentation of a line, other than the first, that begins with fewer
+        spaces and tabs than this.
     Raises EngineError for an empty stop string.
     """
 
@@ -45,13 +46,13 @@ class TextStream:
         return "".join(self._shown)
 
     def read(self) -> str:
-        """What has been shown since the last call; another thread may be showing more."""
+        """The text that was shown since the last call. Another thread may push tokens meanwhile."""
         new = self._shown[self._read :]
         self._read += len(new)
         return "".join(new)
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes certain; nothing more after the end."""
+        """Adds a token; returns the text that it completes, "" after the end."""
         raw = self._token_bytes(token_id)
         if raw.isascii() and not self._partial:
             text = raw.decode("ascii")
@@ -109,14 +110,6 @@ class TextStream:
             certain = end - len(stop)
             self._held = ""
         else:
-            certain = len(pending) - (0 if final else self._undecided(pending))
+            certain = len(pending) - (0 if final else held_back(pending, self._stop))
             self._held = pending[certain:]
         return pending[:certain]
-
-    def _undecided(self, pending: str) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
-        longest = min(len(pending), len(self._stop[0]) - 1)
-        return next(
-            (n for n in range(longest, 0, -1) if any(s.startswith(pending[-n:]) for s in self._stop)),
-            0,
-        )

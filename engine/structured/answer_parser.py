@@ -24,6 +24,12 @@ class NoMatchError(Exception):
     """What follows is not what is read here, or is cut off."""
 
 
+def held_back(text: str, marks: Collection[str]) -> int:
+    """How many characters at the end of a text may be the beginning of one of `marks`."""
+    longest = min(len(text), max(map(len, marks)) - 1)
+    return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)
+
+
 class AnswerParser(ABC):
     """Parses one answer: `push` each piece of text, then `finish`. `calls` is how many calls there have been."""
 
@@ -57,13 +63,6 @@ class AnswerParser(ABC):
 
     def _drop_read(self) -> None:
         self._text, self._at = self._text[self._at :], 0
-
-    def _held_back(self, marks: Collection[str]) -> int:
-        """How many characters at the end may be the beginning of one of `marks`."""
-        longest = min(len(self._text), max(map(len, marks)) - 1)
-        return next(
-            (n for n in range(longest, 0, -1) if any(m.startswith(self._text[-n:]) for m in marks)), 0
-        )
 
     def _span(self, pattern: re.Pattern[str]) -> int:
         found = pattern.match(self._text, self._at)

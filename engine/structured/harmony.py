@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quengine.errors import EngineError
-from quengine.structured.answer_parser import BETWEEN, AnswerParser, NoMatchError, Reading
+from quengine.structured.answer_parser import BETWEEN, AnswerParser, NoMatchError, Reading, held_back
 from quengine.structured.calls.form import arguments_expression, dropped_of
 from quengine.structured.constraint_spec import ConstraintSpec, control_ids, literal, marker
 from quengine.structured.tool_calls import (
@@ -136,7 +136,7 @@ class HarmonyParser(AnswerParser):
         """Give the message out up to what may be another header; False at the end of the answer."""
         while True:
             opener = _OPENER.search(self._text, self._at)
-            held = 0 if self._closed else self._held_back(_OPENERS)
+            held = 0 if self._closed else held_back(self._text, _OPENERS)
             certain = len(self._text) - held if opener is None else opener.start()
             self._say(self._text[self._at : certain])
             self._at = certain

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quengine.structured.answer_format import AnswerFormat
-from quengine.structured.answer_parser import SPACE, AnswerParser, Reading
+from quengine.structured.answer_parser import SPACE, AnswerParser, Reading, held_back
 from quengine.structured.constraint_spec import ConstraintSpec, ReasoningBudget, control_ids, marker
 from quengine.structured.reasoning_tags import REASONING_KEYS, ReasoningTags, State, reasoning_in
 from quengine.structured.tool_calls import Delta, ReasoningDelta, ToolUse
@@ -66,7 +66,7 @@ class ReasoningParser(AnswerParser):
         while True:
             self._drop_read()
             found = self._text.find(end)
-            held = 0 if self._closed else self._held_back([end])
+            held = 0 if self._closed else held_back(self._text, [end])
             certain = self._text[: len(self._text) - held] if found < 0 else self._text[:found]
             text = certain.rstrip(SPACE)
             if text:

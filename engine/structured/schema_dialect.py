@@ -11,7 +11,7 @@ Subschemas that are referred to stand under `$defs` by numbers, so that no refer
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from urllib.parse import unquote, urldefrag, urljoin
@@ -83,6 +83,21 @@ def standard_schema(given: Any) -> StandardSchema:
 def without(schema: Mapping[str, Any], *keywords: str) -> dict[str, Any]:
     """A schema without some keywords."""
     return {keyword: value for keyword, value in schema.items() if keyword not in keywords}
+
+
+def with_parts(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A schema whose direct subschemas are changed."""
+    made = {**schema}
+    for keyword in ("items", "additionalProperties"):
+        if keyword in made:
+            made[keyword] = change(made[keyword])
+    for keyword in ("anyOf", "allOf", "prefixItems"):
+        if keyword in made:
+            made[keyword] = [change(part) for part in made[keyword]]
+    for keyword in ("properties", "patternProperties", "$defs"):
+        if keyword in made:
+            made[keyword] = {name: change(part) for name, part in made[keyword].items()}
+    return made
 
 
 def conjunction(*schemas: Schema) -> Schema:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from quengine.structured.schema_dialect import Schema, without
+from quengine.structured.schema_dialect import Schema, with_parts, without
 from quengine.structured.schema_rules import plain_grammar
 
 _INLINE = re.compile(r"%json ")
@@ -92,20 +92,10 @@ def _type_alone(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _each(schema: Any, change: Any) -> Any:
-    """A schema whose every subschema is changed."""
+    """A schema that is changed, and then every subschema of it."""
     if not isinstance(schema, dict):
         return schema
-    made: dict[str, Any] = {}
-    for keyword, value in change(schema).items():
-        if keyword in ("properties", "patternProperties", "$defs"):
-            made[keyword] = {name: _each(part, change) for name, part in value.items()}
-        elif keyword in ("anyOf", "allOf", "prefixItems"):
-            made[keyword] = [_each(part, change) for part in value]
-        elif keyword in ("items", "additionalProperties"):
-            made[keyword] = _each(value, change)
-        else:
-            made[keyword] = value
-    return made
+    return with_parts(change(schema), lambda part: _each(part, change))
 
 
 @lru_cache(maxsize=1000)

@@ -9,7 +9,7 @@ reference: of a definition that is impossible it makes an error of the whole sch
 from collections.abc import Mapping, Set
 from typing import Any
 
-from quengine.structured.schema_dialect import Schema, without
+from quengine.structured.schema_dialect import Schema, with_parts, without
 from quengine.structured.schema_rules import with_users
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
@@ -40,16 +40,7 @@ def _possible(schema: Schema, impossible: Set[str]) -> Schema:
         return schema
     if str(schema.get("$ref", "")).rpartition("/")[2] in impossible:
         return False
-    made = {**schema}
-    for key in ("allOf", "anyOf", "prefixItems"):
-        if key in made:
-            made[key] = [_possible(part, impossible) for part in made[key]]
-    for key in ("items", "additionalProperties"):
-        if key in made:
-            made[key] = _possible(made[key], impossible)
-    for key in ("properties", "patternProperties"):
-        if key in made:
-            made[key] = {name: _possible(part, impossible) for name, part in made[key].items()}
+    made = with_parts(schema, lambda part: _possible(part, impossible))
     if False in made.get("allOf", ()):
         return False
     if "anyOf" in made:

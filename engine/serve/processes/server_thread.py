@@ -91,6 +91,7 @@ class Worker:
         self._delivered: list[tuple[Handle, Event]] = []
         self._stopping = False
         self._step_began: float | None = None
+        self._stats_at = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # --- the event loop's side -----------------------------------------------------------------------------
@@ -312,8 +313,6 @@ class Worker:
         if now - self._stats_at > STATS_SECONDS:
             self._stats_at = now
             self.stats = engine.stats()
-
-    _stats_at = 0.0
 
     def _deliver(self, events: list[Event]) -> None:
         """Hand a step's events to the event loop in one call, and free the slots of what has ended."""

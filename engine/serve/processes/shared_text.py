@@ -110,10 +110,7 @@ def _encode_chat(model: ServedModel, job: TextJob) -> TextResult:
         text = model.render_chat(job.messages, job.tools, job.variables, job.ending)
         if (least := least_tokens(model, text)) > job.most_tokens:
             return TextResult(tokens=least, size=utf8_size(text))
-    ids = model.encode_chat(job.messages, job.tools, job.variables, job.ending, job.marker)
-    if job.most_tokens is not None and len(ids) > job.most_tokens:
-        return TextResult(tokens=len(ids))
-    return TextResult([list(ids)])
+    return _counted(job, [model.encode_chat(job.messages, job.tools, job.variables, job.ending, job.marker)])
 
 
 def _render_chat(model: ServedModel, job: TextJob) -> TextResult:

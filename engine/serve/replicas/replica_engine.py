@@ -11,15 +11,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from queue import SimpleQueue
+from typing import TypeVar
 
-from quengine.block_manager import CheckpointCounts
 from quengine.errors import CannotRunError
-from quengine.kernels.moe.expert_counts import ExpertCounts
-from quengine.request.feature_cache import ImageCounts
 from quengine.serve.processes.server_engine import EngineFailedError
 from quengine.serve.processes.server_thread import MAX_RESTARTS
 from quengine.serve.processes.shared_engine import (
@@ -41,6 +39,7 @@ from quengine.serve.replicas.prefill_pool import PrefillPool
 from quengine.serve.replicas.replica import Replica, Routed, RoutedEngine
 
 logger = logging.getLogger("quengine.serve")
+C = TypeVar("C", bound=tuple[int, ...])
 
 LOOK_SECONDS = 0.25
 """Between two looks at who does not answer any more."""
@@ -145,18 +144,15 @@ class ReplicaEngine:
         self._receive()
         parts = [self._stats_of(replica) for replica in self._all]
         serving = parts[: len(self._replicas)]
-        checkpoints = [part.checkpoints for part in serving if part.checkpoints is not None]
-        images = [part.images for part in serving if part.images is not None]
-        experts = [part.experts for part in serving if part.experts is not None]
         return EngineStats(
             tuple(slot for part in serving for slot in part.slots),
             sum(part.cache_used for part in serving),
             sum(part.cache_size for part in serving),
             tuple(each for part in serving for each in part.replicas),
             tuple(each for part in parts[len(serving) :] for each in part.replicas),
-            CheckpointCounts(*map(sum, zip(*checkpoints, strict=True))) if checkpoints else None,
-            ImageCounts(*map(sum, zip(*images, strict=True))) if images else None,
-            ExpertCounts(*map(sum, zip(*experts, strict=True))) if experts else None,
+            _sums(part.checkpoints for part in serving),
+            _sums(part.images for part in serving),
+            _sums(part.experts for part in serving),
         )
 
     def kill(self) -> None:
@@ -382,3 +378,12 @@ class ReplicaEngine:
                 logger.error("replica %d cannot be started again yet: %s", replica.number, error)
                 replica.failed()
                 self._go_on(replica, error, None)
+
+
+def _sums(counts: Iterable[C | None]) -> C | None:
+    """The sums of counts of one kind, which replicas may lack; None: all do."""
+    there = [each for each in counts if each is not None]
+    if not there:
+        return None
+    made: Callable[..., C] = type(there[0])
+    return made(*map(sum, zip(*there, strict=True)))

@@ -4,9 +4,9 @@ Nothing of it is silent: every shortening is a note, which the log, the header X
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 
@@ -16,16 +16,37 @@ from quengine.serve.schemas.errors import CONTEXT_EXCEEDED, ApiError
 logger = logging.getLogger("quengine.serve")
 
 Message = Mapping[str, Any]
+G = TypeVar("G")
+T = TypeVar("T")
 
 NOTES = "X-Quengine-Notes"
 """The header of what a request has and the answer does without."""
-MOST_TRIES = 8
+_MOST_TRIES = 8
 _MOST_NOTES = 20
 _SPARE = 0.95  # of a text's estimated length: tokens are not spread evenly over it
 _LEAST_KEPT = 16  # characters
 
 
-def kept_share(error: ApiError, reserved: int = 0) -> float | None:
+async def fitted(
+    given: G, compute: Callable[[G], Awaitable[T]], shorter: Callable[[G, float], G | None], reserved: int = 0
+) -> tuple[T, G]:
+    """The result of `compute(given)`, and `given` as `shorter` has left it, where its prompt did not fit.
+
+    shorter: cuts to a share of the text; None: nothing more can go. reserved: tokens of the context that the prompt
+        must leave free once it is cut. Raises ApiError.
+    """
+    for _ in range(_MOST_TRIES - 1):
+        try:
+            return await compute(given), given
+        except ApiError as error:
+            share = _kept_share(error, reserved)
+            if share is None or (less := shorter(given, share)) is None:
+                raise
+            given = less
+    return await compute(given), given
+
+
+def _kept_share(error: ApiError, reserved: int) -> float | None:
     """The share of a prompt that fits, less `reserved` tokens; None where the length is not what is wrong."""
     if error.code != CONTEXT_EXCEEDED:
         return None

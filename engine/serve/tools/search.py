@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from quengine.serve.tools.command import run_program
 from quengine.serve.tools.tool import Answer, ServerTool, ToolError, ToolInput, read_arguments, schema_of
@@ -74,14 +75,7 @@ async def _find(workspace: Workspace, given: FindFiles, folder: Path | None) -> 
         raise ToolError(f'invalid type {given.type!r}: must be "file", "dir" or "all"')
     limit = min(given.limit, MAX_ROWS)
     base = workspace.resolve(given.path, folder)
-    asked = {
-        "include": given.include,
-        "exclude": given.exclude,
-        "type": given.type,
-        "depth": given.max_depth,
-        "limit": limit,
-    }
-    found = await _search(workspace, base, asked, "folder")
+    found = await _search(workspace, base, asdict(given) | {"limit": limit}, "folder")
     lines = [path + "/" * is_folder for path, is_folder in found["rows"]]
     lines += ["", "---", f"Total matches: {found['total']}"]
     if found["cut"]:
@@ -92,17 +86,7 @@ async def _find(workspace: Workspace, given: FindFiles, folder: Path | None) -> 
 
 async def _grep(workspace: Workspace, given: SearchLines, folder: Path | None) -> Answer:
     base = workspace.resolve(given.path, folder)
-    asked = {
-        "path": given.path,
-        "pattern": given.pattern,
-        "include": given.include,
-        "exclude": given.exclude,
-        "literal": given.literal,
-        "ignore_case": given.ignore_case,
-        "context": given.context_lines,
-        "limit": MAX_ROWS,
-    }
-    found = await _search(workspace, base, asked, "any")
+    found = await _search(workspace, base, asdict(given) | {"limit": MAX_ROWS}, "any")
     numbered = given.return_line_numbers or given.context_lines > 0
     lines = []
     for path, number, text, matches in found["rows"]:

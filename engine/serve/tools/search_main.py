@@ -69,7 +69,7 @@ def find(folder: int, given: dict[str, Any]) -> dict[str, Any]:
     include, exclude = Glob(given["include"]), Glob(given["exclude"]) if given["exclude"] else None
     rows: list[list[Any]] = []
     total = 0
-    for path, is_folder, _, _ in walk(folder, given["depth"]):
+    for path, is_folder, _, _ in walk(folder, given["max_depth"]):
         if given["type"] not in ("all", "dir" if is_folder else "file"):
             continue
         if include.matched(path) and not (exclude and exclude.matched(path)):
@@ -108,7 +108,7 @@ def grep(folder: int, given: dict[str, Any]) -> dict[str, Any]:
     source = re.escape(given["pattern"]) if given["literal"] else given["pattern"]
     pattern = re.compile(source, re.IGNORECASE if given["ignore_case"] else 0)
     rows: list[list[Any]] = []
-    around, total = given["context"], 0
+    around, total = given["context_lines"], 0
     for path, descriptor in files_of(folder, given):
         lines = lines_of(descriptor)
         for at, line in enumerate(lines):

@@ -14,7 +14,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable
 
-from quengine.structured.answer_parser import SPACE, AnswerParser, NoMatchError, Reading
+from quengine.structured.answer_parser import SPACE, AnswerParser, NoMatchError, Reading, held_back
 from quengine.structured.tool_calls import CallDelta, Delta, TextDelta
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -80,7 +80,7 @@ class ToolCallParser(AnswerParser):
             self._drop_read()
             openers = self._openers()
             found = min((at for mark in openers if (at := self._text.find(mark)) >= 0), default=-1)
-            certain = len(self._text) - self._held_back(openers) if found < 0 else found
+            certain = len(self._text) - held_back(self._text, openers) if found < 0 else found
             start = len(self._text[:certain].rstrip(SPACE))
             self._say(self._text[:start])
             if found >= 0:

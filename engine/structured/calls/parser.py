@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quengine.structured.answer_parser import SPACE, NoMatchError, Reading
+from quengine.structured.answer_parser import SPACE, NoMatchError, Reading, held_back
 from quengine.structured.calls.form import ID, INDEX, KEY, NAME, SLOTS, CallForm, ParameterForm, types_of
 from quengine.structured.calls.json_calls import ToolCallParser, is_name
 from quengine.structured.tool_calls import Tool
@@ -259,8 +259,7 @@ class CallFormParser(ToolCallParser):
         while (found := self._text.find(mark, self._at + searched)) < 0:
             if self._closed:
                 text, self._at = self._text[self._at :], len(self._text)
-                kept = next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)
-                return text[: len(text) - kept], False
+                return text[: len(text) - held_back(text, [mark])], False
             searched = max(0, len(self._text) - self._at - len(mark) + 1)
             yield
         text, self._at = self._text[self._at : found], found + len(mark)

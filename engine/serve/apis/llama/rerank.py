@@ -90,7 +90,7 @@ async def _by_cosine(host: ModelHost, query: str, texts: list[str], key: str) ->
 
 async def _by_head(host: ModelHost, query: str, texts: list[str], key: str) -> tuple[list[float], int]:
     """The scores, and the tokens of all pairs."""
-    pairs = await (_encoder_pairs if host.model.ranker is None else _decoder_pairs)(host, query, texts, key)
+    pairs = await (_encoder_pairs if host.model.ranker is None else read_pairs)(host, query, texts, key)
     for index, pair in enumerate(pairs):
         if len(pair) > host.model.ctx_size:
             problem = (
@@ -107,10 +107,6 @@ async def _encoder_pairs(host: ModelHost, query: str, texts: list[str], key: str
     begin = host.model.bos_id
     first = first + host.model.pair_gap
     return [first + document[document[:1] == [begin] :] for document in documents]
-
-
-async def _decoder_pairs(host: ModelHost, query: str, texts: list[str], key: str) -> list[list[int]]:
-    return await read_pairs(host, query, texts, key)
 
 
 async def _read(host: ModelHost, query: str, texts: list[str], key: str) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -18,15 +19,8 @@ from quengine.serve.apis.ollama.schemas import (
 from quengine.serve.models.model_host import ModelHost
 from quengine.serve.routes.answer_events import Answer
 from quengine.serve.routes.preparing import prepare_chat, prepare_completions
-from quengine.serve.routes.shortening import (
-    MOST_TRIES,
-    kept_share,
-    shortened,
-    with_longest_cut,
-    without_oldest,
-)
+from quengine.serve.routes.shortening import fitted, shortened, with_longest_cut, without_oldest
 from quengine.serve.schemas.canonical import ChatRequest, CompletionRequest
-from quengine.serve.schemas.errors import ApiError
 
 G = TypeVar("G", bound=OllamaGeneration)
 
@@ -63,22 +57,12 @@ async def _fitting(host: ModelHost, body: ChatRequest | CompletionRequest, notes
 
     A part of the context is left for the answer then. `notes` gets a line for what is left out. Raises ApiError.
     """
-    asked, given = body.max_tokens, body
-    context = host.model.ctx_size
+    asked, context = body.max_tokens, host.model.ctx_size
     reserved = min(context // 4, asked if asked is not None and asked > 0 else context)
-    tries = MOST_TRIES
-    while True:
-        try:
-            prepared = await _prepared(host, given)
-        except ApiError as error:
-            share, tries = kept_share(error, reserved), tries - 1
-            if not tries or share is None or (shorter := _shorter(given, share)) is None:
-                raise
-            given = shorter
-            continue
-        if given is not body:
-            shortened(notes, _left_out(body, given))
-        return prepared
+    prepared, given = await fitted(body, partial(_prepared, host), _shorter, reserved)
+    if given is not body:
+        shortened(notes, _left_out(body, given))
+    return prepared
 
 
 def _shorter(body: ChatRequest | CompletionRequest, keep: float) -> ChatRequest | CompletionRequest | None:

@@ -88,7 +88,7 @@ async def show(models: Models, body: OllamaShowRequest) -> OllamaShow:
     """
     host = models.named(body.given)
     host.check_model_name(served_name(host, body.given))
-    model = await models.described(models.named(body.given))
+    model = await models.described(host)
     settings = generation_settings(host.settings.defaults, model)
     parameters = [("num_ctx", model.ctx_size), *((name, getattr(settings, name)) for name in _SHOWN)]
     return OllamaShow(
@@ -98,7 +98,7 @@ async def show(models: Models, body: OllamaShowRequest) -> OllamaShow:
         details=_details(model.facts),
         model_info=_model_info(model),
         capabilities=_capabilities(model),
-        modified_at=_modified(models, models.named(body.given)),
+        modified_at=_modified(models, host),
     )
 
 
