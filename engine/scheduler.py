@@ -21,7 +21,7 @@ from functools import partial
 from itertools import chain
 
 from quengine.block_manager import Allocation, BlockManager
-from quengine.block_pool import BlockCopy
+from quengine.block_pool import CopyBlocks
 from quengine.errors import EngineError
 from quengine.kernels.forward_batch import BlockTables
 from quengine.kernels.kv.cache_types import BLOCK_SIZE, blocks_for
@@ -74,7 +74,7 @@ class Scheduler:
         packed: bool = False,
         shares: bool = True,
         backlog_chunk: int = 0,
-        copy_blocks: Callable[[Seq[BlockCopy]], None] | None = None,
+        copy_blocks: CopyBlocks = lambda _copies: None,
         ahead: int = 0,
         most_ahead: int | None = None,
     ) -> None:
@@ -85,8 +85,8 @@ class Scheduler:
         self.backlog_chunk = min(max(mixed_chunk, backlog_chunk), chunk_size)
         self.packed = packed
         self._most_packed = self.backlog_chunk if backlog_chunk else chunk_size
-        self._copy_blocks = copy_blocks or (lambda _copies: None)
-        self.blocks = BlockManager(cache.pools, lambda copies: self._copy_blocks(copies))
+        self._copy_blocks = copy_blocks
+        self.blocks = BlockManager(cache.pools, copy_blocks)
         self._ahead, self._most_ahead = ahead, most_ahead
         self.waiting: deque[Sequence] = deque()
         self.prefixes = SharedPrefixes(self.blocks, shares, deterministic)
@@ -95,7 +95,7 @@ class Scheduler:
             cache.pools,
             self.prefixes,
             self.waiting,
-            lambda copies: self._copy_blocks(copies),
+            copy_blocks,
             ahead,
         )
         self.prefilling: list[Sequence] = []  # both in order of arrival

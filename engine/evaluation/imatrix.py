@@ -104,7 +104,7 @@ def collect(
     begun = done
     for number in range(begun, len(chunks)):
         with inputs.collecting():
-            _compute(llm, chunks[number].ids)
+            llm.embed(chunks[number].ids, "last")  # all tokens through all layers
         done += 1
         last, sums = done == len(chunks), dict[str, Sums]()
         if last or (save_every and done % save_every == 0):
@@ -147,20 +147,6 @@ class _Inputs:
             with ranks.together(WriteSums(folder)):
                 ranks.meet()
             return own | written_sums(Path(folder))
-
-
-def _compute(llm: "LLM", ids: list[int]) -> None:
-    """All tokens through all layers, as the pooled prompt of an embedding."""
-    sequence = llm.embedding_sequence(ids, "last")
-    try:
-        llm.add(sequence)
-        while not sequence.finished:
-            llm.step()
-        llm.end_step()
-        if sequence.error is not None:
-            raise sequence.error
-    finally:
-        llm.cancel(sequence)
 
 
 def _resumed(path: Path, datasets: Seq[str], ctx: int, first: int, added: int) -> ImatrixSums:

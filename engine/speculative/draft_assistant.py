@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from quengine.errors import EngineError
 from quengine.kernels.forward_batch import decode_batch
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.model_runner import ModelRunner
@@ -20,7 +19,7 @@ from quengine.request.sampling_params import SamplingParams
 from quengine.request.sequence import Sequence
 from quengine.sampler import Sampler
 from quengine.scheduler import PENDING
-from quengine.speculative.draft_model import DraftModel, HostDraftSteps, StepsOnDevice
+from quengine.speculative.draft_model import DraftModel, HostDraftSteps, StepsOnDevice, sampled
 
 
 class AssistantDrafts(DraftModel):
@@ -86,7 +85,7 @@ class AssistantDrafts(DraftModel):
                 logits, hidden = self._decoder.step(batch, hidden, self._runner.cache.layers)
                 going_on = []
                 for row, (each, of_row) in enumerate(zip(drafting, logits.float().cpu(), strict=True)):
-                    if (token := self._sampled(each, of_row, histories[each])) is not None:
+                    if (token := sampled(self._samplers[each], of_row, histories[each])) is not None:
                         histories[each].append(token)
                         drafts[each] = histories[each][len(each.token_ids) :]
                         if len(drafts[each]) < counts[each]:
@@ -110,9 +109,3 @@ class AssistantDrafts(DraftModel):
         if sampler is None or sampler.stream != sequence.sampler.stream:
             sampler = self._samplers[sequence] = self._sampler(sequence)
         return sampler
-
-    def _sampled(self, sequence: Sequence, logits: torch.Tensor, history: list[int]) -> int | None:
-        try:
-            return self._samplers[sequence].sample(logits, history, len(history)).token
-        except EngineError:  # no finite logits, or the biases ban every token
-            return None

@@ -82,7 +82,8 @@ class HostDraftSteps:
             logits = self._runner.forward("decode", rows).float().cpu()
             ends = accumulate(len(tokens) for tokens in inputs.values())
             chosen = {
-                index: _sampled(jobs[index], logits[end - 1]) for index, end in zip(inputs, ends, strict=True)
+                index: sampled(jobs[index].sampler, logits[end - 1], jobs[index].history)
+                for index, end in zip(inputs, ends, strict=True)
             }
             inputs = {}
             for index, token in chosen.items():
@@ -94,9 +95,10 @@ class HostDraftSteps:
         return drafts
 
 
-def _sampled(job: DraftJob, logits: Tensor) -> int | None:
+def sampled(sampler: Sampler, logits: Tensor, history: Seq[int]) -> int | None:
+    """The token after these, by its logits [vocab_size]; None where none can be sampled."""
     try:
-        return job.sampler.sample(logits, job.history, len(job.history)).token
+        return sampler.sample(logits, history, len(history)).token
     except EngineError:  # no finite logits, or the biases ban every token
         return None
 

@@ -580,9 +580,8 @@ class FakeDevice:
     A decode step has drafts of any length, of which any number is right. `most`: most steps in flight.
     """
 
-    def __init__(self, scheduler: Scheduler, pools: tuple[CachePool, ...], seed: int, most: int) -> None:
-        self.scheduler, self.cells, self.most = scheduler, Cells(pools), most
-        scheduler._copy_blocks = self.cells.copy
+    def __init__(self, scheduler: Scheduler, cells: Cells, seed: int, most: int) -> None:
+        self.scheduler, self.cells, self.most = scheduler, cells, most
         self.in_flight = deque[tuple[StepPlan, dict[Slot, list[int]]]]()
         self.phases: set[tuple[str, ...]] = set()
         self._numbers = random.Random(seed)
@@ -657,8 +656,9 @@ def test_every_token_finds_what_its_window_sees_whatever_is_released_shared_and_
     cases = product([1, 3], [False, True], [False, True])
     for seed, (most, deterministic, packed) in enumerate(cases):
         cache = KVCache([], 1000, pools)
-        scheduler = Scheduler(cache, 5, 64, 16, deterministic=deterministic, packed=packed)
-        device = FakeDevice(scheduler, pools, seed, most)
+        cells, way = Cells(pools), {"deterministic": deterministic, "packed": packed}
+        scheduler = Scheduler(cache, 5, 64, 16, copy_blocks=cells.copy, **way)
+        device = FakeDevice(scheduler, cells, seed, most)
         counts = run_at_random(scheduler, device, random.Random(seed))
         preempted, reused, phases = preempted + counts[0], reused + counts[1], phases | device.phases
     assert preempted and reused
@@ -709,8 +709,9 @@ def check_owners(scheduler: Scheduler, pools: tuple[CachePool, ...]) -> None:
 def test_a_text_goes_on_from_where_the_one_before_it_ended(pools: tuple[CachePool, ...], most: int) -> None:
     """With windows, and steps in flight when the earlier text ends: a block is noted before it is freed."""
     for length in range(3, 200, 13):
-        scheduler = Scheduler(KVCache([], 1000, pools), 5, 64, 16)
-        device, numbers = FakeDevice(scheduler, pools, length, most), random.Random(length)
+        cells = Cells(pools)
+        scheduler = Scheduler(KVCache([], 1000, pools), 5, 64, 16, copy_blocks=cells.copy)
+        device, numbers = FakeDevice(scheduler, cells, length, most), random.Random(length)
         text, held = prompt(length, length), 0
         for _turn in range(3):
             first, beside = FakeSequence([*text], numbers.randrange(1, 40)), FakeSequence([*text, 7], 1)
