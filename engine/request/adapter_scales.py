@@ -9,13 +9,13 @@ from typing import NamedTuple, TypeAlias
 from quengine.errors import EngineError
 
 Scales: TypeAlias = tuple[float, ...]
-"""Of each adapter of a model, by its number."""
+"""A scale for each adapter of a model, by the adapter's number."""
 
 _SIGN = -(1 << 63)
 
 
 class LoadedAdapter(NamedTuple):
-    """An adapter of a loaded model. id: what requests name it by. scale: of requests that say nothing of adapters."""
+    """An adapter of a loaded model. id: its number in requests. scale: that of requests which name no adapters."""
 
     id: int
     name: str
@@ -25,9 +25,9 @@ class LoadedAdapter(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterScales:
-    """See the module docstring.
+    """The adapters of a model, from which a request's scales follow.
 
-    always: rows without adapters are computed as those with them are, so that no row's bits depend on others'
+    always: rows with scales of 0 are computed as the others are, so that no row's bits depend on other rows
     (`EngineConfig.deterministic`).
     """
 
@@ -35,16 +35,16 @@ class AdapterScales:
     always: bool = False
 
     def of(self, lora: Mapping[int, float] | None) -> Scales | None:
-        """The scales of a request: None where its rows need no adapter.
+        """The scales of a request; None where its rows need no adapter.
 
-        lora: scales by number, of which those that are missing are 0; None: those that the model was loaded with.
+        lora: scales by adapter number, 0 where missing; None: the scales that the model was loaded with.
         Raises EngineError for a number that no adapter has.
         """
         scales = self.scales(lora)
         return scales if any(scales) or (self.always and scales) else None
 
     def scales(self, lora: Mapping[int, float] | None) -> Scales:
-        """The scales of a request, of each adapter, as `of` has them."""
+        """As `of`, but with a scale for each adapter where no row needs one, too."""
         if lora is None:
             return tuple(adapter.scale for adapter in self.adapters)
         for number in lora:
@@ -62,9 +62,11 @@ NO_ADAPTERS = AdapterScales()
 
 
 def keyed(ids: list[int], scales: Scales | None) -> list[int]:
-    """Ids that identify the contents of blocks, int64, with an id below 0 in place of the first: 63 bits of the SHA-256
-    of it and the scales. A block's key has that of all blocks before it, so the first id tells every block apart. Where
-    the scales are 0 or None the ids stay."""
+    """The int64 ids that identify the contents of blocks, for a request with these scales.
+
+    The first id becomes a negative one, of 63 bits of the SHA-256 of itself and the scales. That keeps all blocks of
+    different scales apart, since a block's key depends on the blocks before it. With scales of 0 or None the ids stay.
+    """
     if scales is None or not any(scales) or not ids:
         return ids
     digest = sha256(pack(f"<{len(scales)}dq", *scales, ids[0])).digest()

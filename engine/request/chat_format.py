@@ -39,10 +39,10 @@ def answer_format(
     render: Render | None = None,
     calls: CallsRender | None = None,
 ) -> AnswerFormat:
-    """The form of a model with this chat template and vocabulary; of text alone without a template.
+    """The answer format of a model with this chat template and vocabulary; plain text without a template.
 
-    render: the template as a function, for what its source does not show (`reasoning_tags`). calls: the same as
-        `ChatTemplate.render`, by which the form of calls is found; without it there are none.
+    render: renders the template, to find what its source does not show (`reasoning_tags`). calls:
+        `ChatTemplate.render`, by which the form of tool calls is found; None: the format has no calls.
     """
     if template is None:
         return TextFormat()
@@ -63,7 +63,7 @@ def answer_format(
 
 
 def _may_reason(template: str) -> bool:
-    """Whether it is worth rendering: a template that writes reasoning names it."""
+    """Whether the template may write reasoning: one that does names it. Others need not be rendered to find out."""
     return "reasoning" in template or "think" in template
 
 
@@ -71,7 +71,8 @@ Messages = Sequence[Mapping[str, Any]]
 Ending = Literal["answer", "nothing", "continued"]
 """How a prompt ends: where an answer begins, after the last message, or within the last message, an answer."""
 _DATES = {"date_string": "%d %b %Y", "datetime": "%b %d %Y %H:%M:%S GMT"}
-"""Variables for the date in templates of Llama 3 and Firefunction; most call strftime_now."""
+"""The date variables of the templates of Llama 3 and Firefunction, and their formats. Most templates call
+strftime_now."""
 
 _TOOLS = re.compile(r"\btools\b")
 _READS_PARTS = re.compile(r"""\[\s*['"]type['"]\s*\]|\.type\b""")
@@ -80,7 +81,7 @@ _PROBE = "Alder and birch"
 
 @dataclass(frozen=True)
 class _Written:
-    """What a template is given, and what follows the text that it renders (`encode_chat`)."""
+    """The input of a template, and `tail`: the text after what it renders, as pairs for `encode_chat`."""
 
     messages: Messages
     variables: Mapping[str, Any]
@@ -106,18 +107,18 @@ class ChatFormat:
 
     @cached_property
     def answers(self) -> AnswerFormat:
-        """How the model writes answers: reasoning, text, tool calls. The template is rendered to find it."""
+        """The format of the model's answers: reasoning, text, tool calls. It is found by rendering the template."""
         calls = None if self._template is None else self._template.render
         return answer_format(self.source, self._tokenizer, self._rendered, calls)
 
     @cached_property
     def order(self) -> TurnOrder:
-        """The orders of messages that the template writes. It is rendered to find them."""
+        """The orders of messages that the template accepts. They are found by rendering it."""
         variables = _variables(self.source or "")
         return TurnOrder.of(lambda messages: self._rendered(messages, True, variables))
 
     def end_of(self, prompt: Sequence[int]) -> str:
-        """The end of a prompt as text, which `answers` takes."""
+        """The text of the last PROMPT_TOKENS tokens of a prompt, as `answers` takes it."""
         return self._tokenizer.decode(prompt[-PROMPT_TOKENS:], skip_special=False)
 
     def render(
@@ -191,7 +192,7 @@ class ChatFormat:
 
     @cached_property
     def takes_parts_alone(self) -> bool:
-        """Whether the template leaves out contents that are text, and writes lists of parts. It is rendered for it."""
+        """Whether the template writes contents that are lists of parts, but not texts. It is found by rendering it."""
         if self._template is None or not _READS_PARTS.search(self.source or ""):
             return False
         for content, writes in ((_PROBE, False), ([{"type": "text", "text": _PROBE}], True)):
@@ -213,7 +214,7 @@ class ChatFormat:
         variables: Mapping[str, Any],
         ending: Ending,
     ) -> "_Written":
-        """What the template is given. An answer to be continued is not among it: it follows as the form writes it."""
+        """The template's input. An answer to be continued is not part of it, but the tail, as the format writes it."""
         variables = {**_variables(self.source or ""), **variables}
         given = self.order.fit(self.answers.messages(messages, tools))
         if ending != "continued":
@@ -255,13 +256,13 @@ class ChatFormat:
 
 
 def _with_markers(marker: str, text: str) -> str:
-    """A rendered text with the marker for each IMAGE; the second form is what `tojson` makes of it."""
+    """A rendered text with `marker` in place of each IMAGE, or of its JSON escape, which `tojson` writes."""
     return text.replace(IMAGE, marker).replace(json.dumps(IMAGE)[1:-1], marker)
 
 
 def _variables(source: str) -> dict[str, str]:
-    """What a template reads beside the messages: the date. Tools as a text `functions`, which Firefunction's reads in
-    place of `tools`, are left empty: they are described in a system message, as for other templates without tools."""
+    """The variables of a template beside the messages: the date, and an empty text `functions` where it reads that
+    instead of `tools` (Firefunction). Its tools are described in a system message, as for templates without tools."""
     now = {"date_string": datetime.now(), "datetime": datetime.now(UTC)}
     dates = {name: now[name].strftime(form) for name, form in _DATES.items() if name in source}
     return dates | ({"functions": ""} if "functions" in source and not _TOOLS.search(source) else {})

@@ -1,6 +1,6 @@
-"""Content of messages in parts, text and images, as one text in which a character stands for each image.
+"""Message contents that are lists of parts (text and images), as one text in which a character stands for each image.
 
-So all that orders and joins messages reads text alone; `ChatFormat` gives a template the parts again.
+Code that orders and joins messages reads only such texts; `ChatFormat` turns them into parts again for a template.
 """
 
 import base64
@@ -22,7 +22,7 @@ NO_PROJECTOR = (
 )
 
 NOT_READ = "images are not read"
-"""How a note about a model begins whose projector is not computed."""
+"""The beginning of the note about a model whose projector is not implemented."""
 
 _REPLACED = "\ufffd"
 _TEXT = ("text", "input_text", "output_text")
@@ -34,7 +34,7 @@ def why_text_alone(notes: Sequence[str]) -> str:
 
 
 def spelled(text: str) -> str:
-    """A text that stands beside images, without the character that stands for one."""
+    """A user's text without the character IMAGE, which would be read as an image."""
     return text.replace(IMAGE, _REPLACED)
 
 

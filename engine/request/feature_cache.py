@@ -1,5 +1,5 @@
-"""Images that are kept encoded, by the hash of their files: the least recently used of those on a device make room in
-its memory, and go to host memory, where they make room in turn."""
+"""A cache of encoded images in two tiers, by the hash of their files: the least recently used images move from the
+device's memory to the host's, and are dropped from there."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from quengine.request.prompt_images import Features
 
 @dataclass(frozen=True, eq=False)
 class EncodedImage:
-    """An image's features, and the part of a prompt that it takes."""
+    """An image's features, and its part of a prompt: texts, and numbers of rows."""
 
     features: Features
     layout: tuple[str | int, ...]
@@ -21,8 +21,12 @@ class EncodedImage:
 
 
 class ImageCounts(NamedTuple):
-    """Images of prompts so far: encoded, in batches, and found kept or on their way for another request; and the images
-    that are kept now, with their bytes, and those of them on the device."""
+    """Counts of a model's images.
+
+    encoded: images encoded so far, in `batches` batches. found: images of prompts so far that were in the cache, or
+    were being encoded for another request. kept: images in the cache now, of `kept_bytes` bytes, `device_bytes` of them
+    on the device.
+    """
 
     encoded: int = 0
     batches: int = 0
@@ -33,7 +37,7 @@ class ImageCounts(NamedTuple):
 
 
 class _Tier:
-    """Images in one memory, at most `most` bytes of them."""
+    """The images in one memory, least recently used first; at most `most` bytes."""
 
     def __init__(self, most: int) -> None:
         self.most, self.nbytes = most, 0
@@ -63,8 +67,8 @@ class _Tier:
 
 
 class FeatureCache:
-    """At most `device_bytes` of images on the encoder's device, where it leaves them, and `host_bytes` in host memory.
-    The caller holds a lock."""
+    """At most `device_bytes` of images on the encoder's device and `host_bytes` in host memory. The caller holds a
+    lock."""
 
     def __init__(self, host_bytes: int, device_bytes: int = 0) -> None:
         self._host, self._device = _Tier(host_bytes), _Tier(device_bytes)
@@ -74,7 +78,7 @@ class FeatureCache:
 
     @property
     def nbytes(self) -> int:
-        """Of the images that are kept."""
+        """Bytes of all images in the cache."""
         return self._host.nbytes + self._device.nbytes
 
     @property
@@ -85,7 +89,7 @@ class FeatureCache:
         return self._device.get(name) or self._host.get(name)
 
     def add(self, name: bytes, image: EncodedImage) -> None:
-        """Keeps an image in place of those used longest ago; one that is larger than all room makes none."""
+        """Adds an image; the least recently used ones make room. An image larger than the whole tier displaces none."""
         for tier in (self._device, self._host):
             tier.remove(name)
         if image.features.on_device and image.nbytes <= self._device.most:

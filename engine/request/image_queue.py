@@ -1,7 +1,7 @@
-"""Images of all requests on their way through the encoder: in a thread and on a stream of its own, beside steps.
+"""The queue of images that wait for the encoder, which has a thread and a CUDA stream of its own beside the steps.
 
-Images wait in the order in which they come. Those of one size are encoded together, of whichever requests, in slices
-of some layers that take turns with steps (`runners/device_turns.py`).
+Images are encoded in the order in which they come, those of one size together, whatever their requests. On a CUDA
+device the encoder takes turns with the steps after every few layers (`runners/device_turns.py`).
 """
 
 import logging
@@ -29,11 +29,11 @@ TOGETHER = 1 << 20
 
 
 _NICE = 5
-"""Of the thread that encodes on the CPU: it has a quarter of a processor that a thread which decodes wants as well."""
+"""The nice value of the encoding thread on the CPU: it gets a quarter of a core that a decoding thread wants too."""
 
 
 class Encoder(Protocol):
-    """`models.vision.VisionModel`, as far as images that wait need it."""
+    """The part of `models.vision.VisionModel` that the queue uses."""
 
     def encode(
         self, images: Seq["PreparedImage"], turn: Callable[[], AbstractContextManager[object]]
@@ -45,12 +45,12 @@ class ImageQueue:
 
     Args:
         vision: the encoder.
-        turns: those of the steps, on a CUDA device; None: the encoder is on the CPU.
-        alone: each image by itself, so that its features follow from it alone to the last bit.
+        turns: the turns that it takes with the steps on a CUDA device; None: the encoder is on the CPU.
+        alone: each image is encoded by itself, so that the bits of its features depend on no other image.
 
     Attributes:
         encoded: number of images that were encoded.
-        batches: number of times that some were encoded together, or one alone.
+        batches: number of batches, each of one image or more.
     """
 
     def __init__(self, vision: Encoder, turns: DeviceTurns | None, alone: bool) -> None:
@@ -70,7 +70,7 @@ class ImageQueue:
         return [future for _, future in added]
 
     def close(self) -> None:
-        """Ends the thread, once it has encoded what waits."""
+        """Ends the thread once it has encoded the images that wait."""
         self._thread.shutdown()
 
     def _encode_waiting(self) -> None:

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 Pooling = Literal["mean", "cls", "last", "none"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 RANK: Literal["rank"] = "rank"
-"""What is made of a pair of texts by a model with a trained head: its outputs for the first position, or the last."""
+"""The pooling of a pair of texts by a model with a trained head: the head's outputs for the first or last position."""
 
 
 def default_pooling(own: str | None) -> Pooling:
-    """How texts are pooled where nobody says: as the model was made for (`ModelConfig.pooling`), or by their mean.
+    """The pooling where a request names none: the model's own (`ModelConfig.pooling`), or the mean.
 
     Raises:
-        EngineError: its own is one that there is not.
+        EngineError: the model's own is none of POOLINGS.
     """
     found = next((pooling for pooling in POOLINGS if pooling == (own or "mean")), None)
     if found is None:
@@ -33,14 +33,14 @@ def default_pooling(own: str | None) -> Pooling:
 
 
 def ranks_pairs(config: "ModelConfig") -> bool:
-    """Whether the model has a trained head that gives one score, by which pairs of texts are ranked."""
+    """Whether the model has a trained head that gives a pair of texts one score."""
     if (ranker := config.ranker) is not None:
         return ranker.softmax or ranker.classes == 1
     return config.encoder is not None and config.encoder.classes == 1
 
 
 def pair_ids(tokenizer: "Tokenizer", ranker: "Ranker", query: str, document: str) -> list[int]:
-    """The prompt of a pair for a decoder that ranks; its texts hold no control tokens."""
+    """The prompt of a pair for a decoder that ranks. Control tokens in the pair's texts are encoded as plain text."""
     return tokenizer.encode_hidden(ranker.template, lambda part: ranker.filled(part, query, document))
 
 
@@ -50,7 +50,7 @@ def tasks_of(config: "ModelConfig") -> "Sequence[Task]":
 
 
 def task_prefix(tasks: "Sequence[Task]", task: str | None) -> str:
-    """What texts begin with that are embedded for a task. Raises EngineError for one that is not among `tasks`."""
+    """The prefix of texts that are embedded for a task. Raises EngineError for a task that is not in `tasks`."""
     if task is None:
         return ""
     found = next((each.prefix for each in tasks if each.name == task), None)
@@ -72,23 +72,30 @@ def check_ranks(config: "ModelConfig") -> None:
 
 
 def with_end(ids: list[int], end: int | None) -> list[int]:
-    """A text's ids with the end token, where the model wants one (`Tokenizer.end_of_text`) and they have it not."""
+    """A text's ids, with the model's end token (`Tokenizer.end_of_text`) appended unless it is there or None."""
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
 _STEPS = 2.0**40
-"""Rows are summed in steps of 2^-40, and hold numbers below 2^40: both sums of 2^20 of them fit 64 bits."""
+"""Values must be below 2^40, and are summed as a whole number and a multiple of 2^-40: of 2^20 rows, either sum fits 64
+bits."""
 
 
 class Pool:
-    """Takes a text's hidden rows chunk by chunk, and pools them: their mean, the first one (`cls`) or the last; `none`
-    keeps them all. Of `rank` each row is the outputs of the model's head so far, and the last one counts.  The mean
-    is summed in whole numbers, so that it is the same to the last bit however the rows come. `projection`: what the
-    model makes of a pooled vector before its length is 1 (`Encoder.projected`). `task`: what the text is embedded
-    for, with that task's adapter.
+    """Takes a text's hidden rows chunk by chunk, and pools them into one vector.
+
+    The mean is summed in whole numbers, so that its bits do not depend on how the rows are cut into chunks.
+
+    Args:
+        pooling: "mean"; "cls", the first row; "last"; "none", all rows; or "rank", where the rows are outputs of the
+            model's head, of which the last one counts.
+        task: the task whose adapter the text is embedded with.
+
+    Attributes:
+        projection: applied to the pooled vector before it is scaled to length 1 (`Encoder.projected`); None: nothing.
 
     Raises:
-        EngineError: a pooling that there is not.
+        EngineError: an unknown pooling.
     """
 
     def __init__(self, pooling: Pooling | Literal["rank"], task: str | None = None) -> None:
@@ -106,10 +113,10 @@ class Pool:
         self._rows.clear()
 
     def add(self, rows: "Tensor") -> None:
-        """The next rows [T, n], on any device.
+        """Adds the next rows [T, n], on any device.
 
         Raises:
-            EngineError: they are not finite, or as good as that.
+            EngineError: a value is not finite, or is 2^40 or more.
         """
         from torch import stack
 
@@ -132,8 +139,8 @@ class Pool:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def embedding(self) -> list[float]:
-        """The vector [n], of length 1 (of length 0 if all is zero); without pooling the rows [T * n]; the head's
-        outputs of `rank` as they are."""
+        """The vector [n] of length 1 (of length 0 if all values are zero); for "none" the rows, flat [T * n]; for
+        "rank" the head's outputs, not scaled."""
         from torch import cat
         from torch.nn.functional import normalize
 

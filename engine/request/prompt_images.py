@@ -1,4 +1,4 @@
-"""The images of a prompt: which of its positions are rows of their features, and by what such rows are found again."""
+"""The images of a prompt: the positions that are rows of their features, and the cache keys of such rows."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -18,8 +18,8 @@ _SIGN = np.int64(-(2**63))
 
 @dataclass(frozen=True)
 class ImageRows:
-    """Positions of a prompt that are rows of one image's features: `count` of them from `start` on, which have the
-    features from row `first` on."""
+    """A run of prompt positions whose embeddings are rows of one image's features: positions start .. start + count - 1
+    are rows first .. first + count - 1 of image number `image`."""
 
     start: int
     count: int
@@ -34,11 +34,11 @@ class ImageRows:
 
 @dataclass(eq=False)
 class Features:
-    """What an image became.
+    """The features of one image.
 
-    digest: of all that the values follow from. values: fp32 [rows, embedding length], on the encoder's device or in
-    host memory. both_ways: rows that follow each other attend to one another in both directions. grid: rows in time,
-    down and across, of a model whose image rows have three positions; None: they have consecutive ones.
+    digest: a hash of all inputs that determine the values. values: fp32 [rows, embedding length], on the encoder's
+    device or in host memory. both_ways: the rows of one run attend to each other in both directions. grid: the number
+    of rows in time, down and across, where an image row has three positions; None: rows have consecutive positions.
     """
 
     digest: bytes
@@ -51,7 +51,7 @@ class Features:
         return self.values.device.type != "cpu"
 
     def to_host(self) -> None:
-        """Moves the values to pinned host memory, after the steps that read them."""
+        """Moves the values to pinned host memory. The copy runs after the steps that read them."""
         import torch
 
         # Pinning takes memory of the current device: in a request's thread the first one.
@@ -74,8 +74,8 @@ class PromptImages:
         return sum(part.count for part in self.rows)
 
     def keyed(self, token_ids: Seq[int]) -> list[int]:
-        """The tokens, with ids below 0 in place of those of image rows: they follow from the image's digest and the
-        row, and identify the contents of blocks, but are no tokens."""
+        """The tokens, in which each image row has a negative id instead of its token. The id follows from the image's
+        digest and the row's number, so that the ids of a block identify its contents."""
         ids = list(token_ids)
         for part in self.rows:
             ids[part.start : part.end] = self._ids_of(part.image)[part.first : part.first + part.count]
@@ -89,7 +89,7 @@ class PromptImages:
         return self._ids[image]
 
     def within(self, start: int, end: int) -> Iterator[tuple[range, "Tensor"]]:
-        """The image rows at positions start .. end - 1: their positions less `start`, and their features."""
+        """The image rows at positions start .. end - 1, run by run: positions relative to `start`, and features."""
         for part in self.rows:
             first, last = max(part.start, start), min(part.end, end)
             if first < last:
@@ -100,21 +100,21 @@ class PromptImages:
                 )
 
     def spans(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Of positions start .. end - 1, the runs that attend both ways: first and end less `start`, and how many
-        positions of the run are before `start`."""
+        """The runs within positions start .. end - 1 that attend both ways, each as its first position and its end,
+        relative to `start`, and the number of its positions before `start`."""
         runs = (part for part in self.rows if self.images[part.image].both_ways)
         cut = ((max(part.start, start), min(part.end, end), part.start) for part in runs)
         return [(first - start, last - start, first - run) for first, last, run in cut if first < last]
 
     @cached_property
     def has_grids(self) -> bool:
-        """Whether image rows have three positions each. An image takes as many positions of the text after it as its
-        longer side has rows."""
+        """Whether image rows have three positions each. Such an image advances the positions of the text after it by
+        the number of rows of its longer side."""
         return any(image.grid is not None for image in self.images)
 
     def angles(self, start: int, end: int) -> list[int] | None:
-        """The positions that tokens start .. end - 1 are rotated by, of image rows that of the image's first one less
-        the rows before; None: they are start, ... themselves."""
+        """The rotary positions of tokens start .. end - 1; None where they are start, start + 1, ... themselves.
+        `places` gives those of image rows."""
         if not self.has_grids:
             return None
         angles = np.arange(start, end)
@@ -124,12 +124,12 @@ class PromptImages:
 
     @property
     def lag(self) -> int:
-        """By how much less than its position the text after all images is rotated."""
+        """How far the rotary position of the text after all images is below its position in the prompt."""
         return sum(part.count - self._taken(part) for part in self.rows)
 
     def places(self, start: int, end: int) -> list[tuple[int, int, int]]:
-        """The positions in time, down and across of the image rows at positions start .. end - 1, where they have three
-        each; they begin with the position of the text before the image."""
+        """The rotary positions (time, down, across) of the image rows at positions start .. end - 1 that have three;
+        they count from the rotary position at which the image begins."""
         found = list[tuple[int, int, int]]()
         for part in self.rows:
             grid = self.images[part.image].grid
@@ -146,19 +146,19 @@ class PromptImages:
         return found
 
     def _taken(self, part: ImageRows) -> int:
-        """Positions that an image takes of the text after it."""
+        """The number of rotary positions by which an image advances the text after it."""
         grid = self.images[part.image].grid
         return part.count if grid is None else max(grid)
 
     def whole(self, start: int, end: int) -> int:
-        """The end of a chunk from `start` to about `end` that cuts no run that attends both ways."""
+        """The end closest to `end` of a chunk from `start` that cuts no run which attends both ways."""
         for part in self.rows:
             if self.images[part.image].both_ways and part.start < end < part.end:
                 return part.start if part.start > start else part.end
         return end
 
     def without(self, gone: range) -> "PromptImages":
-        """The images after the positions `gone` were discarded, of whose rows none need be left."""
+        """The images once the positions `gone` are discarded. An image may lose some of its rows, or all."""
         rows = list[ImageRows]()
         for part in self.rows:
             if part.start < gone.start:
@@ -172,7 +172,7 @@ class PromptImages:
 
 @dataclass(frozen=True, eq=False)
 class ImagePrompt:
-    """A prompt with images: its tokens, with one that is never generated at image rows, and the images."""
+    """A prompt with images: its token ids, which at image rows are one that is never generated, and the images."""
 
     ids: list[int]
     images: PromptImages

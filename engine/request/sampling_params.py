@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 MAX_SEED = 2**64 - 1  # the seed is the 64-bit key of the random number generator
 MAX_COUNT = 2**31 - 1
-"""Of tokens: what 32 bits hold, more than any context and any vocabulary."""
+"""The largest token id or number of tokens: it fits int32, and exceeds every context and vocabulary."""
 MAX_BIAS = 1e9
-"""Of what is added to a token's logit: beyond it the token is certain or impossible anyhow."""
+"""The largest number that may be added to a token's logit: it makes a token certain or impossible."""
 MAX_PENALTY = 1e6
-"""Of the temperature and the penalties."""
+"""The largest temperature and penalty."""
 
 
 MAX_BREAKER = 40
-"""Characters of a DRY sequence breaker; llama.cpp cuts longer ones."""
+"""The most characters of a DRY sequence breaker; llama.cpp cuts longer ones."""
 PANEL = "Sampling"
 MORE = "More samplers"
 _TOKEN = Range(0, MAX_COUNT)
@@ -45,7 +45,7 @@ _INTEGERS = (
 )
 _OPTIONAL = ("max_tokens", "seed", "logprobs")
 _FIXED = ("penalties", "top_k", "typ_p", "top_p", "min_p", "temperature")
-"""The order of the samplers that a CUDA graph has, beside bias."""
+"""The samplers of a CUDA graph, beside bias, in their order."""
 _PLAIN: Mapping[str, Any] = {
     "samplers": DEFAULT_ORDER,
     "dry_multiplier": 0.0,
@@ -55,7 +55,7 @@ _PLAIN: Mapping[str, Any] = {
     "top_n_sigma": -1.0,
     "post_sampling_probs": False,
 }
-"""What switches off all that needs a chain of samplers."""
+"""The values of all parameters that need a chain of samplers with which they have no effect."""
 
 
 def _typed_biases(texts: Iterable[str]) -> dict[int, float]:

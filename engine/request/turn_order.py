@@ -1,8 +1,8 @@
-"""The orders of messages that a chat template writes, and conversations in other orders brought into one of them.
+"""The orders of messages that a chat template accepts, and the reordering of conversations that have another order.
 
-Clients send system messages within a conversation (coding agents put reminders there) and user's messages one after
-the other. Of the templates of released models some refuse such messages (Qwen3.5, Mistral) and some leave system
-messages out without a word (gpt-oss, SmolLM3, MiniMax-M2).
+Clients send system messages within a conversation (coding agents' reminders) and several user messages in a row. Some
+templates of released models refuse these (Qwen3.5, Mistral), and some silently leave out the system messages (gpt-oss,
+SmolLM3, MiniMax-M2).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,15 +32,18 @@ _USER_PROBE: Messages = (_message("user", _USER[0]), _message("user", _USER[1]))
 
 @dataclass(frozen=True)
 class TurnOrder:
-    """system_messages: the template writes any number of system messages, anywhere; else only the first message may be
-    one. user_runs: it writes user's messages that follow each other; else they alternate with answers."""
+    """The orders that a template accepts.
+
+    system_messages: system messages may stand anywhere, in any number; else only the first message may be one.
+    user_runs: user messages may follow each other; else they alternate with answers.
+    """
 
     system_messages: bool = True
     user_runs: bool = True
 
     @classmethod
     def of(cls, render: Callable[[Messages], str | None]) -> "TurnOrder":
-        """render: the template's text of messages; None where it refuses them."""
+        """The orders of the template that `render` renders; `render` returns None where it refuses the messages."""
 
         def writes(probe: Messages, texts: Sequence[str]) -> bool:
             rendered = render(probe)
@@ -49,11 +52,11 @@ class TurnOrder:
         return cls(writes(_SYSTEM_PROBE, _SYSTEM), writes(_USER_PROBE, _USER))
 
     def fit(self, messages: Messages) -> Messages:
-        """The messages in an order that the template writes.
+        """The messages in an order that the template accepts.
 
-        A system message becomes text of the turn where it stands: after the text of the system message, the user's
-        message or the tool's result before it, or before the user's message that follows an answer. So a prompt that
-        is extended turn by turn keeps its beginning, and stays in the prefix cache. Texts are joined by an empty line.
+        A system message is joined to the message before it; after an answer it begins the next user message. Texts
+        are joined by an empty line. A conversation that grows turn by turn keeps its beginning, and so stays in the
+        prefix cache.
         """
         if not self.system_messages:
             messages = _folded(messages)
@@ -90,6 +93,6 @@ def _joined(messages: Messages) -> Messages:
 
 
 def _texts(first: Message, second: Message) -> str | None:
-    """Both contents as one; None where one is no text, as of a call."""
+    """Both contents as one text; None where either is no text, as in a tool call."""
     parts = first.get("content"), second.get("content")
     return f"{parts[0]}\n\n{parts[1]}" if isinstance(parts[0], str) and isinstance(parts[1], str) else None
