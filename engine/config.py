@@ -76,9 +76,9 @@ class EngineConfig:
             frequent where it was made by merges; 0: all; None: 65,536. The text is the same; fewer rows of the output
             matrix are read, and fewer drafts are right in languages whose tokens come late.
         draft_tokens: maximum number of drafted tokens; None: what suits the device.
-        draft_on_device: tokens are drafted only in steps that the device makes by itself: where the host samples a
-            sequence (a grammar, log-probabilities) or there are penalties, steps are plain, and no copies of states are
-            kept for drafts. So it is where `draft_mtp` is None.
+        draft_on_device: tokens are drafted only in steps that the device makes by itself. Steps are plain where the
+            host samples a sequence (a grammar, log-probabilities) or there are penalties, and no copies of states are
+            kept for drafts. `draft_mtp` None implies it.
         mmap: on the CPU, compute from the pages of the mapped file; otherwise from a copy of the weights in huge pages,
             which is a few percent faster but takes time at the start.
         cpu_moe: on a CUDA device, the experts of all layers stay in host memory and are computed by the CPU, for a
@@ -87,24 +87,23 @@ class EngineConfig:
         gpu_experts: of each layer whose experts are in host memory, a CUDA device also holds this number of experts,
             those that are used most; None: as many as fit, or none with `deterministic` or several devices.
         tensor_parallel: how many devices share the model, each a process with its part of every layer
-            (docs/tensor-parallel.md). On the CPU they are processes, which share its threads. None: on CUDA
-            devices the fewest that hold it, or as many as `devices` names; on the CPU one.
-        expert_parallel: of a mixture of experts, each of these devices has some experts whole, in place of a part of
-            all.
-        devices: the numbers of the CUDA devices that do, "0,1"; None: the first ones.
-        split: what of the model each of them has: a part of every layer ("tensor"), or some of the layers ("layer"),
-            one device after the other, for those of unlike size or without fast links.
-        tensor_split: the devices' shares of the layers, "3,1", device by device; None: as much as its free memory is.
-        state_checkpoints: of a model whose layers keep a state (a convolution, a gated delta net), how many copies of
-            states are kept, from which prompts that begin alike go on; None: by the memory that there is. `engine show`
-            says what one takes.
-        host_checkpoints: host memory in MiB for such copies that have no room left on a CUDA device, the least recently
-            used ones; 0: none; None: an eighth of what is free, up to 8 GiB.
+            (docs/tensor-parallel.md). On the CPU the processes share its threads. None: the fewest CUDA devices that
+            hold it, or as many as `devices` names; on the CPU one.
+        expert_parallel: each of these devices holds some experts of a mixture whole, not a part of every expert.
+        devices: the numbers of the CUDA devices that share the model, "0,1"; None: the first ones.
+        split: what each device holds: a part of every layer ("tensor"), or some whole layers ("layer"), which suits
+            devices of unequal size or without fast links.
+        tensor_split: the devices' shares of the layers, "3,1", device by device; None: in proportion to free memory.
+        state_checkpoints: the number of copies of states that are kept for prompts with the same beginning, for a model
+            whose layers keep a state (a convolution, a gated delta net); None: by free memory. `engine show` gives the
+            size of one.
+        host_checkpoints: host memory in MiB for the least recently used of these copies, once a CUDA device has no room
+            for them; 0: none; None: an eighth of the free memory, up to 8 GiB.
         mmproj: the file (mmproj*.gguf) or folder with the encoder of images and the projector that makes them rows of
             the prompt; None: one beside the model, where there is one.
-        no_mmproj: the model is to read text alone.
-        image_cache: host memory in MiB for encoded images, which later prompts need not encode again, once they have no
-            room left on a CUDA device, a 64th of whose free memory they may take; 0: none are kept.
+        no_mmproj: the model reads text alone.
+        image_cache: host memory in MiB for images that are kept encoded for later prompts, beside a 64th of a CUDA
+            device's free memory, which they take first; 0: none are kept.
         lora: LoRA adapters of the model, GGUF files or PEFT folders, as "FILE" or "FILE:SCALE"; they are applied beside
             the weights, and a request may have scales of its own (`SamplingParams.lora`).
         chat_template: in place of the model's own: its text, or a name.

@@ -61,13 +61,13 @@ T = TypeVar("T")
 class LoadedModel:
     """A model ready to run, with its draft model, if any.
 
-    notes: lines for the user about what was chosen and why.
-    experts: the experts in host memory, on a CUDA device.
-    ranks: the processes that share the model; None: it is not shared.
-    vision: makes images rows of prompts, from the file or folder `projector`; None: the model reads text.
+    notes: lines for the user about the choices made in loading, and why.
+    experts: which experts are in host memory (on a CUDA device).
+    ranks: the processes that share the model; None: one process has all of it.
+    vision: encodes images into rows of prompts, with the weights of `projector`; None: the model reads text alone.
     kept_images: bytes of the device's memory for encoded images.
-    config: the options, with what was chosen for drafts.
-    adapters: the LoRA adapters, and how requests apply them. adapter_bytes: their memory, at most.
+    config: the options, with the choices made for drafts.
+    adapters: the LoRA adapters and their scales. adapter_bytes: an upper bound of their memory.
     """
 
     path: Path

@@ -42,16 +42,16 @@ sampling. Measured with all of them captured: see tests/engine/test_memory.py.
 """
 
 BURST_LOGIT_BYTES = 4 * 64 * 9
-"""The same of captured steps of 64 prompts, each of which keeps its fp32 logits: nine sizes."""
+"""The same for captured steps of 64 prompts: there are nine sizes, each with its own fp32 logits."""
 
 _BURST_FROM = 17
-"""Sequences from which on there are such steps."""
+"""The least number of sequences for which there are steps of 64 prompts."""
 
 _DRAFT_LOGIT_BYTES = 48
 """Bytes per logit of a layer that drafts: LOGIT_BYTES without penalties."""
 
 _DRAFT_POOL = 96 * 2**20
-"""By what torch's allocator rounds up the memory of captured steps that draft."""
+"""Bytes that torch's allocator adds to the memory of captured steps that draft, by rounding up."""
 
 DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """WORKSPACE of a draft model beside its target."""
@@ -63,25 +63,25 @@ FUSED_BYTES = 4
 """The same for an EAGLE-3 draft model: fp32."""
 
 LEAST_CHECKPOINTS = 2
-"""States that are kept beside those of sequences, for prompts that begin as earlier ones did: at the end of a
-conversation's prompt, and of its answer."""
+"""The fewest checkpoints of states for later prompts with the same beginning: one at the end of a conversation's
+prompt, and one at the end of its answer."""
 
 CHECKPOINTS, CHECKPOINTS_A_SEQUENCE = 32, 4
-"""The most checkpoints where memory is plenty: this number, and more for each sequence."""
+"""The most checkpoints: CHECKPOINTS, and CHECKPOINTS_A_SEQUENCE for each sequence."""
 
 CHECKPOINTS_SHARE = 8
 """Checkpoints take at most one part in this number of the memory for the cache."""
 
 COLD_BYTES, COLD_SHARE = 8 * 2**30, 8
-"""Host memory for checkpoints that have no room on a CUDA device: so much, and one part in so many of what is free, at
-most."""
+"""The most host memory for checkpoints without room on a CUDA device: COLD_BYTES, and one part in COLD_SHARE of the
+free memory."""
 
 _IMAGES_SHARE = 64
-"""Encoded images take at most one part in this number of the free memory of a CUDA device, before they go to the
-host's: of 140 GiB 80 images of 1,369 rows of 5,120."""
+"""Encoded images take at most one part in this number of a CUDA device's free memory, then host memory. One part of
+140 GiB holds 80 images of 1,369 rows of 5,120."""
 
 _SLAB = 512 * 2**20
-"""Bytes that are pinned at once, at most, unless a single state takes more: some 0.1 seconds."""
+"""The most bytes that are pinned at once, which takes some 0.1 seconds, unless a single state takes more."""
 
 USABLE_CONTEXT = 8192
 """Tokens of context for which another device is used, or drafts that no option requests are given up, where the model
@@ -103,18 +103,18 @@ def gib(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class CacheNeeds:
-    """The memory that a context takes for a model, and for its draft model, if any: cache blocks and tables by
-    position, rotary ones and, on a CUDA device, those of slots.
+    """The memory that a context takes, for a model and its draft model, if any: cache blocks, rotary tables and, on a
+    CUDA device, the tables of slots.
 
-    The draft model's layers belong to the first group of layers, which then keeps all positions: a draft model may have
-    computed less of a sequence than the model has. A layer of the model's own that drafts counts as a draft model, with
-    the hidden rows that it reads. States are of a size whatever the context, so that those of all `parallel` sequences
-    count, and checkpoints.
+    The draft model's layers belong to the model's first group of layers. That group then keeps all positions, because
+    the draft model may have computed less of a sequence than the model. The model's own layer that drafts (MTP) counts
+    as a draft model, with the hidden rows that it reads. A state's size does not depend on the context, so the states
+    of all `parallel` sequences and the checkpoints are counted.
 
-    chunk: most tokens of a sequence that a step computes.
-    drafts: steps compute drafted tokens, by whatever they are drafted.
-    checkpoints: how many states are kept beside those of sequences; None: what memory has room for.
-    rows: most rows of a decode step on a CUDA device; 0: the device has no tables of slots.
+    chunk: the most tokens of one sequence in a step.
+    drafts: steps compute drafted tokens, from any source.
+    checkpoints: how many states are kept beside those of sequences; None: as many as there is memory for.
+    rows: the most rows of a decode step on a CUDA device; 0: the device has no tables of slots.
     """
 
     config: ModelConfig
@@ -158,8 +158,11 @@ class CacheNeeds:
         return sum(map(mul, blocks, self.block_bytes(cache_type)))
 
     def table_bytes(self, positions: int) -> int:
-        """Bytes of the rotary tables: for each rotation of layers cos and sin, fp32 [positions, dim / 2] each; and of
-        tables of slots: the tokens that steps have sampled, and block tables, of slots and of a step's rows."""
+        """Bytes of the rotary tables and the tables of slots.
+
+        A rotary table has cos and sin for each rotation of the layers, fp32 [positions, dim / 2] each. The tables of
+        slots have the tokens that steps have sampled, and the block tables of slots and of a step's rows.
+        """
         total = 0
         if self.rows:
             held, rows = aligned(self.parallel + 1), aligned(_captured_rows(self.rows))
@@ -174,13 +177,13 @@ class CacheNeeds:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a state, of all layers that keep one."""
+        """Bytes of one sequence's state, in all layers that keep one."""
         sizes = zip(self.config.cache_groups, self.block_bytes("f16"), strict=True)
         return sum(size for group, size in sizes if group.is_state)
 
     @property
     def states(self) -> int:
-        """States of all sequences, copies that drafts go back to among them."""
+        """The number of states of all sequences, with the copies to which rejected drafts roll back."""
         return self.parallel * max((1 + pool.spares for pool in self.pools() if pool.is_state), default=0)
 
     @property
@@ -188,7 +191,7 @@ class CacheNeeds:
         return LEAST_CHECKPOINTS if self.checkpoints is None else self.checkpoints
 
     def checkpoints_in(self, room: int, spare: int) -> int:
-        """Checkpoints where the cache has `room` bytes, of which `spare` are left beside all that must be there."""
+        """The number of checkpoints of a cache of `room` bytes, of which nothing else needs `spare`."""
         if self.checkpoints is not None or not self.state_bytes:
             return self.least_checkpoints
         most = CHECKPOINTS + CHECKPOINTS_A_SEQUENCE * self.parallel
@@ -304,8 +307,8 @@ def _block_bytes(state: State, cache_type: CacheType) -> int:
 
 
 def state_pool(config: ModelConfig, group: CacheGroup, states: int, drafts: bool = False) -> CachePool:
-    """A pool of `states` states of a group's layers. drafts: sequences have drafted tokens; states that cannot be
-    rolled back over them are copied before."""
+    """A pool of `states` states of a group's layers. drafts: sequences have drafted tokens, so that states which cannot
+    be rolled back over a draft are copied before it."""
     layers = layers_of(config)
     kept = [state for i in group.layers if isinstance(state := layers[i].state, SlotState)]
     rewinds = min((state.rewinds for state in kept), default=0)
@@ -315,19 +318,19 @@ def state_pool(config: ModelConfig, group: CacheGroup, states: int, drafts: bool
 
 
 def image_room(kind: str, free: int, host_mib: int) -> int:
-    """Bytes of a device's memory that keep encoded images.
+    """Bytes of a device's memory for encoded images.
 
     Args:
         kind: kind of device, "cpu" or "cuda".
         free: bytes of its memory that are free.
-        host_mib: the user's MiB of host memory for them; with 0 none are kept.
+        host_mib: MiB of host memory for them (`EngineConfig.image_cache`); 0: none are kept.
     """
     return free // _IMAGES_SHARE if kind == "cuda" and host_mib else 0
 
 
 def cold_slab(size: int) -> int:
-    """States of `size` bytes that are allocated in host memory at once. Pinned memory is handed out in powers of two
-    (torch's caching allocator), so that some counts waste less of it than others."""
+    """The number of states of `size` bytes that are allocated in host memory at once: the one that wastes least, since
+    torch's caching allocator rounds pinned memory up to powers of two."""
 
     def used(count: int) -> float:
         return count * size / _pinned(count * size)
@@ -337,11 +340,11 @@ def cold_slab(size: int) -> int:
 
 
 def cold_checkpoints(needs: CacheNeeds, requested: int | None, free: int, ranks: int = 1) -> int:
-    """States that are kept in host memory, of a model on a CUDA device.
+    """The number of states that are kept in host memory for a model on a CUDA device.
 
     Args:
         needs: the memory that the cache takes.
-        requested: the user's MiB, or None: what suits.
+        requested: the user's MiB; None: an eighth of `free`, up to 8 GiB.
         free: bytes of host memory that are free.
         ranks: processes that share the model, each with as many states of its own.
 
@@ -377,8 +380,8 @@ def wanted_bytes(
 def choose_pools(
     needs: CacheNeeds, ctx_size: int, parallel: int, room: int, cache_type: CacheType
 ) -> list[CachePool]:
-    """The pools of the cache, one per group of layers: for `parallel` sequences of `ctx_size` positions, or what `room`
-    bytes hold; of states one for each sequence, and checkpoints.
+    """The pools of the cache, one per group of layers: blocks for `parallel` sequences of `ctx_size` positions, or as
+    many as `room` bytes hold. A pool of states has one for each sequence, and checkpoints.
 
     `room`: bytes for the blocks, the padding blocks and the rotary tables. If it is too small for `parallel` sequences
     of `ctx_size` positions, all groups get the same number of blocks, which suits sequences shorter than the context,
@@ -484,8 +487,8 @@ def _captured_rows(rows: int) -> int:
 
 
 def _altup_row_bytes(config: ModelConfig, sizes: AltUpSizes) -> int:
-    """Of a token with alternating updates: fp32 rows before and after a layer, predicted, and what is added to them;
-    in layers with a cutoff gate and up, and what is made of the gate."""
+    """Bytes of one token with alternating updates: fp32 rows before and after a layer, predictions and corrections; in
+    layers with a cutoff also gate, up, and the gate after the cutoff."""
     rows = 16 * (sizes.streams + 1) * config.embedding_length
     return rows + (20 * config.feed_forward_length if max(sizes.cutoffs) > -inf else 0)
 
@@ -531,7 +534,7 @@ def cpu_expert_bytes(config: ModelConfig, chunk: int) -> int:
 
 
 def _joined(experts: ExpertConfig) -> int:
-    """1 where the shared expert may be one of the others (models/experts.py)."""
+    """1 where the shared expert may be computed as one of the others, since it has their width; else 0."""
     return int(experts.shared_feed_forward_length == experts.feed_forward_length)
 
 
@@ -570,7 +573,8 @@ def layers_that_free(experts: Mapping[int, int], missing: int) -> int | None:
 def _ways(
     needs: CacheNeeds, memory: DeviceMemory, wanted: int, fitting: int, cache_type: CacheType
 ) -> list[str]:
-    """What would let the run start: shorter context, smaller cache type, no draft model, experts on the host."""
+    """The options that would let the run start: shorter context, smaller cache type, no draft model, experts on the
+    host."""
     ways = [f"-c {fitting}"] if fitting >= CONTEXT_STEP else []
     for smaller in CACHE_TYPES[CACHE_TYPES.index(cache_type) + 1 :]:
         if not needs.can_store(smaller):

@@ -24,8 +24,8 @@ def uses_file(model: Path) -> Path | None:
 
 
 def read_uses(model: Path, layers: int, experts: int) -> list[list[int]] | None:
-    """The counts [layers][experts] of a model. None: there are none, those of another number of layers, or damaged
-    ones, of which a line is logged."""
+    """The counts [layers][experts] of a model; None where no file has them, or one has another number of layers or is
+    damaged (which is logged)."""
     try:
         file = uses_file(model)
         if file is None or not file.exists():

@@ -57,9 +57,12 @@ REFERENCE_BYTES_A_WEIGHT = 8
 
 @dataclass(frozen=True)
 class Machine:
-    """The device that models are loaded onto, and how. experts: where those of the model lie. layer: what drafts
-    from the model's hidden rows, a layer of its own or an assistant; None: nothing does. takes_images: rows of prompts
-    may be those of images. adapters: those of the model."""
+    """The device that models are loaded onto, and how.
+
+    free: bytes of its memory that are free. experts: where the model's experts lie. layer: the layer or assistant that
+    drafts from the model's hidden rows; None: nothing does. takes_images: prompts may have rows of images. adapters:
+    the model's LoRA adapters.
+    """
 
     config: EngineConfig
     device: torch.device
@@ -79,7 +82,7 @@ class Machine:
         communicator: Communicator = ONE_RANK,
         drafts: bool = False,
     ) -> ModelRunner:
-        """The weights on the device, with a cache; `drafts`: of the model that drafts for the other."""
+        """Loads the weights and allocates the cache. drafts: `checkpoint` is the model that drafts for the other."""
         config, device = self.config, self.device
         adapters = NONE_OPEN if drafts else self.adapters
         if device.type == "cpu":
@@ -125,7 +128,7 @@ class Machine:
     def _host_experts(
         self, experts: ExpertPlacement, checkpoint: Checkpoint, backend: Backend[Any]
     ) -> PlacedExperts | None:
-        """What computes the experts in host memory, ready for a decoder to load them; None: there are none."""
+        """The operations of the experts in host memory, whose weights a decoder will load; None: there are none."""
         if not experts.layers:
             return None
         chunk = self.config.chunk_size or DEFAULT_CHUNK[self.device.type]
@@ -159,7 +162,7 @@ class Machine:
         return ModelRunner(encoder, cache, packs_prompts=False)
 
     def ranks(self, path: Path, part: Checkpoint, ctx_size: int, pools: Sequence[CachePool]) -> ModelRunner:
-        """Rank 0 of a group, whose other ranks load their parts meanwhile."""
+        """Loads rank 0 of a group, while the other ranks load their parts."""
         from quengine.parallel.group import RankGroup
         from quengine.parallel.wire import RankPlan
 
@@ -185,7 +188,7 @@ class Machine:
     def drafts_beside(
         self, target: ModelRunner, checkpoint: Checkpoint | None, pools: Sequence[CachePool]
     ) -> tuple[DraftModel | None, list[str]]:
-        """The model that drafts for `target`, and lines for the user. Where it fails, the ranks of `target` end."""
+        """The model that drafts for `target`, and lines for the user. On an error the ranks of `target` end."""
         if checkpoint is None:
             return None, []
         ctx_size = target.cache.ctx_size
@@ -209,7 +212,7 @@ class Machine:
     def _drafts_of_layer(
         self, target: ModelRunner, layer: Checkpoint, pools: Sequence[CachePool]
     ) -> tuple[DraftModel, list[str]]:
-        """As `drafts_beside`, of a layer of `target` itself."""
+        """As `drafts_beside`, for a layer of `target` itself."""
         config, ctx_size = self.config, target.cache.ctx_size
         cache = KVCache.allocate(layer.config, ctx_size, self.device, config.cache_type, pools)
         with _weights(layer, self.device, config.mmap, self.progress, 0) as tensors:
@@ -229,8 +232,11 @@ class Machine:
     def _drafts_on_device(
         self, decoder: Decoder, cache: Sequence[LayerState], target: ModelRunner, most: int
     ) -> "DraftGraphs | None":
-        """Steps in which a layer or an assistant drafts on the device; None where a model has a state that cannot wait
-        for them, image rows with three positions, or steps that have the bits of any other (`deterministic`)."""
+        """The steps in which a layer or an assistant drafts on the device.
+
+        None where a state cannot wait for the drafts, image rows have three positions, or `may_draft_on_device` forbids
+        it.
+        """
         if target.device_decoder is None or self.experts.layers:
             return None
         shape = target.decoder.config
@@ -254,7 +260,7 @@ class Machine:
     def _drafts_of_assistant(
         self, target: ModelRunner, checkpoint: Checkpoint
     ) -> tuple[DraftModel, list[str]]:
-        """As `drafts_beside`, of a model that attends to the keys and values of `target`."""
+        """As `drafts_beside`, for a model that attends to the keys and values of `target`."""
         with _weights(checkpoint, self.device, self.config.mmap, self.progress, 0) as tensors:
             decoder = AssistantDecoder(checkpoint.config, tensors, target.decoder, target.cache.ctx_size)
         assert target.cache.hidden is not None
@@ -270,7 +276,7 @@ class Machine:
     def _drafts_of_eagle(
         self, target: ModelRunner, eagle: EagleCheckpoint, pools: Sequence[CachePool]
     ) -> tuple[DraftModel, list[str]]:
-        """As `drafts_beside`, of an EAGLE-3 draft model."""
+        """As `drafts_beside`, for an EAGLE-3 draft model."""
         config, ctx_size = self.config, min(target.cache.ctx_size, eagle.config.context_length)
         cache = KVCache.allocate(eagle.config, ctx_size, self.device, config.cache_type, pools)
         with _weights(eagle, self.device, config.mmap, self.progress, 0) as tensors:
@@ -285,7 +291,7 @@ class Machine:
         return EagleDrafts(runner, self.draft_steps(runner, target), most, on_device), [note]
 
     def _draft_runner(self, decoder: Decoder, cache: KVCache) -> ModelRunner:
-        """Of a layer that drafts."""
+        """The runner of a layer that drafts."""
         if self.experts.layers:
             return ModelRunner(decoder, cache)
         return _make_runner(self.config, decoder, cache, drafts=True, takes_images=False)
@@ -293,7 +299,7 @@ class Machine:
     def _compile_ahead(
         self, checkpoint: Checkpoint, ctx_size: int, pools: Sequence[CachePool], chunk_size: int, drafts: bool
     ) -> None:
-        """Begin to compile kernels that are not there yet; who launches one waits for it."""
+        """Begins to compile the kernels that are not compiled yet. A launch waits for its kernel."""
         from quengine.kernels.cuda.launch.gpu import gpu_of
         from quengine.runners.compile_kernels import KernelPlan, compile_ahead, stored_tensors
 
@@ -334,7 +340,7 @@ class Machine:
         return LayerPlan(self.layer.config, tensors, slots, most, rows)
 
     def draft_steps(self, runner: ModelRunner, target: ModelRunner) -> DraftSteps:
-        """Runs the decode steps of a model that drafts for `target`."""
+        """The decode steps of a model that drafts for `target`."""
         if self.device.type != "cuda" or self.experts.layers or runner.graphs is None:
             return HostDraftSteps(runner)
         from quengine.runners.cuda_graphs import CudaGraphs
@@ -349,13 +355,14 @@ class Machine:
 
 
 def may_draft_on_device(config: EngineConfig) -> bool:
-    """Whether steps may draft on the device: states advance over accepted rows in a kernel of its own, whose last bits
-    may be others than a plain step's, and `deterministic` allows none. Such steps have no LoRA adapters."""
+    """Whether steps may draft on the device: not with `deterministic`, since the kernel that advances states over
+    accepted rows may differ from a plain step in the last bits; nor with LoRA adapters, which such steps leave out."""
     return not config.deterministic and not config.lora
 
 
 def states_can_wait(config: ModelConfig) -> bool:
-    """Whether all states of a model's layers can wait for what is accepted of drafts (`ForwardBatch.pending`)."""
+    """Whether all states of a model's layers can wait until it is known which drafted tokens are accepted
+    (`ForwardBatch.pending`)."""
     kept = (block for block in layers_of(config) if isinstance(block.state, SlotState))
     return all(isinstance(block.mixer, GatedDelta) for block in kept)
 

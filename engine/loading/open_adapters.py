@@ -15,21 +15,25 @@ from quengine.models.tensor_table import holder_of, tensor_specs
 from quengine.request.adapter_scales import NO_ADAPTERS, AdapterScales, LoadedAdapter
 
 _REFUSED = ("inp_gate", "ssm_ba")
-"""Matrices that backends multiply otherwise, or whose rows they have in another order."""
+"""Parts of the names of matrices that backends multiply in a way of their own, or whose rows they reorder."""
 
 
 @dataclass(frozen=True)
 class OpenAdapters:
-    """scales: how requests apply them. weights: what they change; None: there are none. files: each of them."""
+    """The adapters of a model. scales: the scales of a request. weights: the changes by tensor; None: there are no
+    adapters. files: the adapters' files."""
 
     scales: AdapterScales = NO_ADAPTERS
     weights: Adapters | None = None
     files: tuple[Adapter, ...] = ()
 
     def nbytes(self, chunk: int) -> int:
-        """Bytes of memory that they take in fp32, or in 16 bits in two orders, each with the rank of the largest that
-        changes the same matrix, and the products of a chunk of `chunk` tokens of a prompt: A x of query, key and value,
-        and gate and up with their activation, which are then not computed at once."""
+        """Bytes of memory that the adapters take, with a prompt's chunk of `chunk` tokens.
+
+        The weights are in fp32, or twice in 16 bits (two orders). Every adapter of a matrix takes the rank of the
+        largest one. The products of a chunk are A x of query, key and value, and gate and up with their activation,
+        which adapters keep from being computed at once.
+        """
         if self.weights is None:
             return 0
         held = ranks = widest = 0
@@ -43,20 +47,21 @@ class OpenAdapters:
 
     @property
     def notes(self) -> list[str]:
-        """A line for the user for each."""
+        """A line for the user about each adapter."""
         return [
             f"adapter {adapter.id}: {adapter.name}, scale {adapter.scale:g}, {len(file.changes)} matrices"
             for adapter, file in zip(self.scales.adapters, self.files, strict=True)
         ]
 
     def of_part(self, part: Checkpoint) -> "OpenAdapters":
-        """Those of a rank, which has a part of the model."""
+        """The adapters of a rank that holds this part of the model."""
         if not isinstance(part, SplitCheckpoint) or not self.files:
             return self
         return replace(self, weights=adapters_of(part, [part.changes(file.changes) for file in self.files]))
 
     def check_taken(self, missing: Collection[str]) -> None:
-        """Raises EngineError where there are tensors whose changes are not computed."""
+        """Raises EngineError where an adapter changes a tensor of `missing`, the tensors that no layer takes changes
+        of."""
         _check(self.files, missing.__contains__)
 
 

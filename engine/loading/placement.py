@@ -34,15 +34,15 @@ from quengine.speculative.draft_length import draft_rows
 
 
 def part_of(checkpoint: Checkpoint, part: Rank | Stage) -> Checkpoint:
-    """The part of a model that a rank has. Raises EngineError where this number of ranks cannot share it."""
+    """The part of a model that a rank holds. Raises EngineError where `part.count` ranks cannot share it."""
     if part.count > 1 and checkpoint.config.encoder is not None:
         raise EngineError(f"a {checkpoint.config.architecture} model is an encoder, which ranks do not share")
     return checkpoint if part.count == 1 else SplitCheckpoint(checkpoint, part)
 
 
 def stages_of(config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> list[Stage]:
-    """The layers of each rank, by the requested shares or by free memory; empty where ranks do not have whole layers.
-    Raises EngineError for more ranks than layers."""
+    """The layers of each rank, by the requested shares or by free memory; empty unless `split` is "layer". Raises
+    EngineError for more ranks than layers."""
     if config.split != "layer" or config.ranks == 1:
         return []
     count = config.ranks
@@ -52,7 +52,7 @@ def stages_of(config: EngineConfig, checkpoint: Checkpoint, device: torch.device
 
 
 def _free_of_ranks(config: EngineConfig, device: torch.device) -> list[int]:
-    """Bytes for each rank. Asking a CUDA device makes its context."""
+    """Free bytes of each rank. To ask a CUDA device creates its context."""
     devices = [of_rank(replace(config, device=device.type), rank) for rank in range(config.ranks)]
     own = [device, *(torch.device(each.device) for each in devices[1:])]
     return [free_memory(each, config.ranks) for each in own]
@@ -66,7 +66,7 @@ def fit_stages(
     stages: Sequence[Stage],
     ctx_size: int,
 ) -> tuple[int, list[CachePool]]:
-    """The cache that every rank has room for, where `ctx_size` positions fit the first one."""
+    """The positions of a sequence, at most `ctx_size`, and the pools for which every rank has room."""
     free = _free_of_ranks(config, device)
     asked = replace(config, make_room=None)
     parts = [part_of(checkpoint, stage) for stage in stages]
@@ -87,7 +87,7 @@ def fit_stages(
 
 
 def _fewest(pools: Sequence[CachePool]) -> CachePool:
-    """One that each rank has room for."""
+    """A pool with the least of each number, for which every rank has room."""
     blocks, checkpoints, cold = (
         min(getattr(pool, name) for pool in pools) for name in ("num_blocks", "checkpoints", "cold")
     )
@@ -95,21 +95,21 @@ def _fewest(pools: Sequence[CachePool]) -> CachePool:
 
 
 def of_rank(config: EngineConfig, rank: int) -> EngineConfig:
-    """As if the rank were alone: with its own device, where devices are named or it is not rank 0."""
+    """The options of a rank as if it were alone, with its own device."""
     named = config.devices is not None or (rank > 0 and config.device != "cpu")
     device = config.device_of(rank) if named else config.device
     return replace(config, device=device, devices=None, tensor_parallel=1, split="tensor", tensor_split=None)
 
 
 def free_memory(device: torch.device, ranks: int) -> int:
-    """Bytes for one rank: of a device of its own, or of the host's memory, which they share."""
+    """Free bytes of one rank: those of its CUDA device, or its share of the host's memory."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory() // ranks
 
 
 def rank_count(
     config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device
 ) -> int:
-    """The number of devices that share the model: that of the options, or the fewest CUDA devices that hold it."""
+    """The number of devices that share the model: as the options say, or the fewest CUDA devices that hold it."""
     told = (
         config.tensor_parallel is not None or config.devices is not None or config.device.startswith("cuda:")
     )
@@ -145,7 +145,7 @@ def _memory_needs(
     free: int,
     experts: ExpertPlacement,
 ) -> tuple[CacheNeeds, DeviceMemory]:
-    """What a context takes, and a device with room for one and the padding blocks beside it, and as much again."""
+    """The memory that a context takes, and the device's memory, whose workspace includes twice the padding blocks."""
     shape, cache_type = checkpoint.config, config.cache_type
     chunk = config.chunk_size or DEFAULT_CHUNK[device.type]
     if config.parallel == 1:
@@ -179,8 +179,11 @@ def _memory_needs(
 def _expert_share(
     config: EngineConfig, needs: CacheNeeds, memory: DeviceMemory, experts: ExpertPlacement
 ) -> int:
-    """Bytes of the device that the cache leaves to experts in host memory: of those requested, or half of what is left
-    beside one sequence of the requested context, or a usable one. Raises CannotRunError where the former do not fit."""
+    """Bytes of the device that the cache leaves to copies of experts in host memory.
+
+    That is the size of the number requested (`gpu_experts`), or half of the memory that one sequence leaves, of the
+    requested context or a usable one. Raises CannotRunError where the requested number does not fit.
+    """
     placed = experts.holding(config, 1, memory.room)
     if config.gpu_experts is not None:
         share = placed.device_bytes(placed.held)
@@ -207,7 +210,7 @@ def place_experts(
     ctx_size: int,
     pools: Sequence[CachePool],
 ) -> ExpertPlacement:
-    """`experts`, with those that the device holds as well, in the memory that the chosen cache leaves."""
+    """`experts`, with copies of the most used ones in the device's memory that the chosen cache leaves."""
     model = checkpoint.config.experts
     if not experts.layers or model is None:
         return experts
@@ -225,7 +228,7 @@ def choose_cache(
     free: int,
     experts: ExpertPlacement,
 ) -> tuple[int, list[CachePool]]:
-    """Positions of a sequence, and the pools of the cache's blocks."""
+    """The positions of a sequence, and the pools of the cache's blocks."""
     needs, memory = _memory_needs(config, checkpoint, draft, device, free, experts)
     cache_type = config.cache_type
     if config.make_room is not None:
