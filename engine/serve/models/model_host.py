@@ -1,6 +1,6 @@
-"""One of a server's models: its state, who has it and who waits for it, and the way from requests to their outputs.
+"""One of a server's models: its state, the requests that use it or wait for it, and the way of requests to its engine.
 
-Errors of the worker become statuses of HTTP, with Retry-After and both numbers of a limit. All of it is called in the
+Errors of the worker become HTTP statuses, with Retry-After and both numbers of a limit. All of it is called in the
 event loop.
 """
 
@@ -45,19 +45,19 @@ Status = Literal["unloaded", "loading", "loaded", "sleeping"]
 
 
 class LoadCancelledError(Exception):
-    """The model is not wanted any more."""
+    """Nobody wants the model any more."""
 
 
 class State(StrEnum):
-    """Where a model is between its file and its answers."""
+    """The states of a model."""
 
     ABSENT = "absent"
     LOADING = "loading"
     READY = "ready"
     FAILED = "failed"
-    """Its engine has failed and is replaced, or the model could not be loaded and waits for the next request."""
+    """Its engine has failed and is being replaced, or it could not be loaded; the next request tries again."""
     DRAINING = "draining"
-    """Takes no new requests, and is unloaded when those that have it have ended."""
+    """It takes no new requests, and is unloaded when those that use it have ended."""
     ASLEEP = "asleep"
     """Unloaded; its tokenizer, template and description stay."""
 
@@ -70,7 +70,7 @@ _NEXT: Mapping[State, frozenset[State]] = {
     State.DRAINING: frozenset((State.READY, State.FAILED, State.ABSENT, State.ASLEEP)),
     State.ASLEEP: frozenset((State.LOADING,)),
 }
-"""The states that may follow each."""
+"""For each state, those that may follow it."""
 
 
 class ModelHost:

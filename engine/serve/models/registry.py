@@ -1,4 +1,4 @@
-"""The models of a server: a request names one, and has it when it is loaded. All of it runs in the event loop."""
+"""The models of a server: a request names one, and waits until it is loaded. All of it runs in the event loop."""
 
 import asyncio
 import time
@@ -23,16 +23,16 @@ from quengine.serve.schemas.errors import ApiError, bad_request, shutting_down
 from quengine.serve.settings import ServerSettings
 
 _MOST_NAMES = 20
-"""Names that an error lists."""
+"""The most names that an error lists."""
 
 
 class Beside(Protocol):
-    """What begins and ends with a server's models."""
+    """A service that starts and ends with a server's models."""
 
     def start(self) -> None: ...
 
     def end(self) -> Awaitable[None]:
-        """End; called again and again, also while answers are finished."""
+        """Ends. It may be called more than once, also while answers are being finished."""
         ...
 
 
@@ -41,14 +41,13 @@ class Models:
 
     Args:
         launch: makes the engine of a model.
-        find: the models there are, called again to look for others; None: there is only the one of `settings`, which
-            is loaded at once.
+        find: finds all models, again and again; None: the only model is that of `settings`, which is loaded at once.
         say: called with lines for the terminal.
-        failed: called with what an only model failed of, after which it does not come back.
-        beside: what begins and ends with the models.
+        failed: called with the error after which the server's only model is not loaded again.
+        beside: services that start and end with the models.
 
     Attributes:
-        joined_metrics: of a server that is one of several behind an address, the metrics of all.
+        joined_metrics: the metrics of all servers, where this is one of several behind an address; else None.
     """
 
     def __init__(

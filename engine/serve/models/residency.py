@@ -1,8 +1,9 @@
 """Which of a server's models are in memory: loading them one at a time, and unloading others for that.
 
-Loads come in turn, first come, first served. Where memory or `--models-max` is short, the model whose last request was
-the longest ago leaves, an idle one before one in use. Running answers are never cut: a model that is to leave takes no
-new requests, and goes when the last has ended. All of it runs in the event loop but for what a worker's thread calls.
+Models are loaded one at a time, in the order of requests. Where memory or `--models-max` is short, the least recently
+used model is unloaded, an idle one before one in use. Running answers are never cut: a model to be unloaded takes no
+new requests, and is unloaded after its last answer. All of it runs in the event loop, except for what a worker's thread
+calls.
 """
 
 import asyncio
@@ -19,21 +20,21 @@ from quengine.serve.response_store import ResponseStore
 logger = logging.getLogger("quengine.serve")
 
 MakeRoom = Callable[[int, int, str], bool]
-"""Given the bytes that a model needs, those that are free, and the device: whether another model has left it."""
+"""Unloads another model from a device, given the bytes needed, the bytes free, and the device; False: there is none."""
 Launch = Callable[[ModelSpec, MakeRoom, Callable[[], None]], Engine]
-"""Loads a model, in the worker's thread; calls the last argument now and then, which raises to stop it."""
+"""Loads a model, in the worker's thread. It calls the last argument now and then, which raises to cancel the load."""
 
 
 class Residency:
     """See the module docstring.
 
     Args:
-        most: of the models that are loaded; 0: any number.
+        most: the most models that are loaded at once; 0: any number.
         say: called with lines for the terminal.
-        failed: called with what an only model failed of, after which it does not come back.
+        failed: called with the error after which the server's only model is not loaded again.
 
     Attributes:
-        hosts: the models there are, which others may replace.
+        hosts: all models of the server, loaded or not.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Residency:
         self._rate: float | None = None  # bytes loaded a second, of the last model
 
     def want(self, host: ModelHost) -> None:
-        """Load a model in its turn, unless nobody wants it any more then."""
+        """Loads a model in its turn, unless nobody wants it any more by then."""
         if host.loader is None:
             host.loader = asyncio.get_running_loop().create_task(self._load(host))
 
@@ -88,11 +89,12 @@ class Residency:
             self.want(host)
 
     def estimate(self, host: ModelHost) -> str:
-        """By the rate of the last model that was loaded."""
+        """The time that a load will take, as text, by the rate of the last one; empty where it is unknown."""
         return "" if not self._rate or not host.nbytes else f", about {host.nbytes / self._rate:.0f} s in all"
 
     async def _make_place(self, host: ModelHost) -> None:
-        """Unload what is too many. Raises EngineError, and nothing is unloaded, for a file that is no model's."""
+        """Unloads models until `host` may be loaded by `most`. Raises EngineError, before any is unloaded, where the
+        file of `host` is not a model's."""
         checked = False
         while 0 < self._most <= sum(each.occupied for each in self.hosts) and host.wanted:
             if not checked:
@@ -113,9 +115,9 @@ class Residency:
         return free < needed and await self._evict(host, device)
 
     async def _evict(self, host: ModelHost, device: str | None = None) -> bool:
-        """Unload the model to do without for `host`; False where there is none.
+        """Unloads the model that `host` is to replace; False where there is none.
 
-        Raises LoadCancelledError where `host` is not wanted any more.
+        Raises LoadCancelledError where nobody wants `host` any more.
         """
         others = [
             each
@@ -203,7 +205,7 @@ class Residency:
         task.add_done_callback(self._tasks.discard)
 
     def notify(self) -> None:
-        """Something has changed that `until` may wait for."""
+        """Wakes all that wait in `until`."""
         self._change.set()
         self._change = asyncio.Event()
 

@@ -1,8 +1,8 @@
-"""Engine process: blocks of prompts that one engine has computed and another goes on with, through shared memory.
+"""The handover of a prompt's blocks from the engine that computed it to the one that generates, through shared memory.
 
-A part of a region (shared_region.py) holds blocks one layer behind the other: of each group of layers, of each of its
-layers, of each tensor (k, v, and their scales) [blocks, BLOCK_SIZE, kv_heads, width]. On a CUDA device the memory is
-pinned, and copied on the device's stream, between two steps.
+A part of a region (shared_region.py) holds tensors [blocks, BLOCK_SIZE, kv_heads, width] one behind the other: by group
+of layers, then layer, then tensor (k, v, and their scales). On a CUDA device the memory is pinned, and is copied on the
+device's stream between two steps.
 """
 
 import logging
@@ -37,11 +37,11 @@ from quengine.serve.processes.shared_region import BlockRegion
 logger = logging.getLogger("quengine.serve")
 
 _FULL_SECONDS = 0.001
-"""Between two looks for a free part, where there is nothing to compute."""
+"""Seconds between two looks for a free part, while there is nothing to compute."""
 
 
 class SharedBlocks:
-    """A region as tensors of one engine's cache."""
+    """A region, seen as tensors of one engine's cache."""
 
     def __init__(self, llm: LLM, descriptor: int) -> None:
         if llm.scheduler.blocks.has_states:
@@ -70,7 +70,7 @@ class SharedBlocks:
         return self.region.part_bytes // size
 
     def views(self, part: int, held: Seq[Seq[int]]) -> Iterator[tuple[int, Tensor]]:
-        """Each layer with each of its tensors in a part that has these blocks of each group."""
+        """Each (layer, view of one of its tensors) in a part that holds the blocks `held` of each group."""
         start, layers = self.region.start(part), self._llm.scheduler.cache.layers
         for group, indices in zip(self._llm.model_config.cache_groups, held, strict=True):
             for layer in group.layers:
@@ -83,7 +83,7 @@ class SharedBlocks:
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt that is computed for another engine; the blocks from `next` on are still to be handed over."""
+    """A prompt that is computed for another engine. `next`: the first block that is not handed over yet."""
 
     sequence: Sequence
     next: int
@@ -93,7 +93,7 @@ class _Prompt:
 
 
 class BlockSender:
-    """The side of the engine that computes prompts. All of it is called between two steps."""
+    """Hands over blocks, in the engine that computes prompts. All of it is called between two steps."""
 
     def __init__(self, llm: LLM, shared: SharedBlocks) -> None:
         self._llm = llm
@@ -101,7 +101,7 @@ class BlockSender:
         self._prompts: dict[int, _Prompt] = {}
 
     def sequence(self, request: Prefill) -> Sequence:
-        """The prompt as a sequence that ends with it. Raises EngineError where it cannot be computed."""
+        """The sequence of a prompt, which generates no tokens. Raises EngineError where it cannot be computed."""
         params = SamplingParams(temperature=0, max_tokens=0, ignore_eos=True)
         sequence = self._llm.stream(request.prompt, params).sequence
         prompt = _Prompt(sequence, request.first, time.perf_counter())
@@ -113,7 +113,7 @@ class BlockSender:
         self._prompts.pop(request_id, None)
 
     def after_step(self, events: list[Event]) -> list[Event]:
-        """The events of a step, of prompts those that concern their blocks."""
+        """The events of a step, in which those of prompts are replaced by the events of their blocks."""
         kept: list[Event] = []
         for event in events:
             prompt = self._prompts.get(event.request_id)
@@ -146,7 +146,7 @@ class BlockSender:
             yield Prefilled(request_id, prompt.sequence.reused_tokens, seconds)
 
     def _held(self, prompt: _Prompt, end: int) -> list[dict[int, int]]:
-        """Of each group the blocks from `prompt.next` up to `end` that the cache holds."""
+        """The blocks from `prompt.next` up to `end` that the cache holds, for each group by index in the prompt."""
         held = self._llm.scheduler.blocks.held(prompt.keys[:end])
         return [{i: number for i, number in blocks.items() if i >= prompt.next} for blocks in held]
 
@@ -167,7 +167,7 @@ class BlockSender:
 
 
 class BlockReceiver:
-    """The side of the engine that goes on. All of it is called between two steps."""
+    """Takes over blocks, in the engine that generates. All of it is called between two steps."""
 
     def __init__(self, llm: LLM, regions: Seq[SharedBlocks]) -> None:
         self._llm = llm
@@ -175,7 +175,7 @@ class BlockReceiver:
         self._copied: list[tuple[int, torch.cuda.Event | None]] = []
 
     def take(self, request: TakeBlocks) -> None:
-        """Put blocks into the cache, as far as there is room: else they are computed here."""
+        """Copies blocks into the cache as far as there is room. Those without room will be computed again here."""
         keys = [request.keys[start : start + 32] for start in range(0, len(request.keys), 32)]
         layers = [list[Tensor]() for _ in self._llm.scheduler.cache.layers]
         for layer, view in self._regions[request.region].views(request.part, request.held):
@@ -191,7 +191,8 @@ class BlockReceiver:
         self._copied.append((request.id, done))
 
     def events(self, alone: bool) -> list[Event]:
-        """Which parts have been read. `alone`: nothing is computed beside them, so that they are waited for."""
+        """The events of copies that are done. `alone`: the engine has nothing to compute, so it waits for all of
+        them."""
         ended = list[Event]()
         for request_id, done in list(self._copied):
             if done is not None and alone:

@@ -1,4 +1,4 @@
-"""Engine process: an LLM as the server's `Engine`. It computes as many sequences at once as it was loaded for."""
+"""An LLM as the server's `Engine`. It computes as many sequences at once as it was loaded for."""
 
 import logging
 import time
@@ -54,8 +54,8 @@ class _Sent:
 class LLMEngine:
     """See the module docstring.
 
-    regions: descriptors of memory through which it is given blocks of prompts, or of the one through which it `sends`
-    them.
+    regions: descriptors of the memory through which blocks of prompts come; if `sends`, of the one through which this
+    engine hands them over.
     """
 
     def __init__(self, llm: LLM, regions: Seq[int] = (), sends: bool = False) -> None:
@@ -124,11 +124,11 @@ class LLMEngine:
             self._progress[request.id] = -1
 
     def prepare_images(self, request: GenerationRequest) -> None:
-        """Encode the images of a request, which is added then. May run in any thread, beside steps.
+        """Encodes the images of a request before it is added. May run in any thread, beside steps.
 
         Raises:
-            PromptTooLongError: with them it has more tokens than it may.
-            EngineError: one cannot be read, or more of the prompt is wanted than its tokens.
+            PromptTooLongError: the prompt has more than `most_tokens` tokens with its images.
+            EngineError: an image cannot be read, or the request wants log-probabilities or an embedding of the prompt.
         """
         if request.score_prompt or request.pooling is not None:
             raise EngineError("a prompt with images has no log-probabilities and no embedding")
@@ -214,7 +214,7 @@ class LLMEngine:
         return events
 
     def _progressed(self, request_id: int, sequence: LLMSequence) -> tuple[PromptProgress, ...]:
-        """What is new of a prompt's progress: first what the cache held of it, at last all of it."""
+        """The progress of a prompt that was not reported yet: first the tokens from the cache, at last all of them."""
         total, cached = sequence.num_prompt_tokens, sequence.reused_tokens
         done = total if sequence.first_token else min(sequence.num_cached_tokens, total)
         took = 1e3 * (time.perf_counter() - sequence.started)
@@ -227,7 +227,7 @@ class LLMEngine:
         return tuple(PromptProgress(total, cached, each, took if each > cached else 0.0) for each in new)
 
     def prepare_next(self) -> bool:
-        """Prepare one more step that requests may come to, while there are none; False where nothing is left."""
+        """Prepares one more step that later requests may need; False where none is left. For idle times."""
         return self._llm.warm_up_next()
 
     def stats(self) -> EngineStats:
@@ -247,14 +247,14 @@ class LLMEngine:
         )
 
     def kill(self) -> None:
-        """Nothing: it runs in this process."""
+        """Does nothing, since the engine runs in this process."""
 
     def close(self) -> None:
         self._slots.close()
         self._llm.close()
 
     def _step_failed(self, error: Exception) -> list[Event]:
-        """Fail the sequence whose step failed; of several, find out which it is, each by itself.
+        """Fails the sequence whose step failed. Of several, each is computed by itself to find out which it is.
 
         Raises `error` again where no step can work any more.
         """

@@ -1,7 +1,7 @@
-"""Engine process: `python -m quengine.serve.processes.engine_main FD HEARTBEAT [-v]`, started by `server_engine`.
+"""The engine's process: `python -m quengine.serve.processes.engine_main FD HEARTBEAT [-v]`, started by `server_engine`.
 
-It computes as long as it has sequences, whatever the server does meanwhile, and ends when the server does. A device
-that has failed stays so for its process, so this one ends then, and the server starts another.
+It computes while it has sequences, and ends when the server ends. After a failure of the device it ends too, since a
+process cannot use such a device again; the server then starts another.
 """
 
 import logging
@@ -51,17 +51,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quengine.serve")
 
 IDLE_SECONDS = 0.3
-"""Without a request, after which the engine prepares a step that later ones may need."""
+"""Seconds without a request after which the engine prepares a step that later requests may need."""
 
 _COMPILING = 2  # constraints at once
 _WITH_IMAGES = 16  # requests whose images are decoded, or wait for the encoder, at once
 
 
 class EngineLoop:
-    """Runs an engine: takes messages from `channel` between its steps, and sends the events of each step there.
+    """Runs an engine: receives messages from `channel` between steps, and sends the events of each step to it.
 
     prepare_images: encodes the images of a request, in a thread, before it is added.
-    prepare_next: called while no request has come for a moment, until it returns false; a request may wait for it.
+    prepare_next: prepares one step while no requests come; False: nothing is left. A request may have to wait for it.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class EngineLoop:
         self._prepare_next, self._prepare_images = prepare_next, prepare_images
 
     def run(self) -> None:
-        """Until the server is gone, which ends the process. Raises what the engine raises when it fails."""
+        """Runs until the server is gone, which ends the process. Raises the engine's error when it fails."""
         threading.Thread(target=self._listen, daemon=True).start()
         self._send([])  # /metrics and /slots have the size of the cache before there is a request
         while True:
@@ -96,7 +96,7 @@ class EngineLoop:
             self._send(events)
 
     def _take(self) -> "list[ToEngine | Future[GenerationRequest]]":
-        """What has been received; waits for it while nothing runs, for a moment where something can be prepared."""
+        """The messages received. Waits for one while nothing runs, but only briefly if a step can be prepared."""
         with self._wake:
             while not (self._received or self._running):
                 if not self._wake.wait(None if self._prepare_next is None else IDLE_SECONDS):
@@ -148,7 +148,7 @@ class EngineLoop:
         return None
 
     def _prepare(self, request: GenerationRequest) -> None:
-        """Compile the request's constraint and encode its images while others are computed; it is added then."""
+        """Compiles the request's constraint and encodes its images in a thread, then adds it."""
 
         def prepared() -> GenerationRequest:
             self._engine.model.prepare(request.params)
@@ -195,7 +195,7 @@ class EngineLoop:
             self._send(self._without_unsendable(events))
 
     def _without_unsendable(self, events: list[Event]) -> list[Event]:
-        """The events with those requests failed of which an event has no form on the wire; the others go on."""
+        """The events, in which requests with an event that cannot be encoded for the channel have failed."""
         message = "the answer cannot be sent: it holds what is no text or number"
         unsendable = {event.request_id for event in events if not can_be_sent(event)}
         for request_id in unsendable:

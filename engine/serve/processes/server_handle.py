@@ -1,8 +1,8 @@
-"""Server process: the events of one HTTP request on their way from the engine to its answer. All of it is called in the
-event loop.
+"""The events of one HTTP request on their way from the engine to its answer. All of it is called in the event loop.
 
-While the coroutine of a streamed answer only waits for the next event, what `writer` takes is written at once, without
-a turn of the coroutine for each token; all else, and what a slow reader has not taken yet, waits for that turn.
+While the coroutine of a streamed answer waits for the next event, `writer` writes a piece at once, without a turn of
+the coroutine for each token. A piece that it does not take (the client reads slowly) and all other events wait for the
+coroutine.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from quengine.serve.processes.shared_engine import Event, GenerationRequest, Piece, Work
 
 Writer = Callable[[int, Piece], bool]
-"""Writes a piece of the completion at this position, where its client can take it now; else False."""
+"""Writes a piece of the completion at this position; False where the client cannot take it now."""
 
 
 class Handle:
@@ -36,8 +36,8 @@ class Handle:
         self._error: Exception | None = None
 
     async def events(self) -> list[tuple[int, Event]]:
-        """The events since the last call, at least one; (position among the requests, event). Pieces of a completion
-        are one, but where its tokens are scored: such a token has an event of its own. Raises what `writer` raised."""
+        """Waits for the next events, at least one, as (position among the requests, event). Pieces of one completion
+        are joined, unless its tokens are scored. Raises the error that `writer` raised."""
         self._waits = True
         await self._arrived.wait()
         self._waits = False
@@ -48,7 +48,7 @@ class Handle:
         return events if self._scored else joined(events)
 
     def put(self, events: Sequence[Event]) -> None:
-        """Take what came at once."""
+        """Takes the events of one step."""
         if self.cancelled:
             return
         placed = [(self._choice[event.request_id], event) for event in events]

@@ -1,7 +1,7 @@
-"""Server process: tokenizing and chat templates for the event loop, short requests in a thread, long ones in a process.
+"""Tokenizing and chat templates for the server's event loop: short jobs run in a thread, long ones in a process.
 
-Long and very long requests have a process each, which does one at a time: a prompt of a document never waits for one of
-megabytes. A process starts with the first request that needs it (half a second).
+There is one process for long jobs and one for very long ones, so that a document never waits for megabytes. Each does
+one job at a time, and starts with the first one (half a second).
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from quengine.serve.schemas.errors import ApiError, bad_request
 logger = logging.getLogger("quengine.serve")
 
 SHORT_BYTES = 8 << 10
-"""Of a request, as JSON: the interpreter's lock is held for a few milliseconds at most."""
+"""The most bytes of a short job, as JSON: it holds the interpreter's lock for a few milliseconds at most."""
 LONG_BYTES = 256 << 10
-"""More is very long."""
+"""The most bytes of a long job; a larger one is very long."""
 SECONDS = 60.0
-"""For one request in a process."""
+"""Seconds that one job may take in a process."""
 LONG_WAITING, VERY_LONG_WAITING = 128, 16
-"""Requests that wait for the process of long texts, and for that of very long ones."""
+"""The most jobs that may wait for the process of long ones, and for that of very long ones."""
 _ABORTED = -6  # by SIGABRT: what a library does that is refused memory
 _THREADS = 4
 _END_SECONDS = 1.0
@@ -36,7 +36,7 @@ _results = msgspec.msgpack.Decoder(TextResult)
 
 
 class TextPool:
-    """Does jobs for any number of requests. Called in the event loop."""
+    """Does the jobs of all requests. Called in the event loop."""
 
     def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = seconds
@@ -45,7 +45,7 @@ class TextPool:
         self._long, self._very_long = _Lane("long", LONG_WAITING), _Lane("very long", VERY_LONG_WAITING)
 
     async def perform(self, model: ServedModel, job: TextJob) -> TextResult:
-        """The result of a job; cancelling ends it.
+        """The result of a job. To cancel the call ends the job.
 
         Raises:
             ApiError: the text or the template is to blame, it took too much time or memory, too many wait, or the pool
@@ -79,7 +79,7 @@ class TextPool:
 
 
 class _Lane:
-    """One process, and the requests that wait for it, first come, first served."""
+    """One process, and the jobs that wait for it in their order."""
 
     def __init__(self, name: str, most_waiting: int) -> None:
         self._name = name

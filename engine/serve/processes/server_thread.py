@@ -1,7 +1,7 @@
-"""Server process: the thread that drives the engine, and the queue in front of it.
+"""The server's thread that drives an engine, and the queue in front of it.
 
-The event loop's side (`submit`, `cancel`, `drain`) never waits for a step; the thread's side (`_run` and below) never
-touches a connection.
+Methods that the event loop calls (`submit`, `cancel`, `drain`) never wait for a step. Those of the thread (`_run` and
+below) never touch a connection.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ from quengine.serve.processes.shared_engine import (
 logger = logging.getLogger("quengine.serve")
 
 RESTART_SECONDS = 1.0
-"""Between attempts to replace a failed engine."""
+"""Seconds between attempts to replace a failed engine."""
 LOOK_SECONDS = 0.5
-"""Between two reads of an idle engine's statistics, which raise where its process has ended."""
+"""Seconds between two reads of an idle engine's statistics, which raise once its process has ended."""
 STOP_SECONDS = 2.0
-"""For the current step to end when the server stops; then the engine's process is killed."""
+"""Seconds that the current step has to end when the server stops; then the engine's process is killed."""
 SILENT_SECONDS = 4.0
-"""Without a heartbeat of the engine's process for so long, it is reported as not answering."""
+"""Seconds without a heartbeat after which the engine's process is reported as not answering."""
 STEP_SECONDS = 60.0
-"""A step that takes longer is reported. Kernels that have to be compiled first take up to a minute."""
+"""Seconds after which a step is reported as slow. Kernels that are compiled first take up to a minute."""
 MAX_RESTARTS = 3
 """Failures in a row, without a finished step between them, after which the engine is not replaced again."""
 

@@ -1,6 +1,6 @@
-"""Server and engine process: the boundary between them. Requests go in, events come out, one step at a time.
+"""The interface between the server and an engine: requests go in, and events come out, step by step.
 
-An engine may compute one sequence or many in a step, in this process or another.
+An engine may run in the server's process or another, and compute one sequence or many in a step.
 """
 
 import itertools
@@ -26,24 +26,24 @@ logger = logging.getLogger("quengine.serve")
 _ids = itertools.count(1)
 
 STATS_SECONDS = 0.1
-"""Between two looks at what an engine holds, while it computes."""
+"""Seconds between two reads of an engine's statistics, while it computes."""
 
 
 class GenerationRequest(msgspec.Struct, tag=True):
-    """One sequence to compute: made by a route, and sent to the engine as it is.
+    """One sequence to compute. A route makes it, and it goes to the engine unchanged.
 
     Attributes:
-        prompt: token ids; they fit the context and are in the vocabulary.
-        params: with a seed.
-        index: which completion of the prompt under its seed.
-        show_special: keep the names of control tokens in the text; of these ones, or of all.
+        prompt: token ids in the vocabulary; they fit the context.
+        params: the sampling parameters, with a seed.
+        index: the number of the completion among those of the same prompt and seed.
+        show_special: keep the names of control tokens in the text: of these tokens, or of all.
         score_prompt: give the log-probabilities of the prompt's tokens too; `params.logprobs` is set then.
-        progress: report how far the prompt is, step by step.
+        progress: report the progress of the prompt, step by step.
         images: the contents of image files, one for each marker in the prompt.
-        most_tokens: of a prompt with images, which the server cannot count.
-        pooling: no text is wanted but the prompt's embedding, pooled so.
-        task: what the prompt is embedded for, of a model with adapters for tasks.
-        slot: the one that it is to run in, -1 for any; the worker sets the one that it has.
+        most_tokens: the most tokens of a prompt with images, which the server cannot count.
+        pooling: how to pool the prompt's embedding, which is the answer instead of a text; None: a text.
+        task: the task of an embedding, for a model with adapters for tasks.
+        slot: the slot in which to run, -1 for any; the worker sets the one that it gets.
         arrived: `time.perf_counter()` when the request was made.
         id: unique in the server's process.
     """
@@ -67,8 +67,8 @@ SlotActionKind = Literal["save", "restore", "erase"]
 
 
 class SlotAction(msgspec.Struct, tag=True):
-    """Save what a slot holds to the file `path`, restore it from there, or erase it. No sequence runs in it meanwhile;
-    `id` is one of those of requests."""
+    """Save a slot's blocks to the file `path`, restore them from it, or erase them. No sequence runs in the slot
+    meanwhile; `id` is unique among requests and actions."""
 
     action: SlotActionKind
     slot: int
@@ -85,8 +85,8 @@ class Prefill(msgspec.Struct, tag=True):
 
 
 class TakeBlocks(msgspec.Struct, tag=True):
-    """Take the blocks that lie in a part of a region into the cache: of each group of layers those of the indices
-    `held`, of the prefix whose blocks have these `keys` [32 bytes each]."""
+    """Copy the blocks in a part of a region into the cache. `keys`: those of the prefix's blocks [32 bytes each].
+    `held`: for each group of layers, the indices in the prefix of the blocks that are there."""
 
     keys: bytes
     held: Sequence[Sequence[int]]
@@ -96,14 +96,14 @@ class TakeBlocks(msgspec.Struct, tag=True):
 
 
 Work = GenerationRequest | SlotAction
-"""What is asked of a model."""
+"""The requests of routes to a model."""
 EngineWork = Work | Prefill | TakeBlocks
-"""What an engine takes."""
+"""All requests to an engine."""
 
 
 class PromptProgress(msgspec.Struct, frozen=True):
-    """How much of a prompt of `total` tokens has been processed; `cache` of them were in the cache. `time_ms` is since
-    its first step."""
+    """How many of a prompt's `total` tokens are processed. `cache`: those that were in the cache. `time_ms`: the time
+    since the prompt's first step."""
 
     total: int
     cache: int
@@ -112,7 +112,7 @@ class PromptProgress(msgspec.Struct, frozen=True):
 
 
 class PromptTooLongError(EngineError):
-    """A prompt has more tokens than it may."""
+    """A prompt with images has more tokens than `most_tokens`."""
 
     def __init__(self, tokens: int, most: int) -> None:
         super().__init__(f"the prompt has {tokens} tokens with its images, and may have {most}")
@@ -120,10 +120,11 @@ class PromptTooLongError(EngineError):
 
 
 class Piece(msgspec.Struct, frozen=True, tag=True):
-    """What a step added to one completion. `logprobs` has an entry a token where they were asked for.
+    """The tokens and text that a step added to one completion.
 
-    The first piece has in `prompt_logprobs` an entry for each token of the prompt but the first, if they are wanted.
-    `progress`, where wanted: before the first token, or with it.
+    `logprobs` has an entry for each token, where requested. `prompt_logprobs` of the first piece has an entry for each
+    token of the prompt but the first, where requested. `progress`, where requested, comes before or with the first
+    token.
     """
 
     request_id: int
@@ -137,8 +138,8 @@ class Piece(msgspec.Struct, frozen=True, tag=True):
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """The end of a completion: `reason` "stop" (end token, stop token or stop string) or "length".
 
-    `stop_text` is the stop string that ended it, if one did. `seed` gives the same text again. `embedding` is the
-    prompt's, a vector of unit length or unpooled rows [T * n], where that was wanted instead of a text.
+    `stop_text` is the stop string that ended it, if one did. `seed` gives the same text again. `embedding`, where
+    `pooling` was given, is the prompt's vector of unit length, or its unpooled rows [T * n].
     """
 
     request_id: int
@@ -150,8 +151,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """One request cannot go on; the others do. `fault` is "request" (it is to blame) or "engine"; `tokens` are those of
-    a prompt that is too long."""
+    """One request has failed; the others go on. `fault`: "request" or "engine", whichever is to blame. `tokens`: the
+    number of a prompt that is too long."""
 
     request_id: int
     message: str
@@ -160,10 +161,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class SlotDone(msgspec.Struct, frozen=True, tag=True):
-    """The end of an action on a slot of so many tokens (restored are those of whole blocks), with the bytes of its file
-    and the seconds that it took.
+    """The end of an action on a slot.
 
-    `token_ids`: of a prefix that was restored.
+    `tokens`: how many were saved, restored (those of whole blocks) or erased. `nbytes`: the size of the file.
+    `seconds`: the time that the action took. `token_ids`: the prefix that was restored.
     """
 
     request_id: int
@@ -174,8 +175,8 @@ class SlotDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksReady(msgspec.Struct, frozen=True, tag=True):
-    """Blocks of a prompt, of each group of layers those of the indices `held`, lie in a part of the engine's region;
-    all up to the index `end` have now been handed over."""
+    """A part of the engine's region holds blocks of a prompt: for each group of layers those at the indices `held`.
+    With them all blocks up to the index `end` are handed over."""
 
     request_id: int
     part: int
@@ -184,7 +185,7 @@ class BlocksReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prefilled(msgspec.Struct, frozen=True, tag=True):
-    """A prompt is computed and handed over: `cached_tokens` of it were in the cache, and it took so many seconds."""
+    """A prompt is computed and handed over. `cached_tokens` of it were in the cache; the rest took `seconds`."""
 
     request_id: int
     cached_tokens: int
@@ -192,7 +193,7 @@ class Prefilled(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksTaken(msgspec.Struct, frozen=True, tag=True):
-    """What `TakeBlocks` named has been read."""
+    """The blocks of a `TakeBlocks` are copied; their part of the region is free again."""
 
     request_id: int
 
@@ -200,12 +201,12 @@ class BlocksTaken(msgspec.Struct, frozen=True, tag=True):
 Event = Piece | Finished | Failed | SlotDone | BlocksReady | Prefilled | BlocksTaken
 
 Continuing = (Piece, BlocksReady)
-"""Events that do not end what they are of."""
+"""Events after which more events of the same request follow."""
 
 
 class SlotStats(msgspec.Struct, frozen=True):
-    """How far one running sequence is, in tokens. `computed` are those in the cache, prompt included; `replica`: the
-    number of the engine that it is in, where there are several."""
+    """The progress of one running sequence, in tokens. `computed`: those in the cache, prompt included. `replica`: the
+    number of its engine, where there are several."""
 
     request_id: int
     prompt_tokens: int
@@ -215,10 +216,10 @@ class SlotStats(msgspec.Struct, frozen=True):
 
 
 class ReplicaStats(msgspec.Struct):
-    """One of several engines: whether it takes requests, how many it has, and what it has done since the server began.
+    """One of several engines: whether it takes requests (`up`), and counts since the server's start.
 
-    `requests` were given to it, `moved` went to another one when it failed; `cached_tokens` of the `prompt_tokens` were
-    in its cache. `failures`: how often it had to be started again.
+    requests: those that it was given. moved: those of them that went to another engine when it failed. cached_tokens:
+    how many of the `prompt_tokens` were in its cache. failures: how often it was started again.
     """
 
     up: bool
@@ -234,10 +235,12 @@ class ReplicaStats(msgspec.Struct):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """What the engine holds. `cache_used` and `cache_size` are positions of keys and values. `replicas`: of several
-    engines behind one address each, by number; `prefill`: of those that compute prompts for them. `checkpoints`: of
-    states, None of a model that keeps none; `images`: None of a model that reads text alone; `experts`: None where the
-    device holds none of layers whose experts are in host memory."""
+    """An engine's statistics.
+
+    cache_used, cache_size: positions of keys and values. replicas: each of several engines behind one address, by
+    number. prefill: each engine that computes prompts for those. checkpoints: None for a model without states. images:
+    None for a model that reads text alone. experts: None where the device holds no copies of experts in host memory.
+    """
 
     slots: tuple[SlotStats, ...] = ()
     cache_used: int = 0
@@ -250,10 +253,10 @@ class EngineStats(msgspec.Struct, frozen=True):
 
 
 class Engine(Protocol):
-    """What computes. Only the worker's thread calls it, but for `silent_seconds` and `kill`.
+    """Computes sequences. Only the worker's thread may call it, except for `silent_seconds` and `kill`.
 
-    An error that concerns one sequence is a `Failed` event. Whatever `step` raises means that the engine has failed
-    with all its sequences; it is then closed, and another is made.
+    An error of one sequence is a `Failed` event. An exception from `step` means that the engine has failed with all its
+    sequences; it is then closed, and another is made.
     """
 
     @property
@@ -291,7 +294,7 @@ class Engine(Protocol):
 
 
 def add(engine: Engine, request: EngineWork) -> Failed | None:
-    """Give an engine a sequence; the reason why it cannot be computed, if so."""
+    """Gives an engine a request. The result is the event of its failure where it cannot be computed, else None."""
     try:
         engine.add(request)
     except Exception as error:
@@ -300,12 +303,13 @@ def add(engine: Engine, request: EngineWork) -> Failed | None:
 
 
 def failure_message(error: BaseException) -> str:
-    """What the requests are told that an engine computed when it failed."""
+    """The error message of the requests that an engine was computing when it failed."""
     return f"the engine failed ({type(error).__name__}: {error}) and is starting again"
 
 
 def failed(request_id: int, error: BaseException, to_blame: Literal["request", "engine"]) -> Failed:
-    """The event of an error. `to_blame`: for an EngineError; of any other the engine is, and the log has it."""
+    """The event of an error. `to_blame` is at fault for an EngineError; any other error is the engine's and is
+    logged."""
     if isinstance(error, EngineError):
         return Failed(
             request_id, str(error), to_blame, error.tokens if isinstance(error, PromptTooLongError) else 0

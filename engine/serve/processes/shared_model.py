@@ -1,6 +1,6 @@
-"""Every process of the server: a model's tokenizer, chat template, constraints and description.
+"""A served model without its weights: tokenizer, chat template, constraints and description.
 
-It needs the model's file and no weights, so that any process can have it beside an engine in another one.
+Any process of the server can make it from the model's file, while the engine runs in another one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextFiles:
-    """From what a process makes a `TextSide`: the model's file or folder, and a chat template in place of its own."""
+    """The source of a `TextSide`: the model's file or folder, and a chat template instead of the model's own."""
 
     path: Path
     template: str | None = None
@@ -34,7 +34,7 @@ class TextFiles:
 
 @dataclass(frozen=True)
 class TextSide:
-    """What a model's file holds beside its weights. `given_template`: a chat template in place of its own, if any."""
+    """The contents of a model's file beside its weights. `given_template`: a chat template instead of its own."""
 
     checkpoint: Checkpoint
     tokenizer: Tokenizer
@@ -44,7 +44,7 @@ class TextSide:
 
     @classmethod
     def of_file(cls, path: Path, template: str | None = None) -> "TextSide":
-        """Raises EngineError where the file is no model."""
+        """Opens a model's file. Raises EngineError where it is none."""
         checkpoint = open_checkpoint(path)
         tokenizer = checkpoint.tokenizer()
         constraints = ConstraintCompiler(tokenizer, checkpoint.config.vocab_size)
@@ -52,23 +52,23 @@ class TextSide:
 
 
 class ServedModel:
-    """All of a served model but its weights. Safe to use from any thread while the engine computes.
+    """A served model without its weights. Any thread may use it while the engine computes.
 
     `ctx_size` (positions of one sequence), `notes`, `device`, `cache_type` and `memory` (bytes of weights and cache)
     are those of the engine.
 
     Attributes:
         marker: the text of an image in a prompt; "": the model reads text alone.
-        template: source of the chat template; None where the model has none.
-        facts: of /v1/models and /props, as JSON values.
+        template: the source of the chat template; None where the model has none.
+        facts: the model's description for /v1/models and /props, as JSON values.
         notes: lines for the terminal: device, context, memory.
-        token_length: how much of a text one token can stand for; None where that has no bound.
-        source: from what another process makes the same; None where there is none.
-        pooling: what the model was made for, of embeddings; None where nothing says so.
-        ranks: it has a trained head, by which pairs of texts are scored; `ranker`: of a decoder, with their prompt.
-        tasks: what it embeds texts for by adapters.
-        adapters: LoRA adapters beside its weights.
-        end_of_text: the token that a text to be embedded ends with; None for no such token.
+        token_length: a bound of the text that one token can stand for; None: there is no bound.
+        source: from which another process makes the same; None where that is impossible.
+        pooling: the pooling of embeddings that the model was trained with; None where its file does not say.
+        ranks: a trained head scores pairs of texts. ranker: the head and prompt of a decoder that does.
+        tasks: the tasks of embeddings for which it has adapters.
+        adapters: the LoRA adapters beside its weights.
+        end_of_text: the token that ends a text to be embedded; None: none does.
     """
 
     pooling: str | None = None
@@ -124,7 +124,7 @@ class ServedModel:
 
     @cached_property
     def answer_format(self) -> AnswerFormat:
-        """How the model writes answers: reasoning, text, tool calls."""
+        """The format of the model's answers: reasoning, text, tool calls."""
         return self._chat.answers
 
     def encode(self, text: str, bos: bool, special: bool) -> list[int]:
@@ -139,7 +139,7 @@ class ServedModel:
         return self._text.tokenizer.decode(ids, skip_special=False)
 
     def end_of(self, prompt: Sequence[int], continued: str = "") -> str:
-        """The end of a prompt as text, which `answer_format` takes; without the given answer that it goes on with."""
+        """The text of a prompt's end, as `answer_format` takes it, without `continued`, the answer to be continued."""
         return self.decode(prompt[-PROMPT_TOKENS - len(continued.encode(errors="replace")) :]).removesuffix(
             continued
         )
@@ -151,9 +151,9 @@ class ServedModel:
         return load_processor(Path(self._projector))
 
     def image_tokens(self, data: bytes) -> int:
-        """Tokens that an image adds to a prompt with its marker. It is decoded for it.
+        """The number of tokens that an image adds to a prompt with its marker. The image is decoded for this.
 
-        Raises EngineError where it is no image that is read here.
+        Raises EngineError where it is no image, or of a kind that is not read.
         """
         parts = self._processor.prepare(data).layout
         rows = sum(part for part in parts if isinstance(part, int))
@@ -164,11 +164,11 @@ class ServedModel:
         return self._text.tokenizer.token_bytes(token)
 
     def fim_id(self, role: str) -> int | None:
-        """The token of a role of fill-in-the-middle, such as fim_pre; None for a model without."""
+        """The token of a fill-in-the-middle role, such as fim_pre; None where the vocabulary has none."""
         return self._text.tokenizer.fim_id(role)
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compile the constraint, so that no step waits for it. Raises EngineError where that cannot be done."""
+        """Compiles the constraint, so that no step waits for it. Raises EngineError where it cannot be compiled."""
         if params.constraint is not None:
             self._text.constraints.compile(params.constraint, params.stop_token_ids)
 
@@ -190,6 +190,6 @@ class ServedModel:
         ending: Ending = "answer",
         marker: str = "",
     ) -> list[int]:
-        """The prompt of a conversation as token ids, in which messages hold no control tokens. marker: stands for the
-        images that are in it."""
+        """The prompt of a conversation as token ids. Control tokens in messages are encoded as plain text. marker: the
+        text of an image; "": there are none."""
         return self._chat.encode(messages, tools, variables, ending, marker)

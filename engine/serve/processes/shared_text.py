@@ -1,4 +1,4 @@
-"""Server and text process: jobs of tokenizing and of chat templates, which are JSON values, and their results."""
+"""The jobs of tokenizing and rendering chat templates, and their results, between the server and a text process."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -13,19 +13,20 @@ Kind = Literal["encode", "encode_pairs", "encode_chat", "render_chat", "tokenize
 
 
 class TextJob(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One thing to do.
+    """A job.
 
     Attributes:
-        kind: encode `prompts`, the first of them with each other one as pairs for a decoder that ranks, or `messages`
-            through the chat template; only render these; or answer /tokenize for the one of `prompts`.
-        prompts: each of texts and token ids, in order; checked.
-        bos: begin a text with BOS where the model asks for it.
-        special: text may spell control tokens.
-        pieces: with each token's text.
+        kind: what to do. "encode": encode each of `prompts`. "encode_pairs": encode the first of them with each other
+            one, as pairs for a decoder that ranks. "encode_chat": encode `messages` through the chat template.
+            "render_chat": only render them. "tokenize": the answer of /tokenize for the only prompt.
+        prompts: texts and token ids, in order, of each prompt; checked.
+        bos: begin a text with BOS where the model wants it.
+        special: control tokens that are spelled out in texts are encoded as such.
+        pieces: give each token's text, too.
         ending: how a conversation's prompt ends.
-        marker: stands for the images of a conversation; "": there are none.
-        most_tokens: a prompt of more is not given, only counted.
-        long: a chat is rendered once ahead, and not tokenized where its bytes are too many; set by `text_main`.
+        marker: the text of an image in a conversation; "": there are no images.
+        most_tokens: the ids of a longer prompt are not given, only their number.
+        long: a chat is rendered first, and not tokenized where it has too many bytes; set by `text_main`.
     """
 
     kind: Kind
@@ -47,11 +48,11 @@ class TextResult(msgspec.Struct, frozen=True):
 
     Attributes:
         ids: token ids of each prompt.
-        text: rendered, or the body of an answer, in UTF-8.
-        tokens: of the first prompt that is too long; at least so many where `size` is given.
+        text: the rendered prompt, or the body of an answer, in UTF-8.
+        tokens: the number of the first prompt that is too long; a lower bound where `size` is given.
         size: bytes of a text that was too long to be tokenized at all.
-        error: the text or the template is to blame.
-        last: the process that did the job ends with it.
+        error: an error of the text or the template.
+        last: the process ends after this job.
     """
 
     ids: list[list[int]] = []
@@ -63,7 +64,7 @@ class TextResult(msgspec.Struct, frozen=True):
 
 
 def perform(model: ServedModel, job: TextJob) -> TextResult:
-    """Do a job. Raises MemoryError, and any error that is neither the text's nor the template's."""
+    """Does a job. Errors of the text or the template are in the result; all others are raised, as MemoryError."""
     try:
         return _PERFORM[job.kind](model, job)
     except EngineError as error:
@@ -71,12 +72,12 @@ def perform(model: ServedModel, job: TextJob) -> TextResult:
 
 
 def least_tokens(model: ServedModel, text: str) -> int:
-    """Tokens that a text has at least, without tokenizing it."""
+    """A lower bound of a text's number of tokens, found without tokenizing it."""
     return 0 if model.token_length is None else model.token_length.least_tokens(text)
 
 
 def utf8_size(text: str) -> int:
-    """Bytes of a text; a surrogate alone, which has none, counts as one."""
+    """Bytes of a text in UTF-8. A lone surrogate, which cannot be encoded, counts as one."""
     return len(text) if text.isascii() else len(text.encode(errors="replace"))
 
 

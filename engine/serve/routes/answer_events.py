@@ -1,7 +1,7 @@
 """The events of a completion, from which every API encodes its answer: parts while it grows, and its end.
 
-A completion is taken apart here alone: what is thought, said and called, how it ended, and whether it is valid under
-the schema that it was held to.
+A completion is parsed only here: into reasoning, text and calls, the reason of its end, and whether it is valid under
+the schema that constrained it.
 """
 
 import logging
@@ -25,7 +25,7 @@ class Part(msgspec.Struct, frozen=True):
     Attributes:
         choice: the completion's number in its request.
         piece: its tokens and text, their log-probabilities, and the progress of its prompt.
-        deltas: what it makes certain; a token may leave all open.
+        deltas: what the piece makes certain; a piece may make nothing certain.
     """
 
     choice: int
@@ -37,10 +37,10 @@ class End(msgspec.Struct, frozen=True):
     """The end of a completion.
 
     Attributes:
-        finished: as the engine reports it.
-        deltas: what had been held back.
-        reason: why it has ended.
-        violation: why an answer that ended by itself is not valid under its schema.
+        finished: the engine's event.
+        deltas: the deltas that had been held back.
+        reason: why the completion ended.
+        violation: why an answer that ended by itself is not valid under its schema; UNSET: no violation.
     """
 
     choice: int
@@ -51,12 +51,12 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Answer:
-    """One completion as it grows. `model` computes it, also where its engine is replaced before the end is written.
+    """One completion as it grows. `model` stays the model that computes it, even if its engine is replaced meanwhile.
 
     Args:
-        request: what the engine computes.
-        choice: the completion's number among those of its request.
-        form: takes the text apart, with the tools of `use`; None: it is all text.
+        request: the engine's request.
+        choice: the completion's number among those of its HTTP request.
+        form: parses the text, with the tools of `use`; None: all of it is text.
         prompt: the prompt's end (`ServedModel.end_of`).
     """
 

@@ -13,7 +13,7 @@ from quengine.serve.schemas import shared_answers
 from quengine.serve.schemas.fields import Generation
 
 FINGERPRINT = f"b{__version__}-quengine"
-"""`system_fingerprint` and `build_info`: of another form than b1234-commit, but it begins as llama-server's do."""
+"""`system_fingerprint` and `build_info`. It begins like llama-server's (b1234-commit), but has another form."""
 
 
 def new_id(kind: str) -> str:
@@ -21,7 +21,8 @@ def new_id(kind: str) -> str:
 
 
 def token_counts(requests: Sequence[GenerationRequest], ends: Sequence[Finished]) -> tuple[int, int, int]:
-    """Tokens of the prompts, each counted once for all its completions; of these, cached ones; generated tokens."""
+    """The numbers of prompt tokens, of cached ones among them, and of generated tokens. A prompt counts once, however
+    many completions it has."""
     return (
         sum(prompt_tokens(*each) for each in zip_longest(requests, ends) if each[0].index == 0),
         max((end.timings.cached_tokens for end in ends), default=0),
@@ -30,15 +31,15 @@ def token_counts(requests: Sequence[GenerationRequest], ends: Sequence[Finished]
 
 
 def prompt_tokens(request: GenerationRequest, end: Finished | None = None) -> int:
-    """Tokens of a prompt, rows of images among them once it has ended."""
+    """The number of a prompt's tokens; once the completion has ended it includes the rows of images."""
     return end.timings.prompt_tokens if request.images and end is not None else len(request.prompt)
 
 
 class LiveTimings:
-    """What the events of a stream say of completions that still run: progress of the prompt, and timings.
+    """The progress of prompts and the timings in a stream's events, while completions still run.
 
     Args:
-        body: says which of both it wants, timings with `timings_per_token`, progress with `return_progress`.
+        body: requests timings with `timings_per_token`, and progress with `return_progress`.
     """
 
     def __init__(self, body: Generation, requests: Sequence[GenerationRequest]) -> None:
@@ -49,7 +50,7 @@ class LiveTimings:
         self._first_at: dict[int, float] = {}
 
     def of(self, choice: int, piece: Piece) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Fields of an event for each step of the prompt that the piece reports, and of the events of its tokens."""
+        """The fields of an event for each step of the prompt in the piece, and those of the events of its tokens."""
         if not (self._timings or self._progress):
             return [], {}
         if piece.progress:
@@ -77,7 +78,7 @@ class LiveTimings:
 
 
 def timings_body(timings: Timings) -> shared_answers.Timings:
-    """An engine's timings as an answer has them."""
+    """An engine's timings in the form of an answer."""
     computed = timings.prompt_tokens - timings.cached_tokens
     decoded = max(0, timings.generated_tokens - 1)
     body = shared_answers.Timings(

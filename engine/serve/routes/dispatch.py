@@ -1,8 +1,8 @@
-"""From a request to its route's function and to the answer, by the model that it names: what its body says of that, and
-the wait until the model is loaded.
+"""Dispatches a request: reads its body, waits until the model that it names is loaded, calls the route's function and
+writes the answer.
 
-A stream whose model takes a while to load begins before that, with comments that say how far it is: clients and proxies
-give up a connection on which nothing comes.
+While a model is being loaded, a stream begins with comments that give the progress, since clients and proxies give up a
+silent connection.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ from quengine.serve.settings import Limits
 T = TypeVar("T")
 
 COMMENT_SECONDS = 5.0
-"""Until a stream that waits for its model begins, and between two comments."""
+"""Seconds until a stream that waits for its model begins, and between two of its comments."""
 _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h)")
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class ModelRoute:
-    """The ASGI application of a path: its function by method, called with the host of the model that the query or the
-    body names, once that is loaded."""
+    """The ASGI application of a path. It calls the function of the method with the host of the model that the query or
+    the body names, once the model is loaded."""
 
     def __init__(self, models: Models, routes: Mapping[str, OfModel]) -> None:
         self._models = models

@@ -1,9 +1,9 @@
-"""Prompts with a gap, of /infill and with `suffix`, by the marks of the vocabulary.
+"""Prompts with a gap to fill (/infill, and completions with `suffix`), written with the vocabulary's FIM tokens.
 
     [BOS] [FIM_REP]myproject\\n {[FIM_SEP]name\\n text} ... [FIM_SEP]filename\\n [FIM_PRE]before[FIM_SUF]after[FIM_MID]
 
-What is before FIM_PRE is there with `input_extra` only (Qwen2.5-Coder's form of several files, arXiv:2409.12186). Texts
-spell no control tokens.
+The part before FIM_PRE is written only with `input_extra` (Qwen2.5-Coder's form of several files, arXiv:2409.12186).
+Control tokens in the texts are encoded as plain text.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ def suffix_prompt(model: ServedModel, body: CompletionRequest) -> list[Any]:
 
 
 def fills_gaps(model: ServedModel) -> bool:
-    """Whether the vocabulary has the tokens for it."""
+    """Whether the vocabulary has the tokens for gaps."""
     return all(model.fim_id(role) is not None for role in _MARKS)
 
 
 def gap_marks(model: ServedModel, status: int) -> list[int]:
-    """The tokens before the text before the gap, before the text after it, and in the gap. Raises ApiError."""
+    """The FIM tokens prefix, suffix and middle. Raises ApiError where the vocabulary lacks one."""
     found = {name: model.fim_id(role) for role, name in _MARKS.items()}
     if missing := [name for name, token in found.items() if token is None]:
         message = f"this model fills no gaps: its vocabulary has no {' and no '.join(missing)} token"

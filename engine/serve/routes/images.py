@@ -1,7 +1,7 @@
-"""Images of requests: addresses in messages and data beside prompts, to the contents of files.
+"""Reads the images of requests: URLs in messages, and data beside prompts, become the contents of files.
 
-A message keeps the addresses of its images under IMAGES while it is ordered and shortened, and its text has a character
-for each (`content_parts.IMAGE`). Of the network `image_fetch` alone reads, with --image-urls.
+A message keeps the URLs of its images under IMAGES while it is reordered and shortened; its text has a character
+(`content_parts.IMAGE`) for each. Only `image_fetch` reads from the network, and only with --image-urls.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from quengine.serve.schemas.messages import ContentPart, TextPart
 
 IMAGES = "_images"
 MEDIA_MARKER = "<__media__>"
-"""What stands for an image in a raw prompt, as in llama-server's."""
+"""The marker of an image in a raw prompt, as in llama-server's."""
 
 Part = TextPart | ContentPart
 
 
 def parts_text(parts: Sequence[Part], between: str = "\n") -> str:
-    """Parts of a content as one text: those of text joined by `between`, images as IMAGE."""
+    """The parts of a content as one text: texts are joined by `between`, and an image becomes IMAGE."""
     text = ""
     for part in parts:
         if isinstance(part, ContentPart) and part.is_image:
@@ -41,7 +41,7 @@ def image_urls(parts: Sequence[Part]) -> list[str]:
 
 
 def without_urls(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """The messages as templates read them, and the addresses of their images, in order."""
+    """The messages without IMAGES, as templates read them, and the URLs of their images, in order."""
     urls = [url for message in messages for url in message.get(IMAGES, ())]
     return [{key: value for key, value in message.items() if key != IMAGES} for message in messages], urls
 
@@ -49,9 +49,9 @@ def without_urls(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[st
 async def read_urls(
     host: ModelHost, urls: Sequence[str], param: str, fetched: dict[str, bytes] | None = None
 ) -> tuple[bytes, ...]:
-    """The contents of images. Raises ApiError where the model reads none, or an address is not read here.
+    """The contents of images. Raises ApiError where the model reads no images, or a URL may not be read.
 
-    fetched: those of the request that came over the network, which gets more of them.
+    fetched: contents of this request that came over the network, by URL; new ones are added.
     """
     if not urls:
         return ()

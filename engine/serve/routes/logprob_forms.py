@@ -1,5 +1,5 @@
-"""Log-probabilities of tokens as answers have them; as probabilities, under llama-server's names, where they are those
-after the samplers (`SamplingParams.post_sampling_probs`)."""
+"""The log-probabilities of tokens in answers. Those after the samplers (`SamplingParams.post_sampling_probs`) are
+written as probabilities, under llama-server's names."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ S = TypeVar("S", bound=TokenScore)
 def scored_tokens(
     entries: Sequence[TokenLogprobs], model: ServedModel, sampled: bool = False
 ) -> list[ScoredToken]:
-    """Each token with its id, text and bytes, and the likeliest; `sampled`: as probabilities."""
+    """Each token's id, text, bytes and score, and the likeliest tokens beside it. sampled: scores are probabilities."""
     return [_entry(entry, model, sampled) for entry in entries]
 
 

@@ -1,4 +1,4 @@
-"""From the canonical requests, a chat or prompts to complete, to completions that are not computed yet."""
+"""Turns canonical requests (a chat, or prompts to complete) into completions for the engine to compute."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +49,7 @@ async def prepare_chat(host: ModelHost, body: ChatRequest) -> list[Answer]:
 
 
 def _form(host: ModelHost, body: ChatRequest) -> AnswerFormat:
-    """How the answer is taken apart. Raises ApiError where reasoning cannot stay in the text."""
+    """The format by which the answer is parsed. Raises ApiError where reasoning cannot stay in the text."""
     form = host.model.answer_format
     if (body.reasoning_format or host.settings.chat.reasoning_format) != "none":
         return form

@@ -1,6 +1,7 @@
-"""Prompts of requests, to token ids: raw ones (text, token ids, or several of either) and conversations.
+"""Turns the prompts of requests into token ids: raw ones (text, token ids, or several of either) and conversations.
 
-Control tokens that raw text spells are read as such, as llama-server and vLLM do, unless `parse_special` is false.
+Control tokens that are spelled out in raw text are encoded as control tokens, as by llama-server and vLLM, unless
+`parse_special` is false.
 """
 
 import json
@@ -50,9 +51,9 @@ async def read_prompts(
 ) -> list[list[int]]:
     """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError.
 
-    ended: those that end with text are whole texts, which end with EOS where the model wants it. notes: prompts that do
-        not fit the context lose their end, and it gets a line that says so. images: gets those of each prompt, which
-        have markers in it; None: there may be none.
+    ended: prompts that end with text are whole texts, and get the model's EOS. notes: prompts that do not fit the
+        context lose their end, and a line about it is added here. images: the images of each prompt are added here,
+        which has markers for them; None: images are an error.
     """
     values = _separate(given, key)
     host.check_inputs(len(values), key)
@@ -73,7 +74,7 @@ async def read_prompts(
 
 
 async def read_pairs(host: ModelHost, query: str, documents: Sequence[str], key: str) -> list[list[int]]:
-    """The prompts of a decoder that ranks, of the query with each of the documents in the field `key` of a request,
+    """The prompts of a decoder that ranks: the query with each of the documents in a request's field `key`. They are
     checked against the limits. Raises ApiError."""
     host.check_inputs(1 + len(documents), key)
     texts = [_parts(text, host, key) for text in (query, *documents)]
@@ -138,7 +139,7 @@ def ending_of(
 
 
 def given_answer(messages: Sequence[Mapping[str, Any]], ending: Ending) -> str:
-    """The text that the prompt ends with, where an answer is continued."""
+    """The beginning of the answer at the prompt's end, where an answer is continued; else empty."""
     if ending != "continued":
         return ""
     return str(messages[-1].get("content") or reasoning_in(messages[-1]))
@@ -205,7 +206,7 @@ async def _ids(host: ModelHost, job: TextJob, param: str) -> list[list[int]]:
 
 
 def _separate(value: str | list[Any] | dict[str, Any], key: str) -> list[Any]:
-    """One entry a prompt: an array of ids, or of ids and strings, is one; one of strings, objects or arrays several."""
+    """The prompts of a value. An array with token ids is one prompt; one of strings, objects or arrays is several."""
     if not isinstance(value, list):
         return [value]
     if not value:

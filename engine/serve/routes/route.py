@@ -1,7 +1,7 @@
-"""What is said of a route once: its paths, its function, its API, who may use it, what it takes and what it answers.
+"""The declaration of a route: its paths, its function, its API, who may use it, its body and its answer.
 
-Routing and access (`app.py`), reading its body and writing its answer (`dispatch.py`), the errors of an API, and the
-OpenAPI document follow from it.
+Routing and access (`app.py`), the reading of bodies and writing of answers (`dispatch.py`), the errors of an API, and
+the OpenAPI document follow from it.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -27,7 +27,8 @@ QUERIES = (400, 404, 503)
 READS_ALONE = (400, 408, 413, 415)
 READS = (*READS_ALONE, 404, 503)
 COMPUTES = (*READS, 429, 500)
-"""Statuses of the errors of routes that name a model in the query; read a body; of a model; and compute."""
+"""The error statuses of routes that name a model in the query (QUERIES), read a body (READS_ALONE), read a body that
+names a model (READS), or compute (COMPUTES)."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,19 @@ class Route(Generic[H]):
     """See the module docstring.
 
     Attributes:
-        rule: its method, and its paths as Starlette takes them, between spaces.
-        endpoint: its function: of the server's models, or one of them, and of what it names of `request` (Starlette's)
-            and `body`, a struct that is read before. It gives a value that is written as JSON, an `AnswerForm`, or a
-            Response. The first line of its docstring is the route's summary.
-        answer: the types of the JSON where it gives a Response, a media type for what is no JSON, or NOTHING.
-        request: the struct of its body, or the name of a schema, where the function reads it.
-        errors: the statuses of its errors, beside those of access.
+        rule: the method and the paths (Starlette's syntax), separated by spaces.
+        endpoint: the function. Its first argument is the server's models, or the host of one; parameters named
+            `request` (Starlette's) and `body` (a struct, read before the call) follow. It returns a value that becomes
+            JSON, an `AnswerForm`, or a Response. The first line of its docstring is the route's summary.
+        answer: the types of the JSON where the function returns a Response; a media type; or NOTHING.
+        request: the struct of the body, or the name of a schema, where the function itself reads the body.
+        errors: the statuses of errors, beside those of access.
         event: the types of a stream's events (EVENTS).
         line: the types of a stream's lines (LINES).
-        query: names and schemas of parameters of the query, all of them required.
-        apps: apps of this machine may use it where no key guards anything: generating, and what they look at before.
+        query: the names and schemas of the query's parameters, all of them required.
+        apps: local apps may use it where no key is set: routes that generate, and those that apps read before.
         keyless: it needs no key.
-        resumable: its streams are kept where a request names its conversation.
+        resumable: its streams are kept where the request names its conversation.
     """
 
     rule: str

@@ -1,5 +1,5 @@
-"""From the body of a generating request to its sampling parameters, by the server's defaults and limits and the model's
-vocabulary, and to the requests for the engine."""
+"""Makes the sampling parameters of a generating request, and the engine's requests, from its body, the server's
+defaults and limits, and the model's vocabulary."""
 
 import re
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ _DIGITS = re.compile("[0-9]+")
 _ID_DIGITS = 9
 _BIAS = Range(-MAX_BIAS, MAX_BIAS)
 _BIAS_BYTES = 8 << 10
-"""Of all texts of logit_bias together, which are tokenized in the event loop."""
+"""The most bytes of all texts of logit_bias together, which are tokenized in the event loop."""
 _NAMES = Sampling.__struct_fields__[len(Accepted.__struct_fields__) :]
-"""Fields of a request that are sampling parameters as they are."""
+"""The fields of a request that are sampling parameters unchanged."""
 
 
 async def sampling_params(
@@ -38,9 +38,9 @@ async def sampling_params(
     constraint: ConstraintSpec | None,
     max_tokens: int | None = None,
 ) -> SamplingParams:
-    """The parameters of a request. `max_tokens` holds where the request gives none.
+    """The parameters of a request. max_tokens: the number where the request gives none.
 
-    Raises ApiError for what is over a limit, not in the vocabulary, or a constraint that cannot be compiled.
+    Raises ApiError for a value over a limit, a token not in the vocabulary, or a constraint that cannot be compiled.
     """
     limits, model = host.limits, host.model
     given = {name: getattr(body, name) for name in _NAMES}

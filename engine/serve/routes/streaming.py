@@ -1,4 +1,4 @@
-"""From a request's events to those of its answer; the form of a chunk is each API's own."""
+"""Turns the events of a request into the events of its answer, whose form each API defines."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -22,13 +22,12 @@ T = TypeVar("T")
 
 
 class AnswerForm(ABC):
-    """How an API writes the answer to a request, whole or as a stream, of which every method gives whole events, or
-    nothing.
+    """How an API writes the answer to a request, whole or as a stream. Methods return the bytes of whole events.
 
     Attributes:
-        answers: its completions, which are not computed yet.
-        streams: whether it is wanted as a stream.
-        notes: what the request has and the answer does without.
+        answers: the request's completions, which are not computed yet.
+        streams: the answer is a stream.
+        notes: lines about what the answer leaves out of the request.
     """
 
     media_type = EVENTS
@@ -56,7 +55,7 @@ class AnswerForm(ABC):
     def finished(self, end: End) -> bytes: ...
 
     def end(self, ends: Sequence[Finished]) -> bytes:
-        """After all completions; `ends` in their order."""
+        """The events after all completions, which ended with `ends`, in their order."""
         del ends
         return b""
 

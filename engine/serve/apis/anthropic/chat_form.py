@@ -1,4 +1,4 @@
-"""A request of Anthropic's as the request of chat completions that has the same prompt and the same answer.
+"""Translates Anthropic's requests into chat completions with the same prompt and answer.
 
 | Anthropic's | chat completions' |
 |---|---|
@@ -61,7 +61,7 @@ _EFFORTS: Mapping[str, Effort] = {
 
 
 def chat_request(body: CountTokensRequest, model: ServedModel, limits: Limits) -> ChatRequest:
-    """Raises ApiError for turns that make no prompt, and for a tool choice without its tool."""
+    """The chat request. Raises ApiError for turns that are no conversation, and for a tool choice without its tool."""
     given: dict[str, Any] = {name: getattr(body, name) for name in Sampling.__struct_fields__}
     if isinstance(body, MessagesRequest):
         given |= {"max_tokens": body.max_tokens, "stream": body.stream, "stop": _stops(body, limits)}
@@ -91,8 +91,8 @@ def _stops(body: MessagesRequest, limits: Limits) -> list[str] | None:
 
 
 def _system(content: TextContent | None) -> list[Message]:
-    """Without Claude Code's header block: it may change from request to request, and would change the beginning of
-    every prompt, so that nothing of a conversation would be found in the prefix cache."""
+    """The system message, without Claude Code's header block. That may differ in each request, and at the beginning of
+    the prompt it would keep a conversation from being found in the prefix cache."""
     if isinstance(content, list):
         content = [part for part in content if not part.text.startswith(_BILLING_HEADER)]
     return [{"role": "system", "content": text}] if (text := content_text(content)) else []
@@ -149,7 +149,7 @@ def _question(block: Passage | ToolResultBlock, called: Mapping[str, str], at: s
 
 
 def _content(blocks: Sequence[Passage]) -> str | list[dict[str, Any]]:
-    """Blocks as a text, or as parts where an image is among them."""
+    """The content of blocks: a text, or a list of parts where one of them is an image."""
     if not any(isinstance(block, ImageBlock) for block in blocks):
         return "\n".join(_passage(block) for block in blocks if not isinstance(block, ImageBlock))
     return [
@@ -161,7 +161,7 @@ def _content(blocks: Sequence[Passage]) -> str | list[dict[str, Any]]:
 
 
 def _passage(block: TextBlock | DocumentBlock | SearchResultBlock) -> str:
-    """The text of a block, after what a document or a search result is called."""
+    """The text of a block; that of a document or a search result begins with its name."""
     if isinstance(block, TextBlock):
         return block.text
     if isinstance(block, SearchResultBlock):
@@ -172,7 +172,7 @@ def _passage(block: TextBlock | DocumentBlock | SearchResultBlock) -> str:
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
-    """Messages of the user, or of the assistant, that follow each other as one."""
+    """The messages, in which successive ones of the user, or of the assistant, are joined into one."""
     joined: list[Message] = []
     for message in messages:
         last: Message = joined[-1] if joined else {"role": None}
@@ -187,7 +187,7 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
 
 
 def _together(contents: Sequence[str | list[dict[str, Any]]]) -> str | list[dict[str, Any]]:
-    """Contents of messages as that of one."""
+    """The contents of several messages, joined into one."""
     texts = [each for each in contents if isinstance(each, str)]
     if len(texts) == len(contents):
         return "\n".join(texts)
@@ -214,7 +214,7 @@ def _tool_choice(choice: ToolChoice, tools: Sequence[CustomTool]) -> Any:
 
 
 def _effort(effort: str | None, model: ServedModel) -> Effort | None:
-    """The value that the template takes; none where it has no reasoning effort."""
+    """The template's effort for Anthropic's `effort`; None where the template has no efforts, or not this one."""
     if effort is None or "reasoning_effort" not in (model.template or ""):
         return None
     known, nearest = model.answer_format.efforts, _EFFORTS[effort]
@@ -222,7 +222,7 @@ def _effort(effort: str | None, model: ServedModel) -> Effort | None:
 
 
 def _thinking(thinking: Thinking | None, model: ServedModel) -> bool | None:
-    """None: what the model does by itself, as where thinking is adaptive and where an effort alone changes it."""
+    """Whether to reason; None: as the model decides, for adaptive thinking or where only an effort changes it."""
     if (
         thinking is None
         or thinking.type not in ("enabled", "disabled")

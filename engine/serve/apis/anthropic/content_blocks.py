@@ -29,11 +29,11 @@ from quengine.structured.tool_calls import CallDelta, Delta, ReasoningDelta
 Events = list[AnthropicEvent]
 
 _SIGNATURE = "unsigned"
-"""Of thinking blocks, which clients send back with it; nothing is checked by it."""
+"""The signature of thinking blocks. Clients send it back; it is not checked."""
 
 
 class ContentBlocks:
-    """What an answer thinks, says and calls, in that order; `thinking`: whether it has blocks of the first."""
+    """The blocks of an answer: reasoning, text and calls, in that order. thinking: whether reasoning is shown."""
 
     def __init__(self, thinking: bool) -> None:
         self.blocks: list[AnthropicBlock] = []
@@ -43,7 +43,7 @@ class ContentBlocks:
         """The JSON text of the last call."""
 
     def take(self, deltas: Sequence[Delta]) -> Events:
-        """The events of what the answer goes on with."""
+        """The events of more of the answer."""
         events: Events = []
         for delta in deltas:
             if isinstance(delta, CallDelta):
@@ -55,11 +55,11 @@ class ContentBlocks:
         return events
 
     def finish(self) -> Events:
-        """The events of the answer's end. There is at least one block then."""
+        """The events of the answer's end, which begin a block where there is none."""
         return ([] if self.blocks else self._begin(AnthropicText())) + self._close()
 
     def whole(self) -> list[AnthropicBlock]:
-        """The blocks of a finished answer, without a call that was cut: it would look like one without arguments."""
+        """The blocks of a finished answer. A cut-off call is left out, as it would seem to have no arguments."""
         called = bool(self.blocks) and isinstance(self.blocks[-1], AnthropicToolUse)
         cut = called and _object(self._input) is None
         return (self.blocks[:-1] or [AnthropicText()]) if cut else self.blocks
@@ -116,7 +116,7 @@ class ContentBlocks:
 
 
 def _object(text: str) -> dict[str, Any] | None:
-    """A call's input; None of one that was cut off."""
+    """The input of a call; None where it is cut off, or is no object."""
     try:
         value = json.loads(text or "{}")
     except ValueError:

@@ -114,7 +114,7 @@ class MessageForm(AnswerForm):
         return AnthropicStop(reason, stop_text, end.violation)
 
     def _usage(self, end: Finished | None) -> AnthropicUsage:
-        """Tokens from the cache, which are known at the end, are not among those of the input."""
+        """The usage so far. Cached tokens, known at the end, are not counted as input tokens."""
         prompt, cached, generated = token_counts([self._answer.request], [] if end is None else [end])
         thinking = 0 if end is None else self._answer.reasoning_tokens
         details = AnthropicThinkingTokens(thinking) if thinking else UNSET

@@ -59,7 +59,7 @@ def line(value: Any) -> bytes:
 
 
 class AnswerLines(AnswerForm):
-    """One answer. `began` is the `time.perf_counter()` at which its request came."""
+    """One answer. began: the `time.perf_counter()` at which its request came."""
 
     media_type = LINES
 
@@ -70,7 +70,7 @@ class AnswerLines(AnswerForm):
         self._request = answers[0].request
         self._began = began
         self._call: ToolCall | None = None
-        """The call whose arguments are coming: Ollama's are values, not the pieces of a text."""
+        """The call whose arguments are still coming: Ollama sends them as one value, not as pieces of text."""
         self._calls = 0
 
     @staticmethod
@@ -143,7 +143,7 @@ class AnswerLines(AnswerForm):
         return parts
 
     def _end_call(self) -> list[AnswerPart]:
-        """The call that has come; nothing of one whose arguments were cut, as the reason of the end says."""
+        """The finished call, if any. One whose arguments were cut off is left out; the reason of the end says so."""
         call, self._call = self._call, None
         if call is None:
             return []
@@ -177,7 +177,7 @@ class GenerateLines(AnswerLines):
 
 
 def loaded(host: ModelHost, lines: type[AnswerLines], keep_alive: Any = None) -> OllamaChat | OllamaGenerate:
-    """The answer to a request that only wants the model to be there, or to go. Raises ApiError while it is not."""
+    """The answer to a request that only loads or unloads the model. Raises ApiError while it is not loaded."""
     goes = keep_alive is not None and seconds_of(keep_alive) == 0
     if not goes:
         _ = host.model

@@ -53,9 +53,8 @@ async def _answered(
 
 
 async def _fitting(host: ModelHost, body: ChatRequest | CompletionRequest, notes: list[str]) -> list[Answer]:
-    """The completion of a body, without its oldest messages, or the beginning of its text, where it does not fit.
-
-    A part of the context is left for the answer then. `notes` gets a line for what is left out. Raises ApiError.
+    """The completion of a body. If it does not fit the context, its oldest messages or the beginning of its text are
+    left out, so that a part of the context is free for the answer, and a line is added to `notes`. Raises ApiError.
     """
     asked, context = body.max_tokens, host.model.ctx_size
     reserved = min(context // 4, asked if asked is not None and asked > 0 else context)
@@ -66,7 +65,7 @@ async def _fitting(host: ModelHost, body: ChatRequest | CompletionRequest, notes
 
 
 def _shorter(body: ChatRequest | CompletionRequest, keep: float) -> ChatRequest | CompletionRequest | None:
-    """The body with the share `keep` of its text; None where nothing more can go."""
+    """The body with the share `keep` of its text; None where nothing more can be left out."""
     if isinstance(body, ChatRequest):
         messages = without_oldest(body.messages, keep) or with_longest_cut(body.messages, keep)
         return None if messages is None else replace(body, messages=messages)

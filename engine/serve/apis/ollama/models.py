@@ -29,7 +29,7 @@ from quengine.serve.routes.gaps import fills_gaps
 API_VERSION = "0.12.0"
 """The release of Ollama whose API this is: clients compare it with the one that they need."""
 NEVER = "9999-12-31T23:59:59Z"
-"""When a model is unloaded that is kept."""
+"""The time of unloading of a model that is kept for ever."""
 _LONG_S = 100 * 365 * 24 * 3600.0
 _SHOWN = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n")
 
@@ -103,14 +103,14 @@ async def show(models: Models, body: OllamaShowRequest) -> OllamaShow:
 
 
 def _facts(host: ModelHost) -> Mapping[str, Any]:
-    """Of a model that is not loaded, path and size. Raises ApiError where an only one is not yet."""
+    """The model's facts; of one that is not loaded, path and size. Raises ApiError while the only model is loading."""
     if host.loaded or host.alone:
         return host.shown.facts
     return {"path": str(host.spec.path), "size": host.nbytes}
 
 
 def _modified(models: Models, host: ModelHost) -> str:
-    """When the file was last written; when the server was started where that cannot be read."""
+    """The time at which the file was last written; the server's start where that cannot be read."""
     given = _facts(host).get("path")
     try:
         return timestamp(Path(given).stat().st_mtime if given else models.created)
@@ -119,7 +119,7 @@ def _modified(models: Models, host: ModelHost) -> str:
 
 
 def _digest(host: ModelHost) -> str:
-    """That of a model's description: the file's would take reading it."""
+    """The SHA-256 of a model's description. That of the file would take reading all of it."""
     text = json.dumps(dict(_facts(host)), sort_keys=True, default=str)
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
@@ -136,12 +136,12 @@ def _details(facts: Mapping[str, Any]) -> OllamaDetails:
 
 
 def _parameter_size(count: int) -> str:
-    """As 7.2B, 135M."""
+    """A number of parameters, such as 7.2B or 135M."""
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
 
 
 def _model_info(model: ServedModel) -> dict[str, Any]:
-    """Under the keys of GGUF."""
+    """The model's facts under the keys of GGUF."""
     facts = model.facts
     family = facts.get("architecture", "")
     info = {

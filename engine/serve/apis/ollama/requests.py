@@ -31,8 +31,8 @@ def chat_request(host: ModelHost, body: OllamaChatRequest) -> ChatRequest:
 
 
 def generate_request(host: ModelHost, body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
-    """The prompt as a user's message; before a `suffix` as the text before a gap; and as it is where it is `raw`, or
-    where the model has no chat template.
+    """A chat whose user message is the prompt; or a completion: of a gap, with `suffix`, or of the plain prompt, where
+    it is `raw` or the model has no chat template.
 
     Raises ApiError for what this model cannot do.
     """
@@ -111,8 +111,8 @@ def _content(text: str, images: Sequence[str] | None) -> str | list[dict[str, An
 
 
 def openai_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """Messages as OpenAI's API has them. Ollama's calls have no ids, which its results could name: a result is that of
-    the first call without one that has its `tool_name`, or of the first without one."""
+    """The messages in OpenAI's form. Ollama's calls have no ids: a result belongs to the first call without a result
+    whose name is its `tool_name`, or to the first call without a result."""
     given: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []
     for number, message in enumerate(messages):
@@ -135,7 +135,7 @@ def openai_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _answered(message: OllamaMessage, waiting: list[tuple[str, str]]) -> dict[str, str]:
-    """Name and id of the call whose result a message is; it is taken from those that wait for one."""
+    """Name and id of the call to which a result belongs. The call is removed from `waiting`, those without a result."""
     name, given = message.tool_name, message.tool_call_id
     call = next((each for each in waiting if given == each[1] or (given is None and name == each[0])), None)
     if call is None and waiting and given is None and name is None:

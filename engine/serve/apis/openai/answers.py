@@ -1,4 +1,4 @@
-"""How answers of OpenAI's API begin and end."""
+"""The first and last fields of answers in OpenAI's form."""
 
 import time
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from quengine.serve.routes.streaming import DONE, data
 
 
 def answer_head(host: ModelHost, id_prefix: str, kind: str) -> dict[str, Any]:
-    """What an answer begins with, or each chunk of one; `kind` is OpenAI's `object`."""
+    """The first fields of an answer, or of each chunk of one. kind: OpenAI's `object`."""
     return {
         "id": new_id(id_prefix),
         "object": kind,
@@ -27,7 +27,7 @@ def answer_head(host: ModelHost, id_prefix: str, kind: str) -> dict[str, Any]:
 def answer_tail(
     requests: Sequence[GenerationRequest], ends: Sequence[Finished], reasoning: int = 0
 ) -> dict[str, Any]:
-    """Usage, seed and timings, once all completions have ended; `reasoning` tokens are among the generated ones."""
+    """Usage, seed and timings, once all completions have ended. reasoning: how many generated tokens are reasoning."""
     prompt, cached, generated = token_counts(requests, ends)
     details = ReasoningTokens(reasoning) if reasoning else UNSET
     usage = Usage(prompt, generated, prompt + generated, CachedTokens(cached), details)
@@ -41,6 +41,6 @@ def stream_end(
     include_usage: bool,
     reasoning: int = 0,
 ) -> bytes:
-    """The last events of a stream: one without choices where usage is wanted, and [DONE]."""
+    """The last events of a stream: usage, in an event without choices, where it is requested, and [DONE]."""
     tail = {**head, "choices": [], **answer_tail(requests, ends, reasoning)}
     return (data(tail) if include_usage else b"") + DONE
