@@ -1,8 +1,8 @@
-"""Keys and values of positions in the cache's first blocks, of the heads of all ranks; and the states of the sequence
-that has these blocks, whose channels take the place of heads here.
+"""Reads and writes keys and values in the cache's first blocks, with the heads of all ranks, and the states of the
+sequence that has these blocks (channels take the place of heads).
 
-Tensors of one shape and type, of many layers, are exchanged and copied between host and device at a time: as one array
-with a row for each position, in which they lie side by side.
+Tensors of one shape and type, from many layers, are exchanged between ranks and copied between host and device as one
+array, in which they lie side by side, with a row for each position.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -22,7 +22,7 @@ from quengine.models.config import ModelConfig
 from quengine.parallel.wire import ReadCache, WriteCache
 
 _MOST_BYTES = 32 << 20
-"""Bytes of a rank that are exchanged at a time, if more than one tensor."""
+"""The most bytes of a rank in one exchange of several tensors; one tensor may have more."""
 
 
 class _Stored(NamedTuple):
@@ -42,9 +42,11 @@ class _Stored(NamedTuple):
 
 
 def read_cached(runner: ModelRunner, start: int, end: int, whole: ModelConfig) -> list[Tensor]:
-    """A copy, on the host, of what every layer stores of positions start .. end - 1, [n, kv_heads, width] each: keys
-    and values, or their codes and scales; or of each part of its state, [1, channels, rows] or [1, heads, ...].
-    On rank 0. `whole`: the model's configuration, of all ranks."""
+    """A copy on the host of the cache at positions start .. end - 1, for rank 0 to call.
+
+    For each layer: keys and values, or their codes and scales, [n, kv_heads, width] each; or each part of its state,
+    [1, channels, rows] or [1, heads, ...]. whole: the configuration of the whole model, not of one rank.
+    """
     with runner.together(ReadCache(start, end)):
         rows = read_rank_rows(runner, start, end)
     states = [block.state for block in layers_of(whole)]
@@ -53,18 +55,19 @@ def read_cached(runner: ModelRunner, start: int, end: int, whole: ModelConfig) -
 
 
 def _without_copies(rows: Tensor, state: State) -> Tensor:
-    """Each head once: where there are fewer key/value heads than ranks, some ranks have the same."""
+    """The rows with each head once. With fewer key/value heads than ranks, several ranks have the same head."""
     return rows if isinstance(state, SlotState) else rows[:, :: rows.shape[1] // state.kv_heads]
 
 
 def write_cached(runner: ModelRunner, start: int, end: int, rows: Sequence[Tensor]) -> None:
-    """Store what `read_cached` gave. On rank 0."""
+    """Stores the tensors that `read_cached` gave. For rank 0 to call."""
     with runner.together(WriteCache(start, end)):
         write_rank_rows(runner, start, end, rows)
 
 
 def read_rank_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
-    """Each rank's part of `read_cached`: all have the heads of all, those of a rank side by side, of all layers."""
+    """Each rank's part of `read_cached`. Every rank gets the heads of all ranks and layers, those of a rank side by
+    side."""
     communicator, config = runner.decoder.backend.communicator, runner.decoder.config
     ranks, stored = config.ranks if config.splits_heads else 1, list(_stored(runner, start, end))
     rows: list[Tensor | None] = [None] * len(stored)
@@ -86,7 +89,7 @@ def read_rank_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
 
 
 def write_rank_rows(runner: ModelRunner, start: int, end: int, rows: Sequence[Tensor] | None) -> None:
-    """Each rank's part of `write_cached`; `rows`: on rank 0."""
+    """Each rank's part of `write_cached`. Only rank 0 has `rows`."""
     communicator, config = runner.decoder.backend.communicator, runner.decoder.config
     ranks, stored = config.ranks if config.splits_heads else 1, list(_stored(runner, start, end))
     number = communicator.rank if ranks > 1 else 0
@@ -115,7 +118,7 @@ def _joined(parts: Tensor, sections: Shape) -> Tensor:
 
 
 def _own_part(rows: Tensor, rank: int, ranks: int, stored: _Stored) -> Tensor:
-    """What a rank has of the heads of all, [n, tensors, heads, ...]."""
+    """The part of a rank, from the heads of all ranks [n, tensors, heads, ...]."""
     unit, pieces = rows.shape[2] // sum(stored.sections), list[Tensor]()
     for piece in torch.split(rows, [unit * length for length in stored.sections], dim=2):
         own = piece.shape[2] // ranks
@@ -129,8 +132,8 @@ def _bytes(rows: Tensor) -> Tensor:
 
 
 def _groups(stored: Sequence[_Stored], config: ModelConfig, positions: int) -> Iterator[list[int]]:
-    """Every tensor's number, in groups that are exchanged at once: of one shape and type, of one rank's layers where
-    these are shared out."""
+    """The numbers of all tensors, in groups that are exchanged at once: of one shape and type, and of layers of one
+    rank where ranks have whole layers."""
     alike = dict[Hashable, list[int]]()
     for number, one in enumerate(stored):
         owner = None if config.stage is None else config.stage.rank_of(one.layer)

@@ -1,9 +1,9 @@
-"""Steps and the encoder of images take turns on a CUDA device, so that streams go on while images are encoded.
+"""Turns of steps and the image encoder on a CUDA device, so that streams go on while images are encoded.
 
-Kernels of an encoder fill the device, and each of a step's hundred and more would wait for one if both ran at once: a
-step of 3 ms took 20. So a slice of the encoder's layers begins when the steps launched before it end, and the step
-launched after it begins when it ends. While steps run, slices have a share of the device's time, in which a waiting
-image counts as much as a stream.
+The encoder's kernels fill the device. If both ran at once, each of a step's hundred kernels or more would wait for one
+of them: a step of 3 ms took 20. So a slice of the encoder's layers begins when the steps launched before it end, and
+the step launched after it begins when the slice ends. While steps run, slices get a share of the device's time, in
+which a waiting image counts as much as a stream.
 """
 
 import threading
@@ -14,30 +14,29 @@ from contextlib import contextmanager
 import torch
 
 LEAST_SHARE = 0.2
-"""Of the device's time, the encoder's while steps run, however many streams there are."""
+"""The encoder's least share of the device's time while steps run, however many streams there are."""
 
 _IDLE = 0.01
-"""Seconds after a step's launch from which on a device that has no step left is idle. Before, the host may be about to
-launch the next one."""
+"""Seconds after a step's launch until a device without steps counts as idle; the host may be about to launch the
+next."""
 
 _LOOK = 0.001
-"""Seconds after which the encoder looks again whether it is."""
+"""Seconds between two looks of the encoder whether the device is idle."""
 
 _SAVED = 0.02
-"""Seconds of its time that the encoder may have left unused and take later. It waits for steps in flight before its
-turn."""
+"""The most seconds of its share that the encoder may save up while it waits for steps in flight."""
 
 _MOST_SLICES = 8
-"""Of one turn: 20 ms, which a step then waits at most."""
+"""The most slices of one turn: 20 ms, for which a step waits at most."""
 
 
 class DeviceTurns:
-    """The turns of one device. The engine's thread takes those of steps, another one those of slices.
+    """The turns of one device. The engine's thread takes the turns of steps, another one those of slices.
 
     Args:
         device: a CUDA device.
         clock: gives seconds.
-        sleep: waits for so many seconds.
+        sleep: waits for a number of seconds.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class DeviceTurns:
 
     @contextmanager
     def step(self, streams: int) -> Iterator[None]:
-        """A step is launched within it, on the current stream. streams: sequences that decode."""
+        """A turn in which a step is launched, on the current stream. streams: the number of sequences that decode."""
         with self._lock:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(self._slice_end)
@@ -70,7 +69,7 @@ class DeviceTurns:
 
     @contextmanager
     def encoding(self) -> Iterator[None]:
-        """Images are encoded within it, on a stream of its own, whose work is done when it ends."""
+        """Images are encoded in this context, on a CUDA stream of their own; at its end the stream has finished."""
         self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             try:
@@ -82,9 +81,9 @@ class DeviceTurns:
 
     @contextmanager
     def slice(self, images: int) -> Iterator[None]:
-        """A slice of layers is launched within it, on the stream of `encoding`. images: those that are encoded or wait
-        for it. A turn has one slice, or some where more images wait than half of the streams: two steps are in flight
-        before each turn."""
+        """A slice of layers is launched in this context, on the stream of `encoding`. images: how many are being
+        encoded or wait. A turn has one slice, or several where images are more than half as many as streams, since two
+        steps are in flight before each turn."""
         begins = not self._slices
         if begins:
             self._rest()

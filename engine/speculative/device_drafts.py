@@ -28,10 +28,10 @@ _Read: TypeAlias = Callable[[], list[int]]
 class DeviceDraftSteps:
     """`draft_model.DraftSteps` on a device, whose graphs allow as many pending steps as a draft has tokens.
 
-    A sampler, which is that of one sequence, keeps its slot from draft to draft.
+    Each sequence has a sampler, which keeps its slot from draft to draft.
 
-    target: the graphs of the model that verifies, which then take drafts from where they lie on the device. None: the
-    host gives it the drafts, once it has read them.
+    target: the graphs of the model that verifies; they read drafts in the device's memory. None: the host reads the
+    drafts and passes them on.
     """
 
     def __init__(self, graphs: CudaGraphs, target: CudaGraphs | None = None) -> None:
@@ -73,7 +73,7 @@ class DeviceDraftSteps:
         return cache(partial(_tokens_after, arrived, tokens))
 
     def _slots_of(self, jobs: Seq[DraftJob]) -> list[Slot]:
-        """The slot of each job; those without a job are free again where all are taken."""
+        """The slot of each job. When all are taken, those without a job are freed."""
         for job in jobs:
             held = self._slots.get(job.sampler)
             if held is not None and held[1] is not job.block_table:
@@ -96,17 +96,17 @@ def _tokens_after(arrived: torch.cuda.Event, tokens: Tensor) -> list[int]:
 
 
 def _read(steps: Seq[tuple[_Read, dict[int, int]]], number: int) -> list[int]:
-    """The tokens of a job, given steps with the rows of the jobs that they have."""
+    """The tokens of one job, from steps that each have the row of every job in them."""
     return [read()[rows[number]] for read, rows in steps if number in rows]
 
 
 def _without_penalties(params: SamplingParams) -> SamplingParams:
-    """Penalties count tokens that only the host has."""
+    """The parameters without penalties, which would count tokens that only the host has."""
     return replace(params, repeat_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
 
 
 def _inputs(read: Callable[[], list[int]]) -> list[int]:
-    """The tokens that a step takes of a draft on the device: 0 where none could be sampled."""
+    """A draft's tokens as inputs of a step on the device: 0 where none could be sampled."""
     return [max(0, token) for token in read()]
 
 

@@ -1,7 +1,7 @@
 """Drafts by an assistant, a model that attends to the target's keys and values (models/assistant_decoder.py).
 
-It keeps nothing of a sequence, so that nothing is computed for prompts and accepted tokens. A draft begins with the
-target's hidden row of the position before the newest token, which the target's steps keep.
+It has no cache of its own, so it computes nothing for prompts and accepted tokens. A draft begins with a hidden row
+that the target's steps keep: that of the position before the newest token.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from quengine.speculative.draft_model import DraftModel, HostDraftSteps, StepsOn
 
 
 class AssistantDrafts(DraftModel):
-    """A `DraftModel` without a cache of its own. runner: the target's, which keeps hidden rows."""
+    """A `DraftModel` without a cache of its own. runner: the target's runner, which keeps hidden rows."""
 
     def __init__(
         self, decoder: AssistantDecoder, runner: ModelRunner, on_device: StepsOnDevice | None = None
@@ -34,7 +34,7 @@ class AssistantDrafts(DraftModel):
         self._samplers: WeakKeyDictionary[Sequence, Sampler] = WeakKeyDictionary()
 
     def warm_up(self, params: SamplingParams | None) -> None:
-        """Captures steps that draft on the device; what the host has drafted is computed eagerly."""
+        """Captures steps that draft on the device. Drafts for the host are computed eagerly."""
         self._warm_up_on_device(params)
 
     @property
@@ -49,11 +49,11 @@ class AssistantDrafts(DraftModel):
         return self._context - len(sequence.token_ids)
 
     def follow_all(self, ends: Mapping[Sequence, int]) -> None:
-        """Does nothing: what the target has computed is there."""
+        """Does nothing: the target has computed all that the assistant reads."""
 
     def fits_device(self, sequence: Sequence) -> bool:
-        """Where a position precedes the newest token's, and the assistant's context does not end within steps that are
-        launched ahead."""
+        """As DraftModel: if a position precedes the newest token, and the assistant's context does not end within steps
+        that are launched ahead."""
         if self._on_device is None:
             return False
         ahead = PENDING * (1 + self._on_device.most_drafted(1))
@@ -94,7 +94,7 @@ class AssistantDrafts(DraftModel):
         return drafts
 
     def _first_rows(self, drafting: Seq[Sequence]) -> torch.Tensor:
-        """The target's hidden row of the position before the newest token of each: fp32 [S, width]."""
+        """The target's hidden rows of the positions before each sequence's newest token: fp32 [S, width]."""
         kept = self._runner.cache.hidden
         assert kept is not None
         positions = [len(each.token_ids) - 2 for each in drafting]

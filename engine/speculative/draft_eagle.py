@@ -1,6 +1,6 @@
-"""Drafts by an EAGLE-3 draft model (models/eagle.py): as by the model's own layer, of rows that the target keeps.
+"""Drafts by an EAGLE-3 draft model (models/eagle.py): like the model's own layer, it reads rows that the target keeps.
 
-No row precedes the first token's, so that the second is the first that is computed.
+It begins with the second token, since it reads the row of the token before.
 """
 
 from quengine.request.sequence import Sequence
@@ -13,7 +13,7 @@ class EagleDrafts(MtpDrafts):
     """`MtpDrafts` whose runner has an `EagleDecoder`."""
 
     def fits_device(self, sequence: Sequence) -> bool:
-        """Where the rows up to the newest token do not begin with the first one, which has none, and the draft model's
+        """As DraftModel: if the rows that a step computes do not begin with the first token, and the draft model's
         context does not end within steps that are launched ahead."""
         if self._on_device is None:
             return False

@@ -1,5 +1,5 @@
-"""Draft lengths: adapted for each sequence to how its drafts went, and divided among the sequences of a step; of steps
-that draft on the device, by what they were measured to give a second.
+"""Draft lengths: the host's are adapted to each sequence's accepted drafts, and divided among the sequences of a step;
+the device's are those with which steps were measured to give most tokens a second.
 
 They change the time that a completion takes, never its text.
 """
@@ -21,32 +21,34 @@ LONGEST_PAUSE = 16
 """Longest pause in steps while all drafts are rejected: one wasted row in this many steps costs little on average."""
 
 FIRST_PLAIN, NEW_PLAIN, LONGEST_PLAIN = 32, 128, 512
-"""Plain steps after drafts of the device that did not pay, before it drafts again: at first, at most where the text is
-another one (twice that, where all of several are), and at most."""
+"""Plain steps before the device drafts again after drafts that did not pay: the first time; at most where a sequence
+has a new text (twice that for several); and at most."""
 
 _CHECKED, _LONGEST_CHECK = 2, 512
-"""Plain steps that show what drafts are compared with, and steps with drafts between them, at most."""
+"""Plain steps that are timed for the comparison with drafts, and the most steps with drafts between them."""
 
 _TRIAL, _FIRST_PLAIN = 4, 4
-"""Steps with drafts of one token after such a pause, and plain ones at first, at most."""
+"""The most steps with drafts of one token after such a pause, and the number of plain steps at the very beginning."""
 
 _FIRST_COUNTS = 2
 FIRST_RATE, RATE_MEMORY, SHARED_MEMORY = 0.7, 24, 96
-"""The accept rate of a first sequence, and drafted tokens over which rates are averaged: of a sequence, and of all."""
+"""The accept rate that a first sequence begins with, and the numbers of drafted tokens over which the rates of a
+sequence and of all sequences are averaged."""
 
 _TIME_MEMORY, _LINE_MEMORY, _COMPARED = 8, 64, 4
-"""Steps over which a time is averaged; of other lengths, which are taken to lie on a line in the end, and are tried
-again; and steps after a change that show how a length compares with others."""
+"""Steps over which the time of a length is averaged; those over which the times of other lengths approach a line, so
+that they are tried again; and those after a change whose times count for their own length alone."""
 
 _TOKEN_SHARE = 0.08
-"""Of a step without drafts, what a drafted token takes: a layer and a quarter of an output matrix, and its row."""
+"""The time of a drafted token as a share of a step without drafts: a layer, a quarter of an output matrix, and a
+row."""
 
 
 AUTOMATIC_MTP = 3
-"""Maximum length of a draft of a model's own layer where no option requests its drafts."""
+"""Maximum length of drafts by a model's own layer where no option sets it."""
 
 DEVICE_ROWS = 64
-"""DRAFT_ROWS of steps that draft on a device alone: drafts are as long as they are measured to pay."""
+"""DRAFT_ROWS of steps that draft on the device, where drafts are as long as they are measured to pay."""
 
 DRAFT_VOCAB = 1 << 16
 """Default number of tokens that a model's own layer drafts from. The rows of the output matrix are most of what its
@@ -59,7 +61,7 @@ def draft_vocab(config: EngineConfig) -> int:
 
 
 def draft_tokens(config: EngineConfig, kind: str) -> int:
-    """Maximum length of a draft. By a layer of the model alone, it is `draft_mtp`."""
+    """Maximum length of a draft; `draft_mtp` where only the model's own layer drafts."""
     by_layer = 0 if config.draft_ngram else config.draft_mtp or 0
     return config.draft_tokens or by_layer or DRAFT_TOKENS[kind]
 
@@ -89,7 +91,7 @@ class DraftLength:
 
     @property
     def due(self) -> bool:
-        """Whether the next step is to have a draft."""
+        """Whether the next step should have a draft."""
         return not self._left
 
     def next(self) -> int:
@@ -112,35 +114,34 @@ class DraftLength:
 
 
 class AcceptRate:
-    """How likely a drafted token of a sequence is accepted where those before it were.
+    """The rate at which drafted tokens are accepted, given that those before them in the draft were.
 
-    value: the rate at first, that of other sequences, which counts as much as a few tokens. memory: drafted tokens over
-    which it is averaged.
+    value: the rate to begin with, that of other sequences, which counts as much as a few tokens. memory: the number of
+    drafted tokens over which the rate is averaged.
     """
 
     def __init__(self, value: float = FIRST_RATE, memory: int = RATE_MEMORY) -> None:
         self.value, self._memory, self._counted = value, memory, _FIRST_COUNTS
 
     def update(self, drafted: int, accepted: int) -> None:
-        """Notes how many tokens of a draft were accepted; those after the first that was not say nothing."""
+        """Notes how many tokens of a draft were accepted. Tokens after the first rejected one do not count."""
         for number in range(min(drafted, accepted + 1)):
             self._counted = min(self._counted + 1, self._memory)
             self.value += ((number < accepted) - self.value) / self._counted
 
 
 class TimedLength:
-    """The length of drafts of a step that give most tokens a second, of up to `most` tokens; 0: plain steps.
+    """Finds the draft length that gives most tokens a second, up to `most` tokens; 0: plain steps.
 
-    Steps of each length are timed, at first two in turn, of which the first may have captured a graph. A length that
-    was not timed is taken to differ from those that were by a share of a step for each drafted token. After a change
-    between plain steps and drafts, the first ones of the new length show how it compares with the others; what makes
-    later ones slower, as a longer context does, is taken to make all so, and each further drafted token to take as long
-    as the one before. The first steps of all are plain, and two after 32 with drafts, then after 64, and so on up to
-    512.
+    Steps of each length are timed. At first each length has two in a row, since the first may capture a graph. The time
+    of an untimed length is estimated from a timed one, with a share of a step for each drafted token. After a change
+    between plain steps and drafts, the first steps compare the new length with the others. A later slowdown, as by a
+    longer context, is assumed to concern all lengths, and each further drafted token to take as long as the one before.
+    The very first steps are plain; later two are plain after 32 steps with drafts, then after 64, and so on up to 512.
 
-    Where drafts do not pay, steps are plain for a pause, after which two have drafts of one token, so that a change of
-    the text is noticed, and two more where the rates have risen. Pauses are twice as long each time, up to
-    LONGEST_PLAIN steps: what drafts begin with, and what they cost, then takes less than a hundredth of the time.
+    Where drafts do not pay, steps are plain for a pause. Then two have drafts of one token, to notice a change of the
+    text, and two more where the rates have risen. Each pause is twice as long as the last, up to LONGEST_PLAIN steps,
+    so that these trials take less than a hundredth of the time.
     """
 
     def __init__(self, most: int) -> None:
@@ -175,7 +176,7 @@ class TimedLength:
             self._left -= 1
 
     def retry(self, sequences: int) -> None:
-        """Shortens a pause, as this number of sequences have new texts."""
+        """Shortens a pause because `sequences` sequences have new texts."""
         self._left = min(self._left, NEW_PLAIN * min(2, sequences))
 
     def next(self, rates: Sequence[float], most: int) -> int:
@@ -204,7 +205,7 @@ class TimedLength:
         return 0
 
     def note(self, length: int, seconds: float) -> None:
-        """Notes what a step with drafts of this length took; longer ones than usual have other reasons."""
+        """Notes the time of a step with drafts of this length. More than twice the usual time counts as twice."""
         if seconds <= 0:
             return
         self._run = self._run + 1 if self._drafted == (length > 0) else 1
@@ -228,7 +229,7 @@ class TimedLength:
                 self._seconds[each] += (on_line - self._seconds[each]) / _LINE_MEMORY
 
     def _time_of(self, length: int) -> float:
-        """Seconds, or shares of a step while none was timed."""
+        """The time of a step with drafts of this length in seconds, or in plain steps while none was timed."""
         nearest = min(self._seconds, key=lambda known: abs(known - length), default=None)
         if nearest is None:
             return _share(length)
@@ -240,7 +241,7 @@ def _share(length: int) -> float:
 
 
 def _tokens(rates: Sequence[float], length: int) -> float:
-    """Tokens that a step gives on average, with drafts of this length."""
+    """The average number of tokens that a step gives with drafts of this length."""
     return sum(rate**drafted for rate in rates for drafted in range(length + 1))
 
 

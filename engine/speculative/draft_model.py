@@ -1,9 +1,9 @@
 """A draft model: a second, small model with weights and a cache of its own, over the target's block tables.
 
-Its cache has as many blocks as the target's first cache group, which then keeps all positions, so that a sequence's
-block table of that group serves both; the blocks that the draft model itself has computed are tracked here. It samples
-as the sequence does, with the same random numbers: if the logits of both models are alike, they sample the same token.
-The text does not depend on what it drafts.
+Its cache has as many blocks as the target's first cache group, which then keeps all positions. So one block table of a
+sequence serves both models; the blocks that the draft model has computed are tracked here. It samples like the
+sequence, with the same random numbers: if the logits of both models are alike, they sample the same token. The text
+does not depend on its drafts.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,8 @@ MOST_ROWS = 4
 
 @dataclass(frozen=True)
 class DraftJob:
-    """A draft of `count` tokens to make after `tokens`, at positions `start`, ..., which are not cached yet."""
+    """A request for a draft of `count` tokens after `tokens`, which are at positions start, start + 1, ... and not
+    cached yet."""
 
     tokens: list[int]
     start: int
@@ -45,12 +46,12 @@ class DraftSteps(Protocol):
     """Runs the draft model's decode steps."""
 
     def draft(self, jobs: Seq[DraftJob]) -> Seq[Seq[int]]:
-        """Returns the drafted tokens of each job; fewer than wanted, or token 0, where none can be sampled."""
+        """Returns the drafted tokens of each job. Where none can be sampled, they are fewer, or token 0."""
         ...
 
 
 class StepsOnDevice(Protocol):
-    """`draft_graphs.DraftGraphs`, as far as the host plans with it."""
+    """The part of `draft_graphs.DraftGraphs` that the host plans with."""
 
     @property
     def window(self) -> int: ...
@@ -105,8 +106,8 @@ def sampled(sampler: Sampler, logits: Tensor, history: Seq[int]) -> int | None:
 
 @dataclass
 class Progress:
-    """A sequence's state in the draft model's cache: `cached` valid tokens, then those of the draft `ahead` but for its
-    last one, which has not been computed.
+    """A sequence's state in the draft model's cache: `cached` valid tokens, then the draft `ahead` without its last
+    token, which is not computed yet.
 
     `keys` identify its full blocks, each with all tokens before it.
     """
@@ -165,7 +166,7 @@ class DraftModel:
         return self._runner.cache.ctx_size - len(sequence.token_ids)
 
     def follow(self, sequence: Sequence, end: int) -> None:
-        """Computes a sequence's first `end` tokens, as far as they are not cached and fit this model's context."""
+        """Computes those of a sequence's first `end` tokens that are not cached yet and fit this model's context."""
         self.follow_all({sequence: end})
 
     def follow_all(self, ends: Mapping[Sequence, int]) -> None:
@@ -177,7 +178,7 @@ class DraftModel:
                 self._follow_step(left)
 
     def _follow_step(self, ends: Mapping[Sequence, int]) -> None:
-        """A step of chunks of these sequences, of as many tokens together as one may have."""
+        """Computes one step with chunks of these sequences, filled up to the most tokens of a step."""
         room, chunks = self._runner.decoder.chunk_size, dict[Sequence, SequenceRows]()
         for sequence, end in ends.items():
             progress = self._progresses[sequence]
@@ -194,8 +195,8 @@ class DraftModel:
             self._confirm(progress, sequence, len(chunk.ids))
 
     def most_on_device(self, sequences: int) -> int:
-        """Most tokens of each of `sequences` sequences that the device drafts and verifies in a step that the host does
-        not wait for; 0: it does not."""
+        """The most tokens for each of `sequences` sequences that the device drafts and verifies in one step by itself;
+        0: it does not."""
         return 0 if self._on_device is None else self._on_device.most_drafted(sequences)
 
     def fits_device(self, _sequence: Sequence) -> bool:
@@ -203,7 +204,7 @@ class DraftModel:
         return True
 
     def goes_on(self, sequence: Sequence) -> bool:
-        """Whether the device drafts in the next step of a sequence without anything of the host."""
+        """Whether the device can draft in a sequence's next step without input from the host."""
         return self._on_device is not None and self._on_device.goes_on(sequence.slot)
 
     def begin_on_device(self, ends: Mapping[Sequence, int]) -> None:
@@ -211,7 +212,7 @@ class DraftModel:
         raise NotImplementedError
 
     def computed(self, sequence: Sequence, count: int) -> None:
-        """The device has drafted after a sequence's first `count` tokens, and computed these."""
+        """Notes that the device has computed a sequence's first `count` tokens and drafted after them."""
         raise NotImplementedError
 
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:
@@ -259,7 +260,8 @@ class DraftModel:
         return progress
 
     def _sampler(self, sequence: Sequence) -> Sampler:
-        """A sampler like the sequence's, without its log-probabilities, constraint and target-only token ids."""
+        """A sampler like the sequence's, but without log-probabilities, constraint and token ids that only the target
+        has."""
         params, vocab = sequence.params, self._runner.decoder.config.vocab_size
         bias = {token: value for token, value in params.logit_bias.items() if token < vocab}
         plain: SamplingParams = replace(

@@ -1,12 +1,11 @@
 """Drafts by the model's own layer for it (multi-token prediction, models/draft_layer.py).
 
-It is a draft model over the target's block tables, which also reads the hidden rows that the target's steps keep there:
-of a position once the target has computed the one before. After the first token of a draft it reads its own rows, which
-it writes where the target's will be. What the target has accepted of a draft is computed again, from the target's rows.
+It is a draft model over the target's block tables that also reads the hidden rows which the target's steps keep: for a
+position, that of the position before. After the first token of a draft it reads its own rows, and writes them where the
+target's will be. Accepted tokens of a draft are computed again, from the target's rows.
 
-Where the device samples, a step of its own drafts, verifies and accepts (runners/draft_graphs.py). The layer then goes
-on with the rows up to the newest token that it may lack: those that the last draft may have added, and those of a few
-steps without one.
+Where the device samples, one step drafts, verifies and accepts (runners/draft_graphs.py). The layer then first computes
+the rows up to the newest token that it may lack: those of the last draft, and of a few steps without one.
 """
 
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ class MtpDrafts(DraftModel):
         self._most = most
 
     def begin_on_device(self, ends: Mapping[Sequence, int]) -> None:
-        """As DraftModel; what the layer lacks of sequences whose last step had no draft is computed ahead of it."""
+        """As DraftModel. For sequences whose last step had no draft, first computes the rows that the layer lacks."""
         assert self._on_device is not None
         window = self._on_device.window
         self.follow_all({each: len(each.token_ids) - window for each in ends if not self.goes_on(each)})
@@ -45,7 +44,7 @@ class MtpDrafts(DraftModel):
         return min(self._most, super().room(sequence))
 
     def follow_all(self, ends: Mapping[Sequence, int]) -> None:
-        """As DraftModel, as far as the target has computed the positions before."""
+        """As DraftModel, up to the position after the last that the target has computed."""
         super().follow_all({each: min(end, each.num_cached_tokens + 1) for each, end in ends.items()})
 
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, Seq[int]]:

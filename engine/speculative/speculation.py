@@ -6,9 +6,9 @@ first mismatch ends the draft. So the text is exactly that without drafts, greed
 accept drafts by rejection sampling instead, which preserves the distribution, not the text.) Drafts come from the
 sequence itself (draft_ngram.py), or, if it gives none, from a draft model (draft_model.py).
 
-A model's own layer drafts on a device that samples there, where the step verifies and accepts too (draft_mtp.py); the
-host then takes what was accepted as it takes sampled tokens. Sequences whose tokens the host samples, and all others of
-their step, have their drafts from the host.
+Where the device samples, a model's own layer drafts in the step that also verifies and accepts (draft_mtp.py); the host
+then takes the accepted tokens like sampled ones. If the host samples a sequence of a step, all sequences of that step
+get their drafts from the host.
 """
 
 import time
@@ -107,15 +107,15 @@ class Speculation:
     def of(
         cls, config: EngineConfig, scheduler: Scheduler, model: DraftModel | None, kind: str
     ) -> "Speculation | None":
-        """The speculation that the options ask for, on a device of this kind; None if they ask for no drafts."""
+        """The speculation that the options request, on a device of this kind; None: they request no drafts."""
         if not config.speculates:
             return None
         most, rows = draft_tokens(config, kind), draft_rows(config, kind)
         return cls(scheduler, config.draft_ngram, model, most, rows, config.drafts_on_host)
 
     def propose(self, plan: StepPlan) -> None:
-        """Sets the drafts of a decode step's sequences; in prefill, the draft model computes the chunks too, unless
-        none may be drafted soon."""
+        """Sets the drafts of a decode step's sequences. In prefill, the draft model computes the chunks too, unless a
+        draft is unlikely soon."""
         if plan.phase == "decode":
             if not self._draft_on_device(plan) and self._on_host:
                 self._draft(plan.sequences)
@@ -131,9 +131,9 @@ class Speculation:
         )
 
     def may_draft(self, sequence: Sequence) -> bool:
-        """Whether a sequence is likely to have a draft once the results in flight are known: it would have one after
-        the tokens known now. A step of it is not launched ahead then, as its draft follows from those results, unless
-        the device makes it."""
+        """Whether a sequence is likely to have a draft once the results in flight are known, because it would have one
+        after the tokens known now. Its next step is then not launched ahead, since the draft depends on those results,
+        unless the device drafts."""
         drafting = self._drafting(sequence)
         if drafting.index is not None and drafting.lookup.due:
             return bool(drafting.index.draft(sequence.token_ids, 1))
@@ -146,7 +146,7 @@ class Speculation:
         return self._on_host and drafting.model.due
 
     def committed(self, plan: StepPlan) -> None:
-        """Times the steps of one kind that follow each other: each takes the time from the end of the one before it."""
+        """Times successive steps of one kind: a step's time is counted from the end of the one before it."""
         kind = (len(plan.sequences), max(plan.drafted, default=0)) if plan.phase == "decode" else None
         (before, began), now = self._timed, self.clock()
         if kind is not None and kind == before:
@@ -179,8 +179,8 @@ class Speculation:
         return text
 
     def _accept(self, sequence: Sequence, verified: Verified, draft: Seq[int]) -> tuple[str, int, bool]:
-        """Appends the verified tokens of a draft; returns the text that becomes visible, how many drafted ones were
-        accepted, and whether the token after them could be sampled."""
+        """Appends the verified tokens of a draft; returns the text that becomes visible, the number of accepted tokens,
+        and whether the token after them could be sampled."""
         accepted, sample, is_whole = 0, verified.first, True
         text = sequence.advance(sample)
         while accepted < len(draft) and sample.token == draft[accepted]:
@@ -199,8 +199,8 @@ class Speculation:
         return text, accepted, is_whole
 
     def _draft_on_device(self, plan: StepPlan) -> bool:
-        """Leaves the drafts of a step to the device, if it can make those of all of its sequences; returns whether it
-        can. While drafts pause the step is a plain one."""
+        """Leaves the drafts of a step to the device and returns True, if it can draft for all sequences of the step.
+        While drafts pause, the step is plain."""
         model, sequences = self._model, plan.sequences
         most = 0 if model is None else min(self._most, model.most_on_device(len(sequences)))
         if model is None or not most:
@@ -223,7 +223,7 @@ class Speculation:
         return True
 
     def _will_draft(self) -> bool:
-        """Whether steps of the sequences that are there are likely to have drafts, made by the device."""
+        """Whether the device is likely to draft in steps of the present sequences."""
         scheduler = self._scheduler
         sequences = min(scheduler.parallel, len(scheduler.sequences))
         most = 0 if self._model is None else self._model.most_on_device(sequences)
@@ -241,7 +241,7 @@ class Speculation:
         return self._timed_lengths.setdefault(size, TimedLength(self._most))
 
     def _drafts_on_device(self, sequence: Sequence) -> bool:
-        """Whether the device can draft after a sequence's newest token, which it has or gets."""
+        """Whether the device can draft after a sequence's newest token, which is there or is given to it."""
         assert self._model is not None
         if not self._leaves_to_device(sequence) or sequence.replay:
             return False
@@ -270,7 +270,7 @@ class Speculation:
                 sequence.draft_bytes += len(draft) * self._model.bytes_per_token
 
     def _proposal(self, sequence: Sequence) -> _Proposal | None:
-        """The draft that is worth a try, as long as it can be; none after a token that is still in flight."""
+        """The longest draft that is worth a try; None if not any, or while a token is still in flight."""
         if sequence.num_cached_tokens + sequence.slot.launched > len(sequence.token_ids):
             self._drafting(sequence).wait()
             return None
