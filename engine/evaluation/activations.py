@@ -1,6 +1,6 @@
-"""Sums of squares of the activations that matrices multiply, taken at a backend's operations while a model computes.
+"""Sums of squares of the activations that each matrix multiplies, collected while a model computes.
 
-The decoder's own code runs, with a backend around its backend that looks at the inputs of matrix products.
+The decoder runs on a backend wrapped around its own, which reads the inputs of matrix products.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class Collector:
         }
 
     def collecting(self) -> AbstractContextManager[None]:
-        """While it lasts, what the decoder computes is added to the sums."""
+        """In this context the activations of all that the decoder computes are added to the sums."""
         holders = self._weights.holders
         return replaced(holders, [_ObservedBackend(getattr(holder, key), self) for holder, key in holders])
 
@@ -65,20 +65,21 @@ class Collector:
         return found
 
     def dense(self, weight: Any, rows: Tensor) -> None:
-        """Rows [T, columns] that meet a matrix, or several on the same input."""
+        """Adds rows [T, columns] that a matrix multiplies, or several matrices on the same input."""
         if (parts := self._weights.of.get(id(weight))) is not None:
-            for name in filter(_of_layer, parts.names):
-                self._add(name, rows[:, : parts.cols])
+            for name in parts.names:
+                if name.startswith("blk."):  # llama-imatrix leaves others out, too
+                    self._add(name, rows[:, : parts.cols])
 
     def router(self, router: Router, rows: Tensor) -> None:
-        """Rows that meet a router's matrix, and its gate of the shared expert."""
+        """Adds rows that a router's matrix multiplies, and its gate of the shared expert."""
         if (name := self._routers.get(id(router))) is not None:
             self._add(f"{name}.weight", rows)
             if router.shared_gate is not None:
                 self._add(f"{name}_shexp.weight", rows)
 
     def experts(self, weight: Any, rows: Tensor, routing: Routing) -> None:
-        """Rows [T, k, columns] that meet the experts of a routing, or [T, columns] that meet all of a token's."""
+        """Adds rows that experts multiply: [T, k, columns], one for each expert, or [T, columns], one for a token."""
         parts = self._weights.of.get(id(weight))
         if parts is None:
             return
@@ -108,11 +109,6 @@ class Collector:
             self.counts[name] += counts
         else:
             self.squares[name], self.counts[name] = squares, counts
-
-
-def _of_layer(name: str) -> bool:
-    """Whether a tensor is a layer's: others are left out, as llama-imatrix does."""
-    return name.startswith("blk.")
 
 
 class _ObservedBackend:

@@ -1,8 +1,9 @@
-"""What the quantization of each tensor costs: the divergence that goes away when it alone is restored from model a.
+"""The cost of each tensor's quantization: how much the divergence falls when that tensor alone is restored from model
+a.
 
-Both models are loaded. Of each chunk the logits of a are computed once, then those of b as it is, and of b with one
-tensor after the other as a has it. Experts of a layer are restored together, by kind. The other way round, `alone`, a
-has one tensor after the other as b has it: what that adds is never lost in the noise of the other tensors' errors.
+Both models are loaded. For each chunk the logits of a are computed once, then those of b, and those of b with one
+tensor after the other taken from a. Experts of a layer are restored together, by kind. With `alone`, the other way
+round, a gets one tensor after the other from b, so that its cost is not lost in the noise of the other tensors' errors.
 """
 
 import time
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from quengine.llm import LLM
 
 Step = Callable[[int, int], None]
-"""Called before each computation of a chunk with how many are done, and their number in all."""
+"""Called before each computation of a chunk with the number of those done, and of all."""
 
 
 def _unseen(_done: int, _total: int) -> None:
-    """A step that nobody watches."""
+    """The `Step` that does nothing."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class TensorCost:
     """One tensor, or the tensors of a layer's experts of one kind.
 
     Attributes:
-        names: of the tensors. type_a, type_b: their types in both files. weights: their number.
-        bytes_a, bytes_b: in both files.
-        kl: the divergence of b from a, less what it is with these tensors as in a, in nats: what their quantization
-            costs; or `alone` that of a with these tensors as in b. The error is of the mean over tokens.
+        names: the tensors' names. type_a, type_b: their types in both files. weights: the number of their elements.
+        bytes_a, bytes_b: their sizes in both files.
+        kl: the cost in nats: by how much the divergence of b from a falls with these tensors taken from a; with `alone`
+            the divergence from a of a with these tensors taken from b. Its error is that of the mean over tokens.
     """
 
     names: tuple[str, ...]
@@ -150,7 +151,7 @@ class _Exchange:
 
     @contextmanager
     def exchanged(self, unit: _Unit) -> Iterator[None]:
-        """While it lasts, the target computes with the source's tensors of this unit."""
+        """In this context the target computes with the source's tensors of this unit."""
         places = [place for parts in unit.parts for place in parts.places]
         own = [getattr(holder, key) for holder, key in places]
         with on_device(self._llm.loaded.device):
@@ -166,7 +167,7 @@ class _Exchange:
                 setattr(holder, key, weight)
 
     def _exchanged(self, part: QuantTensor, unit: _Unit) -> QuantTensor:
-        """The same rows of the source's tensor; the part itself where the tensor is none of the unit's."""
+        """The same rows of the source's tensor; `part` itself where its tensor is not in the unit."""
         if part.name not in unit.names:
             return part
         whole, other = self.target[part.name], self.source[part.name]

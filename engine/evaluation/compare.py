@@ -1,7 +1,7 @@
-"""A model compared with another on the same tokens, in turns, chunk by chunk; nothing is stored.
+"""Compares a model with another on the same tokens, chunk by chunk; nothing is stored.
 
-The logits of model a of a part of a chunk are held while model b computes the same part: `_HELD_BYTES` at most. In
-place of a there may be a file of llama-perplexity's log-probabilities.
+Model a's logits of a part of a chunk (at most `_HELD_BYTES`) are held while model b computes the same part. A file of
+llama-perplexity's log-probabilities may take the place of a.
 """
 
 import time
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from quengine.llm import LLM
 
 _HELD_BYTES = 256 << 20
-"""fp32 logits of model a that are held at once, at most."""
+"""The most bytes of model a's fp32 logits that are held at once."""
 
 Progress = Callable[[FileDivergence], None]
 
 
 class Base(Protocol):
-    """What a model is compared with."""
+    """The model or file with which a model is compared."""
 
     name: str
 
     def begin(self, number: int, ids: Seq[int], first: int) -> None:
-        """A part of chunk `number` comes: rows of positions `first` .. len(ids) - 1."""
+        """Begins a part of chunk `number`: the rows of positions `first` .. len(ids) - 1."""
         ...
 
     def rows(self, logits: "Tensor", position: int, targets: Seq[int]) -> TokenRows:
@@ -112,14 +112,14 @@ def _chunk_rows(base: Base, llm: "LLM", number: int, chunk: ScoredTokens) -> Tok
 
 
 def parts_of(chunk: ScoredTokens, vocab: int) -> Iterator[tuple[list[int], int]]:
-    """A chunk as prompts with the first position whose logits are wanted, such that these may be held."""
+    """The parts of a chunk, as (prompt, first position whose logits are wanted). The logits of one part may be held."""
     last, most = len(chunk.ids) - 1, max(1, _HELD_BYTES // (4 * vocab))
     for first in range(chunk.first - 1, last, most):
         yield chunk.ids[: min(first + most, last)], first
 
 
 def part_rows(base: Base, llm: "LLM", chunk: ScoredTokens, ids: list[int], first: int) -> TokenRows:
-    """The values of the tokens after positions `first` .. len(ids) - 1 of a chunk, which the base has begun with."""
+    """The values of the tokens after positions `first` .. len(ids) - 1 of a chunk. `base.begin` was called for them."""
     found = list[TokenRows]()
 
     def take(logits: "Tensor", position: int) -> None:

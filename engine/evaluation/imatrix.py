@@ -117,7 +117,7 @@ def collect(
 
 
 class _Inputs:
-    """What the matrices of a model read, on all ranks with layers of it. Raises EngineError as `Collector` does."""
+    """The sums over the inputs of a model's matrices, on all ranks. Raises EngineError as `Collector` does."""
 
     def __init__(self, llm: "LLM") -> None:
         from quengine.evaluation.activations import Collector
@@ -128,7 +128,7 @@ class _Inputs:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """While it lasts, what they read is added to the sums."""
+        """In this context the inputs of all that the model computes are added to the sums."""
         with self._runner.together(ObserveInputs(self._run, True)):
             pass
         try:

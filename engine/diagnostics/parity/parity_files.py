@@ -134,16 +134,12 @@ def _compared(a: Checkpoint, b: Checkpoint) -> FileComparison:
     differing, shared = [], 0
     for name in (name for name in tensors_a if name in tensors_b):  # in the file's order
         one, other = tensors_a[name], tensors_b[name]
-        if _alike(one, other):
+        if one.format.name == other.format.name and one.shape == other.shape:
             shared += 1
             if difference := _difference(one, other):
                 differing.append(difference)
     count = len(tensors_a.keys() | tensors_b.keys())
     return FileComparison(count, differing, count - shared, _settings(a.config, b.config))
-
-
-def _alike(a: QuantTensor, b: QuantTensor) -> bool:
-    return a.format.name == b.format.name and a.shape == b.shape
 
 
 def _difference(a: QuantTensor, b: QuantTensor) -> TensorDifference | None:
