@@ -1,8 +1,8 @@
-"""How a model writes an answer: which of its text is reasoning, which is for the user, and which are tool calls.
+"""The format of a model's answers: which of the text is reasoning, which is for the user, and which are tool calls.
 
-Which form a model has, `request.chat_format` finds. `answer_violation` checks a finished answer.
+`request.chat_format` finds the format of a model. `answer_violation` checks a finished answer.
 
-`prompt` is everywhere the end of the prompt as text, which may have begun the answer: DeepSeek-R1's opens the section.
+Every `prompt` here is the text of the prompt's end, which may begin the answer: DeepSeek-R1's opens the reasoning.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +22,11 @@ NO_CALLS = "tools: the chat template of this model has no known form of calls"
 
 
 class AnswerFormat(Protocol):
-    """One model's way.
+    """The answer format of one model.
 
     Attributes:
-        calls_tools: whether it has a form of calls; where it has none, no tool may be given.
-        reasons: whether an answer may have reasoning.
+        calls_tools: answers may call tools; if not, a request may give none.
+        reasons: answers may have reasoning.
         efforts: the values of the template's variable `reasoning_effort`; None where they are not known.
     """
 
@@ -40,13 +40,13 @@ class AnswerFormat(Protocol):
     def efforts(self) -> tuple[str, ...] | None: ...
 
     def shown(self, use: ToolUse) -> frozenset[int]:
-        """Control tokens that the parsed text has to show (`LLM.stream(..., show_special=...)`)."""
+        """The control tokens whose names the parser needs in the text (`LLM.stream(..., show_special=...)`)."""
         ...
 
     def messages(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> Sequence[Mapping[str, Any]]:
-        """A request's messages as the template reads them, with `tools` in one where it shows none itself.
+        """A request's messages as the template reads them. One of them describes `tools` where the template does not.
 
         Raises:
             EngineError: the template cannot be given a message.
@@ -60,16 +60,16 @@ class AnswerFormat(Protocol):
     def constraint(
         self, use: ToolUse, text: ConstraintSpec | None, prompt: str = ""
     ) -> ConstraintSpec | None:
-        """What the answer as it is generated has to be: calls where `use` requires one, else a text of `text`.
+        """The constraint of the whole answer: calls where `use` requires one, else a text that `text` constrains.
 
         Raises:
-            EngineError: a tool's schema is no JSON schema, or all together are too large; or the model has no form of
-                calls.
+            EngineError: a tool's schema is no JSON schema, or all together are too large; or the model calls no tools.
         """
         ...
 
     def bounded(self, spec: ConstraintSpec | None, prompt: str, budget: int) -> ConstraintSpec | None:
-        """`spec` with at most `budget` tokens of reasoning; -1: any number. Raises EngineError where none holds."""
+        """`spec` with at most `budget` tokens of reasoning; -1: any number. Raises EngineError where the format cannot
+        be limited."""
         ...
 
     def parser(self, use: ToolUse, prompt: str = "") -> AnswerParser:
@@ -77,25 +77,25 @@ class AnswerFormat(Protocol):
         ...
 
     def with_reasoning_in_text(self) -> "AnswerFormat":
-        """The same form, but reasoning stays in the text. Raises EngineError where it cannot."""
+        """The same format with reasoning as part of the text. Raises EngineError where that is impossible."""
         ...
 
     def continuation(self, prompt: str, reasoning: str, text: str) -> list[tuple[str, str]]:
-        """What follows a prompt where an answer has begun: pairs of what the form writes and what is given."""
+        """The text after a prompt whose answer has begun, as pairs: what the format writes, then what is given."""
         ...
 
     def reasoning_tokens(
         self, use: ToolUse, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], prompt: str = ""
     ) -> int:
-        """How many of an answer's tokens are text of its reasoning. `decode`: the text of tokens, all of them."""
+        """How many of an answer's tokens are reasoning. `decode`: the text of tokens, control tokens included."""
         ...
 
 
 @dataclass(frozen=True)
 class TextFormat:
-    """Text as it is, with calls of the form `calls`; of none where that is None.
+    """Text without reasoning, with tool calls of the form `calls`; None: without calls.
 
-    marked: every answer has marks of that form, calls or not.
+    marked: every answer has marks of that form, with calls or without.
     """
 
     calls: CallFormat | None = None
@@ -152,14 +152,14 @@ class TextFormat:
 
 
 PROMPT_TOKENS = 64
-"""So many tokens at the end of a prompt hold what it has begun of an answer."""
+"""The number of tokens at a prompt's end that are enough to hold the beginning of an answer."""
 
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def nearest_effort(form: AnswerFormat, template: str | None, effort: str) -> str | None:
-    """The effort that a template takes in place of `effort`: the nearest of its own, or None where it has none."""
+    """The template's effort that is nearest to `effort`; None where it has no efforts and no switch."""
     if form.efforts is not None:
         place = _EFFORTS.index(effort)
         return min(form.efforts, key=lambda each: abs(_EFFORTS.index(each) - place))
@@ -168,7 +168,7 @@ def nearest_effort(form: AnswerFormat, template: str | None, effort: str) -> str
 
 
 def effort_variables(form: AnswerFormat, template: str | None, effort: str | None) -> dict[str, Any]:
-    """The variables by which a template sets how long to reason; None: as long as it does, but it reasons.
+    """The template's variables for a reasoning effort; None: the template's own effort, with reasoning on.
 
     Where the template only switches reasoning on and off, "none" is off and any other effort on.
 
@@ -195,7 +195,7 @@ def switch_variables(form: AnswerFormat, template: str | None, on: bool) -> dict
 def answer_violation(
     spec: ConstraintSpec | None, use: ToolUse | None, text: str, calls: Sequence[ToolCall] = ()
 ) -> str | None:
-    """What of a finished answer is not valid under the schemas that it was held to, in one line; None where all is.
+    """The first violation in a finished answer of the schemas that constrained it, in one line; None: it is valid.
 
     Args:
         spec: the request's constraint.

@@ -1,7 +1,7 @@
-"""What parsers of a model's answer share: the text as it comes, and deltas as they become certain.
+"""The base of the parsers of answers: text goes in as it comes, and deltas come out as soon as they are certain.
 
-A parser is a coroutine (`_answer`): it waits where it needs more text, and so reads like one for a whole text. How the
-text was cut into pieces changes where deltas are cut, and nothing else.
+A parser is a coroutine (`_answer`) that waits where it needs more text, so that it reads like the parser of a whole
+text. How the text is cut into pieces changes only where the deltas are cut.
 """
 
 import re
@@ -21,7 +21,7 @@ _NAME_CHARACTERS = re.compile(r"[a-zA-Z0-9_-]+")
 
 
 class NoMatchError(Exception):
-    """What follows is not what is read here, or is cut off."""
+    """The text that follows is not of the form that is being read, or is cut off."""
 
 
 def held_back(text: str, marks: Collection[str]) -> int:
@@ -43,12 +43,12 @@ class AnswerParser(ABC):
         next(self._reader, None)
 
     def push(self, text: str) -> list[Delta]:
-        """What this piece makes certain."""
+        """The deltas that this piece makes certain."""
         self._text += text
         return self._resumed()
 
     def finish(self) -> list[Delta]:
-        """What was held back, once there is no more text. A call that was cut off keeps what it had."""
+        """The deltas that were held back, at the end of the text. A call that is cut off keeps its beginning."""
         self._closed = True
         return self._resumed()
 
@@ -95,7 +95,7 @@ class AnswerParser(ABC):
         return word
 
     def _take(self, text: str) -> Reading[bool]:
-        """Read over `text` if it follows. At the end of all text a beginning of it counts as cut off."""
+        """Skips `text` if it follows, and says whether it does. At the end of the answer its beginning is enough."""
         while text.startswith(rest := self._text[self._at : self._at + len(text)]) and rest != text:
             if self._closed:
                 self._at += len(rest)
@@ -112,7 +112,7 @@ class AnswerParser(ABC):
         self._at += 1
 
     def _emit(self, delta: Delta) -> None:
-        """Give out a delta, as one with the one before where both go on with the same."""
+        """Emits a delta, joined to the last one where both belong to the same text or call."""
         last = self._out[-1] if self._out else None
         if isinstance(delta, TextDelta | ReasoningDelta) and type(last) is type(delta):
             self._out[-1] = type(delta)(last.text + delta.text)

@@ -1,4 +1,4 @@
-"""gpt-oss's way of writing answers, harmony: messages with a channel, of which one may go to a tool.
+"""harmony, the answer format of gpt-oss: messages, each with a channel and perhaps a recipient, a tool.
 
     <|start|>assistant to=RECIPIENT<|channel|>CHANNEL to=RECIPIENT <|constrain|>TYPE<|message|>BODY<|end|>
 
@@ -61,13 +61,13 @@ class _CutOffError(Exception):
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a message; None for what it lacks."""
+    """The header of a message, whose channel or recipient may be absent (None)."""
 
     channel: str | None
     recipient: str | None
 
     def called(self, names: frozenset[str]) -> str | None:
-        """The tool that the message calls, where any of `names` may be called."""
+        """The tool that the message calls; None: it calls none, or `names`, the tools that may be called, is empty."""
         if not names or self.recipient is None:
             return None
         name = self.recipient.removeprefix(FUNCTIONS)
@@ -84,9 +84,9 @@ class HarmonyParser(AnswerParser):
     """Parses one answer.
 
     Args:
-        names: the tools that may be called. Any function is then a call: models also call what there is not.
+        names: the tools that may be called. If there are any, a message to an unknown function is a call, too.
         new_id: makes the id of a call.
-        only_calls: the answer is held to a call, so that text is what was cut off: it is not given out.
+        only_calls: the answer is constrained to a call. Text can then only be a call that was cut off, and is dropped.
     """
 
     def __init__(self, names: frozenset[str], new_id: Callable[[], str], only_calls: bool = False) -> None:
@@ -116,7 +116,7 @@ class HarmonyParser(AnswerParser):
         self._end_message()
 
     def _give_back(self, first: bool) -> None:
-        """What was read is no header: its opener is text, and what follows it is read again."""
+        """Takes back a header that was none: its opener becomes text, and what follows is read again."""
         opener = None if first else _OPENER.match(self._text)
         self._at = 0 if opener is None else opener.end()
         self._say(self._text[: self._at])
@@ -133,7 +133,7 @@ class HarmonyParser(AnswerParser):
         self._apart = self._kind in self._begun
 
     def _body(self) -> Reading[bool]:
-        """Give the message out up to what may be another header; False at the end of the answer."""
+        """Emits the message up to what may be another header; False at the end of the answer."""
         while True:
             opener = _OPENER.search(self._text, self._at)
             held = 0 if self._closed else held_back(self._text, _OPENERS)
@@ -166,7 +166,8 @@ class HarmonyParser(AnswerParser):
     # --- headers
 
     def _header(self, first: bool) -> Reading[Header]:
-        """Read a header with the end of the message before it. `first`: after the prompt's `<|start|>assistant`."""
+        """Reads a header, and before it the end of the last message. `first`: the header after the prompt's
+        `<|start|>assistant`."""
         for end in _ENDS:
             if (yield from self._follows(end)):
                 break
@@ -192,16 +193,18 @@ class HarmonyParser(AnswerParser):
         return (yield from self._unspaced())
 
     def _unspaced(self) -> Reading[str]:
-        """The text up to a space or a mark, and the white space around it."""
+        """Reads up to a space or a mark, and the white space around it; returns the text without white space."""
         yield from self._space()
         parts: list[str] = []
-        while (yield from self._some()) and (length := self._span(_UNSPACED)):
+        yield from self._some()
+        while length := self._span(_UNSPACED):
             self._pass(length, parts.append)
+            yield from self._some()
         yield from self._space()
         return "".join(parts)
 
     def _follows(self, text: str, read: bool = True) -> Reading[bool]:
-        """Whether `text` comes next; it is read over with `read`. Raises _CutOffError at the end of the answer."""
+        """Whether `text` comes next; it is skipped if `read`. Raises _CutOffError at the end of the answer."""
         at = self._at
         yield from self._some()
         found = yield from self._take(text)
@@ -211,11 +214,10 @@ class HarmonyParser(AnswerParser):
             self._at = at
         return found
 
-    def _some(self) -> Reading[bool]:
-        """Wait for a character. Raises _CutOffError where none follows."""
+    def _some(self) -> Reading[None]:
+        """Waits for a character. Raises _CutOffError where none follows."""
         if not (yield from self._peek()):
             raise _CutOffError
-        return True
 
 
 _MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)
@@ -226,7 +228,7 @@ _REASONING_KEYS = ("reasoning_content", "reasoning")  # other servers' names for
 
 @dataclass(frozen=True)
 class HarmonyFormat:
-    """`controls` are the control tokens by name that messages are made of; see `answer_format.AnswerFormat`."""
+    """The `answer_format.AnswerFormat` of harmony. controls: the ids of its control tokens, by name."""
 
     controls: Mapping[str, int] = field(default_factory=dict, hash=False)
     calls_tools = True
@@ -235,7 +237,7 @@ class HarmonyFormat:
 
     @classmethod
     def of(cls, template: str, tokenizer: "Tokenizer") -> "HarmonyFormat | None":
-        """From the text of a chat template and the vocabulary; None where the template writes no such messages."""
+        """The format of a model with this chat template and vocabulary; None where the template writes no harmony."""
         written = all(text in template for text in (START, CHANNEL, MESSAGE))
         return cls(control_ids(tokenizer, _MARKERS)) if written else None
 
@@ -248,9 +250,9 @@ class HarmonyFormat:
     ) -> list[Mapping[str, Any]]:
         """A request's messages as the template reads them.
 
-        The template writes instructions from the first message alone: those at the beginning are joined. It writes
-        the first call of a message, and takes a result for that of the call before it: calls of one message become
-        messages of their own, each followed by its result.
+        The template writes instructions only from the first message, so those at the beginning are joined. It writes
+        only the first call of a message, and takes a result for that of the call before it. So each call of a message
+        becomes a message of its own, followed by its result.
 
         Raises:
             EngineError: instructions follow other messages, or a call's arguments are no JSON object.
@@ -274,7 +276,7 @@ class HarmonyFormat:
     def constraint(
         self, use: ToolUse, text: ConstraintSpec | None, prompt: str = ""
     ) -> ConstraintSpec | None:
-        """The grammar of the whole answer: reasoning, then a required call or a text that `text` asks for.
+        """The grammar of the whole answer: reasoning, then a required call or a text that `text` constrains.
 
         Raises:
             EngineError: a tool's schema is no JSON schema, or all together are too large.
@@ -319,7 +321,7 @@ class HarmonyFormat:
     def reasoning_tokens(
         self, use: ToolUse, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], prompt: str = ""
     ) -> int:
-        """All tokens between two control tokens are of one message."""
+        """As the protocol's. All tokens between two control tokens belong to one message."""
         parser, count = self.parser(use, prompt), 0
         marks = frozenset(self.controls.values())
         for _, run in itertools.groupby(tokens, marks.__contains__):
@@ -329,7 +331,7 @@ class HarmonyFormat:
         return count
 
     def _start(self, last: str) -> str:
-        """The grammar's beginning: `last`, or reasoning and then that."""
+        """The grammar's beginning: `last`, with reasoning before it or without."""
         thought = f'{self._marker(CHANNEL)} "analysis" {self._marker(MESSAGE)} /(?s:.)*/ {self._marker(END)}'
         again = f'{self._marker(START)} "assistant"'
         return f"start: thought? last\nthought: {thought} {again}\nlast: {last}"
@@ -365,7 +367,8 @@ def _as_read(message: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def _one_call_a_message(turn: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """A message and the results after it: each call as a message with its results, those of no call at the end."""
+    """A message and the results after it, in which each call is a message followed by its results. Results of no call
+    come last."""
     calls = turn[0].get("tool_calls", ()) if turn else ()
     if len(calls) < 2:
         return turn
@@ -380,7 +383,7 @@ def _one_call_a_message(turn: list[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def _with_instructions(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with those of instructions at their beginning as one."""
+    """The messages, with all instructions at the beginning joined into one. Raises EngineError for later ones."""
     given = [n for n, message in enumerate(messages) if message.get("role") in _INSTRUCTIONS]
     if given != list(range(len(given))):
         raise EngineError(

@@ -1,7 +1,7 @@
-"""Answers of models that reason between two tags, in front of a text or calls that another form has.
+"""The format of answers that begin with reasoning between two tags; another format has the text or calls after it.
 
-The section begins where the answer does, or in the prompt. A tag that stands later is text. White space around the
-reasoning, and before the text after it, belongs to the tags. A section that is cut off is reasoning to its end.
+The section begins the answer, or is opened by the prompt. A tag at any later place is text. White space around the
+reasoning, and before the text after it, belongs to the tags. If the section is cut off, all of it is reasoning.
 """
 
 import json
@@ -23,9 +23,9 @@ class ReasoningParser(AnswerParser):
     """Parses one answer.
 
     Args:
-        tags: the section's.
-        state: whether the prompt has begun the section ("open"), or ended it ("closed").
-        rest: the parser of what follows.
+        tags: the tags of the section.
+        state: whether the prompt has opened the section ("open"), or closed it ("closed").
+        rest: the parser of the text after the section.
 
     Attributes:
         inside: whether what comes next is reasoning.
@@ -60,7 +60,7 @@ class ReasoningParser(AnswerParser):
             yield
 
     def _section(self) -> Reading[None]:
-        """Give out the reasoning, and read over the closing tag."""
+        """Emits the reasoning, and skips the closing tag."""
         end = self._tags.end
         yield from self._space()
         while True:
@@ -82,13 +82,13 @@ class ReasoningParser(AnswerParser):
             yield
 
     def _header(self) -> Reading[None]:
-        """Read over what stands between the section and the text."""
+        """Skips the white space and the header between the section and the text."""
         yield from self._space()
         if self._tags.header and (yield from self._follows(self._tags.header)):
             yield from self._space()
 
     def _follows(self, tag: str) -> Reading[bool]:
-        """Read over `tag`, and white space before it, if it follows as a whole; else nothing is read."""
+        """Skips `tag`, and white space before it, if all of it follows; else reads nothing."""
         at = self._at
         yield from self._space()
         while True:
@@ -143,7 +143,7 @@ class ReasoningFormat:
     def messages(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> Sequence[Mapping[str, Any]]:
-        """As the rest has them, an answer's reasoning under every name that a template may read."""
+        """The messages of `rest`, with an answer's reasoning under every name that a template may read."""
         return [
             {**message, **dict.fromkeys(REASONING_KEYS, thought)}
             if (thought := reasoning_in(message))
@@ -157,10 +157,10 @@ class ReasoningFormat:
     def constraint(
         self, use: ToolUse, text: ConstraintSpec | None, prompt: str = ""
     ) -> ConstraintSpec | None:
-        """What the rest has to be, with the section before it: required in an open one, else optional.
+        """The constraint of `rest` with the section before it: required where the prompt opened it, else optional.
 
         Raises:
-            EngineError: as the rest's.
+            EngineError: as `rest.constraint`.
         """
         spec, state = self.rest.constraint(use, text), self.tags.state(prompt)
         if spec is None or state == "closed":
@@ -180,7 +180,7 @@ class ReasoningFormat:
         return replace(spec, budget=bound) if spec else ConstraintSpec("reasoning budget", "", bound)
 
     def continuation(self, prompt: str, reasoning: str, text: str) -> list[tuple[str, str]]:
-        """A prompt that has closed its section takes no reasoning any more."""
+        """As the protocol's. The reasoning is left out where the prompt has closed the section."""
         state, closing = self.tags.state(prompt), self.tags.closing + self.tags.header
         if reasoning and state != "closed":
             thought = ("" if state == "open" else self.tags.opening, reasoning)
@@ -194,7 +194,7 @@ class ReasoningFormat:
     def reasoning_tokens(
         self, use: ToolUse, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], prompt: str = ""
     ) -> int:
-        """The tokens between the tags, with the beginning of a closing tag of several."""
+        """The tokens between the tags, and the first ones of a closing tag that has several."""
         if not self.apart:
             return 0
         parser, count = ReasoningParser(self.tags, self.tags.state(prompt), self.rest.parser(use)), 0
@@ -207,7 +207,7 @@ class ReasoningFormat:
         return count
 
     def _until_end(self) -> str:
-        """The rest of an open section in a grammar, with the closing tag and what belongs to it."""
+        """The grammar of the rest of an open section: reasoning, the closing tag, white space and the header."""
         end, header = self.tags.end, self.tags.header
         after = f" {_SPACE} ({self._tag(header)})?" if header else ""
         if any(name in end for name in self.controls):
@@ -215,7 +215,7 @@ class ReasoningFormat:
         return f"ended{after} {_SPACE}\nended[lazy]: /(?s:.)*{_regex(end)}/"
 
     def _tag(self, text: str) -> str:
-        """A tag in a grammar: its control tokens, and letters between them."""
+        """The grammar of a tag: control tokens, and the letters between them."""
         parts: list[str] = []
         while text:
             name = next((each for each in self.controls if text.startswith(each)), None)

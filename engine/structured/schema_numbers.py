@@ -72,7 +72,7 @@ def exact_numbers(schema: Mapping[str, Any]) -> dict[str, Any] | None:
     multiple = schema.get("multipleOf")
     if schema["type"] == "integer" and multiple not in (None, 1):
         return _multiples(low, high, multiple)
-    if multiple not in (None, 1) or any(_is_long(schema[key]) for key in _BOUNDS & schema.keys()):
+    if multiple not in (None, 1) or any(abs(schema[key]) >= _TOO_LONG for key in _BOUNDS & schema.keys()):
         return None
     if schema["type"] == "integer":
         return {"type": "integer", EXACT: _integer_range(low, high)}
@@ -94,10 +94,6 @@ def _spellings(value: float) -> list[str]:
     plain = format(Decimal(repr(value)), "f").removesuffix(".0")
     written = [plain, json.dumps(value)] if len(plain) <= 400 else [json.dumps(value)]
     return [each.replace(".", "\\.").replace("+", "\\+") for each in dict.fromkeys(written)]
-
-
-def _is_long(value: float) -> bool:
-    return abs(value) >= _TOO_LONG
 
 
 def _integers(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:

@@ -1,4 +1,4 @@
-"""How tool calls are written around their names and arguments: a description, and the grammar that follows from it.
+"""The form of tool calls: a description of the texts around names and arguments, and the grammar that follows from it.
 
     OPEN call (SEPARATOR call)* CLOSE          call = HEAD name MIDDLE arguments TAIL
 
@@ -24,10 +24,10 @@ from quengine.structured.schema_dialect import standard_schema
 from quengine.structured.tool_calls import Tool
 
 NAME, ID, INDEX = "\ue100", "\ue101", "\ue102"
-"""Stand in the texts of a description for the call's name, its id and its number in the answer."""
+"""Placeholders in the texts of a form: for the call's name, its id, and its number in the answer."""
 SLOTS = NAME + ID + INDEX
 KEY = "\ue103"
-"""Stands in a parameter's tail for its key."""
+"""The placeholder of a parameter's key, in its tail."""
 
 SEPARATED_TYPES = ("string", "integer", "number", "boolean", "object", "array")
 """The JSON types of `ParameterForm.separators`."""
@@ -44,7 +44,7 @@ _BARE_RULES = """\
 
 @dataclass(frozen=True)
 class ObjectKeys:
-    """Where a call is one JSON object: its keys, and what stands before and after the object in `head` and `tail`."""
+    """The keys of a call that is one JSON object, and the texts before and after the object, in `head` and `tail`."""
 
     name: str
     arguments: str
@@ -57,9 +57,9 @@ class ParameterForm:
     """Parameters one by one.
 
     Attributes:
-        separators: what stands between key and value, by the value's JSON type.
-        quote: what strings are quoted with, where they are; other values then end where they are whole.
-        bare: keys within values have no quotes, and strings there have `quote`.
+        separators: the text between key and value, by the value's JSON type.
+        quote: the quote of strings; other values then end where they are complete. "": strings have no quotes.
+        bare: keys within values have no quotes, and strings within values have `quote`.
         item: values that are objects or arrays are elements as the parameters themselves, those of an array of this
             name; empty where values are JSON.
     """
@@ -74,18 +74,18 @@ class ParameterForm:
 
     @property
     def typed(self) -> bool:
-        """Whether the text between key and value tells strings from other values."""
+        """Whether the text between key and value depends on the value's type."""
         return len(set(self.separators.values())) > 1
 
     @property
     def separator_start(self) -> str:
-        """What all separators begin with, which ends a key."""
+        """The common beginning of all separators, which ends a key."""
         return common_start(*self.separators.values()).rstrip()
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """One way of writing calls.
+    """One form of calls.
 
     Attributes:
         several: whether an answer may hold several calls.
@@ -121,7 +121,7 @@ class CallForm:
 
     @property
     def starts_marked(self) -> bool:
-        """Whether something tells a call's beginning from text: more than white space, brackets and quotes."""
+        """Whether the beginning of a call is unlike text: it has more than white space, brackets and quotes."""
         return bool(re.search(r"[^\[{(\"\s]", self.open + self.head.partition("{")[0]))
 
     @property
@@ -145,7 +145,7 @@ class CallForm:
         return None
 
     def texts(self) -> Iterator[str]:
-        """All texts of the description, which may have control tokens in them."""
+        """All texts of the form, which may contain control tokens."""
         yield from (self.open, self.head, self.middle, self.tail, self.separator, self.close)
         yield from (self.text_mark, *self.text_ends, self.python_tag)
         if self.parameters is not None:
@@ -154,7 +154,7 @@ class CallForm:
             yield from self.parameters.separators.values()
 
     def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-        """Calls, each with its name and arguments, as an answer has them."""
+        """The text of calls in an answer, given their names and arguments."""
         texts = []
         for number, (name, arguments) in enumerate(calls):
             call = f"{self.head}{NAME}{self.middle}{self._arguments(arguments)}{self.tail}"
@@ -175,7 +175,8 @@ class CallForm:
 
 
 class CallGrammar:
-    """The grammar of an answer that must be calls. `literal` writes a text of the form: markers, where it has such."""
+    """The grammar of an answer that must be calls. literal: the expression of a text of the form, with its control
+    tokens."""
 
     def __init__(self, form: CallForm, literal: Callable[[str], str]) -> None:
         self._form = form
@@ -203,9 +204,9 @@ class CallGrammar:
         yield f"{rule}: {head} {json.dumps(tool.name)} {middle} {arguments} {tail}"
 
     def _parameters(self, prefix: str, tool: Tool, form: ParameterForm) -> Iterator[str]:
-        """Rules of parameters in the order of the schema, those that are not required left out at will.
+        """The rules of parameters in the order of the schema; those that are not required may be left out.
 
-        With a text between two, a rule `_from{n}` is what may follow once there was one.
+        If the form has a text between parameters, the rule `_from{n}` is what may follow after the first one.
         """
         parameters = standard_parameters(tool)
         properties = _properties(parameters)
@@ -230,7 +231,7 @@ class CallGrammar:
         yield f"{prefix}arguments: {prefix}first0"
 
     def _values(self, key: str, schema: Any, form: ParameterForm, prefix: str) -> str:
-        """Separator, value and tail. Strings stand as they are, other values as JSON or elements."""
+        """Separator, value and tail. Strings are written as they are, other values as JSON or elements."""
         schema = schema if isinstance(schema, Mapping) else {}
         own = replace(form, tail=form.tail.replace(KEY, key))
         return f"({' | '.join(self._alternatives(schema, own, form, prefix))})"
@@ -268,7 +269,7 @@ class CallGrammar:
             yield f"{self._text(separator)} {value} {tail}"
 
     def _elements(self, schema: Mapping[str, Any], kind: str, form: ParameterForm, prefix: str) -> str:
-        """What is within a value of objects or arrays: an array's items, or an object's properties in their order."""
+        """The content of an array or object: the array's items, or the object's properties in their order."""
         head = self._text(form.head)
         if kind == "array":
             items = schema.get("items", {})
@@ -290,7 +291,7 @@ class CallGrammar:
         return f"{head} {key} {separator} ({within}) {key} {self._text(end)}"
 
     def _string(self, schema: Any, form: ParameterForm) -> str:
-        """A string and the tail, which ends it. Its `pattern` and `format` are not enforced."""
+        """A string, and the tail that ends it. `pattern` and `format` are not enforced."""
         chosen = [schema["const"]] if "const" in schema else schema.get("enum")
         begin, end = self._text(form.quote), form.quote + form.tail
         if chosen:
@@ -319,7 +320,7 @@ class CallGrammar:
 
 
 def arguments_expression(tool: Tool) -> JsonExpression:
-    """A tool's arguments in a grammar. Its schema may leave out that they are an object.
+    """The expression of a tool's arguments. The tool's schema need not say that they are an object.
 
     Raises:
         EngineError: its parameters are no schema; the message begins with their place in the request.
@@ -330,7 +331,7 @@ def arguments_expression(tool: Tool) -> JsonExpression:
 
 
 def dropped_of(tools: Iterable[Tool]) -> tuple[str, ...]:
-    """What of the tools' schemas a grammar does not enforce, each with the tool's name."""
+    """The parts of the tools' schemas that a grammar does not enforce, each after the tool's name."""
     return tuple(f"{tool.name}: {what}" for tool in tools for what in arguments_expression(tool).dropped)
 
 
@@ -357,7 +358,7 @@ _ALL_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null
 
 
 def types_of(schema: Any) -> tuple[str, ...]:
-    """The JSON types that a value of this schema may have; all where it does not say."""
+    """The JSON types that a value of this schema may have; all types where the schema names none."""
     if not isinstance(schema, Mapping):
         return _ALL_TYPES
     given = schema.get("type")
@@ -375,7 +376,7 @@ def types_of(schema: Any) -> tuple[str, ...]:
 
 
 def json_type(value: Any) -> str:
-    """The name that JSON schemas have for a value's type, of those that `ParameterForm.separators` tells apart."""
+    """The JSON type of a value, one of SEPARATED_TYPES."""
     if isinstance(value, bool):
         return "boolean"
     names = {str: "string", int: "integer", float: "number", list: "array"}
@@ -383,6 +384,6 @@ def json_type(value: Any) -> str:
 
 
 def common_start(*texts: str) -> str:
-    """The longest beginning that all texts have."""
+    """The longest common beginning of all texts."""
     same = itertools.takewhile(lambda found: len(set(found)) == 1, zip(*texts, strict=False))
     return "".join(found[0] for found in same)

@@ -1,7 +1,7 @@
-"""A chat template's way of writing tool calls, as requests use it: messages, grammar and parser of a `CallForm`.
+"""The messages, the grammar and the parser of tool calls in the form of a chat template (`CallForm`).
 
-A template that shows no tools has them described in a system message, and called in the form that most models were
-trained on (Hermes, Qwen). Earlier calls and their results become text of the conversation where it does not write them.
+If a template shows no tools, a system message describes them, and the form of calls is the one that most models were
+trained on (Hermes, Qwen). If it does not write calls, earlier calls and their results become text.
 """
 
 import hashlib
@@ -45,9 +45,9 @@ _RESULT = "<tool_response>\n{}\n</tool_response>"
 def with_tools(
     form: CallForm, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], system: bool
 ) -> list[Mapping[str, Any]]:
-    """The messages with the tools described at their beginning.
+    """The messages with a description of the tools at the beginning.
 
-    system: whether the template takes a system message; else the description begins the first message.
+    system: the template takes a system message; else the description begins the first message.
     """
     described = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     text = _INSTRUCTIONS.format(tools=described, example=form.written([("NAME", {"KEY": "VALUE"})]))
@@ -62,7 +62,7 @@ def with_tools(
 
 
 def with_text_calls(form: CallForm, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with calls as text of their answers, and results as messages of the user."""
+    """The messages, in which calls become text of their answers, and results become user messages."""
     changed: list[Mapping[str, Any]] = []
     results = False  # the message before is one of results
     for message in messages:
@@ -93,7 +93,7 @@ def _joined(message: Mapping[str, Any], text: str, behind: bool) -> dict[str, An
 
 
 def _text(content: Any) -> str:
-    """A result's content as text: it may be given as parts."""
+    """The text of a result's content, which may be a list of parts."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return "" if content is None else str(content)
@@ -103,8 +103,8 @@ class CallFormat:
     """Calls of one form.
 
     Args:
-        form: it, or what finds it when it is first needed (`named.template_form`).
-        tokenizer: of the model; None: no text of the form is a control token.
+        form: the form, or a function that finds it when it is first needed (`named.template_form`).
+        tokenizer: the model's; None: no text of the form is a control token.
     """
 
     def __init__(self, form: CallForm | Callable[[], CallForm], tokenizer: "Tokenizer | None" = None) -> None:
@@ -117,7 +117,7 @@ class CallFormat:
 
     @cached_property
     def _controls(self) -> Mapping[str, int]:
-        """Control tokens in the form's texts."""
+        """The control tokens in the form's texts."""
         if self._tokenizer is None:
             return {}
         texts = list(self.form.texts())
@@ -131,10 +131,10 @@ class CallFormat:
     def messages(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> Sequence[Mapping[str, Any]]:
-        """A request's messages as the template reads them, with `tools` in one where it does not show them.
+        """A request's messages as the template reads them. One of them describes `tools` where the template does not.
 
-        OpenAI has a call's arguments as JSON text, most templates want the value. Ids of another length than the one
-        that the template insists on are exchanged, a call's and its result's for the same one.
+        A call's arguments are JSON text in OpenAI's form; most templates take the value. If the template requires ids
+        of a certain length, others are replaced, in a call and its result alike.
 
         Raises:
             EngineError: a call's arguments are no JSON object.
@@ -149,7 +149,7 @@ class CallFormat:
         return changed
 
     def constraint(self, use: ToolUse) -> ConstraintSpec | None:
-        """The grammar of an answer that must be calls, their arguments valid under the tools' schemas; else None.
+        """The grammar of an answer that must be calls with valid arguments; None where no call is required.
 
         Raises:
             EngineError: a tool's schema is no JSON schema, or all together are too large.
@@ -164,26 +164,26 @@ class CallFormat:
         return ConstraintSpec("grammar", lark, from_schemas=True, dropped=dropped)
 
     def parser(self, use: ToolUse, new_id: Callable[[], str] | None = None) -> AnswerParser:
-        """A parser for one answer. `new_id` makes a call's id, by default one that the template takes."""
+        """A parser for one answer. new_id: makes a call's id; None: one that the template accepts."""
         new_id, only = new_id or self.new_id, use.choice == "required"
         if self.form.python_tag:
             return LlamaCallParser(frozenset(tool.name for tool in use.callable), new_id, only)
         return CallFormParser(self.form, use.callable, new_id, only)
 
     def new_id(self) -> str:
-        """An id for a call: of the length that the template insists on, else of OpenAI's kind."""
+        """An id for a call: of the length that the template requires, else in OpenAI's form."""
         return random_id(self.form.id_length) if self.form.id_length else new_call_id()
 
     @cached_property
     def _until_end(self) -> CallForm:
-        """The form as an answer has it, which ends at the first end token."""
+        """The form of calls in an answer, which ends at the first end token."""
         tokenizer, close = self._tokenizer, self.form.close
         ends = [] if tokenizer is None else [tokenizer.token_text(token) for token in tokenizer.eos_ids]
         close = min((close.partition(end)[0] for end in ends if end), key=len, default=close)
         return replace(self.form, close=close)
 
     def _literal(self, text: str) -> str:
-        """A text in a grammar, control tokens named as such."""
+        """The expression of a text, in which control tokens are token ids."""
         if not self._controls:
             return literal(text)
         parts = re.split("(" + "|".join(map(re.escape, self._controls)) + ")", text)

@@ -1,8 +1,8 @@
-"""Reads tool calls out of a text as it comes: what parsers of all forms share, and calls that are JSON objects.
+"""Reads tool calls from a text as it comes: the base of the parsers of all forms, and calls that are JSON objects.
 
-A call's name and arguments go out as soon as they are certain. Nothing of a tag, or of what may still become one, is
-given out as text; what only looked like a call is given back as the text it was. How the text was cut into pieces
-changes where deltas are cut, and nothing else. White space before a call and after the last one is the format's.
+A call's name and arguments are emitted as soon as they are certain. A tag, or the possible beginning of one, is never
+emitted as text; what turns out to be no call is. How the text is cut into pieces changes only where the deltas are cut.
+White space before a call and after the last one belongs to the form.
 
 Llama 3 writes {"name": ..., "parameters": ...} as the whole answer, and what `<|python_tag|>` begins: calls in JSON,
 between semicolons, a built-in tool's name.call(key="value", ...), or code, which is a call where there is a tool for
@@ -28,8 +28,8 @@ class ToolCallParser(AnswerParser):
     """Parses one answer.
 
     Args:
-        names: the tools that may be called. Only calls without a tag must be of these, for `{"name": ...` may be an
-            answer in JSON. After a tag any name is a call: models also call what there is not.
+        names: the tools that may be called. A call without a tag must name one of them, since `{"name": ...` may be an
+            answer in JSON. After a tag any name is a call: models call unknown functions, too.
         new_id: makes the id of a call.
         only_calls: the text is held to calls, so that what is none is one that was cut off: it is not given back.
     """
@@ -46,7 +46,7 @@ class ToolCallParser(AnswerParser):
         super().__init__()
 
     def push(self, text: str) -> list[Delta]:
-        """What this piece makes certain."""
+        """The deltas that this piece makes certain."""
         if self._given:
             self._drop_read()
         return super().push(text)
@@ -71,11 +71,12 @@ class ToolCallParser(AnswerParser):
             self._given = self._first = False
 
     def _opener_length(self) -> int:
-        """How long the opener is at which the text stands."""
+        """The length of the opener with which the rest of the text begins."""
         return max(len(mark) for mark in self._openers() if self._text.startswith(mark, self._at))
 
     def _until_call(self) -> Reading[int | None]:
-        """Give text out up to a call's opener; where the white space before it begins, None at the end of all text."""
+        """Emits text up to a call's opener. Returns where the white space before it begins; None at the end of all
+        text."""
         while True:
             self._drop_read()
             openers = self._openers()
@@ -94,7 +95,7 @@ class ToolCallParser(AnswerParser):
             yield
 
     def _drop_debris(self) -> Reading[None]:
-        """Read over the rest of a call that went wrong after it was given out: it is no text."""
+        """Skips the rest of a malformed call whose beginning was emitted as a call: it is not text."""
         end, over = self._debris_end()
         while True:
             found = self._text.find(end, self._at)
@@ -109,20 +110,21 @@ class ToolCallParser(AnswerParser):
 
     @abstractmethod
     def _openers(self) -> tuple[str, ...]:
-        """What a call may begin with here."""
+        """The texts with which a call may begin here."""
 
     @abstractmethod
     def _block(self) -> Reading[None]:
-        """One call, or several; stands at the opener."""
+        """Reads one call, or several, from the opener on."""
 
     @abstractmethod
     def _debris_end(self) -> tuple[str, bool]:
-        """Where a call that went wrong ends, and whether that is read over too."""
+        """The text at which a malformed call ends, and whether that is skipped too."""
 
     # --- calls
 
     def _object(self, known: bool) -> Reading[None]:
-        """{"name": ..., "arguments": {...}} in any order, other keys read over; `known`: of a tool that there is."""
+        """Reads {"name": ..., "arguments": {...}} in any order, and skips other keys. known: the name must be a
+        tool's."""
         name: str | None = None
         waiting: str | None = None  # arguments that came before the name
         give: Callable[[str], None] | None = None
@@ -166,7 +168,7 @@ class ToolCallParser(AnswerParser):
         return name
 
     def _begin(self, name: str, call_id: str | None = None) -> Callable[[str], None]:
-        """Give a call's name out; returns what takes its arguments."""
+        """Emits a call's name. Returns the function that emits pieces of its arguments."""
         index = self.calls
         self.calls += 1
         self._given = True
@@ -191,7 +193,7 @@ class ToolCallParser(AnswerParser):
         return "".join(parts)
 
     def _value(self, give: Callable[[str], None]) -> Reading[None]:
-        """One JSON value, its text given as it comes. Quotes and brackets must match; the rest is the model's."""
+        """Reads a JSON value, and gives its text on as it comes. Only quotes and brackets are checked."""
         open_brackets: list[str] = []
         while True:
             char = yield from self._peek()
@@ -239,7 +241,7 @@ class ToolCallParser(AnswerParser):
 
 
 def is_name(text: str) -> bool:
-    """Whether a function may be named so."""
+    """Whether `text` may be the name of a function."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -251,14 +253,14 @@ def loads(text: str) -> object:
 
 
 def _arguments(text: str) -> str:
-    """Arguments that are no object: some models write JSON in a string, or null for none."""
+    """The arguments in a value that is no object: some models write JSON in a string, or null for none."""
     value = loads(text)
     return "{}" if value is None else value if isinstance(value, str) else text
 
 
 PYTHON_TAG = "<|python_tag|>"
 _INTERPRETERS = ("code_interpreter", "python", "ipython")
-"""What bare code is a call of."""
+"""The tool that is called by bare code."""
 
 
 class LlamaCallParser(ToolCallParser):
@@ -287,7 +289,7 @@ class LlamaCallParser(ToolCallParser):
                 return
 
     def _python(self) -> Reading[None]:
-        """name.call(key="value", ...), or code up to the end where there is a tool for it."""
+        """Reads name.call(key="value", ...), or, where there is a tool for code, all text up to the end as code."""
         start = self._at
         name = yield from self._word(dots=False)
         if (yield from self._take(".call(")) and name:

@@ -1,4 +1,4 @@
-"""Forms of calls by words of a chat template: those that models are trained on, and that renderings do not show.
+"""Known forms of calls, found by words in a chat template, where renderings do not show the form.
 
 | form | a call | models |
 |---|---|---|
@@ -26,7 +26,7 @@ from quengine.structured.calls.probe import Render, found_form, shows_tools, tak
 _K3_TYPES = {"integer": "number"}
 _MINIMAX = "]<]minimax[>["
 MISTRAL_ID = 9
-"""Letters and digits of an id that Mistral's templates take."""
+"""The length of an id that Mistral's templates accept: letters and digits."""
 
 MARKED_FORMS: Mapping[str, CallForm] = {
     "<|end_of_msg|>": CallForm(
@@ -54,7 +54,7 @@ MARKED_FORMS: Mapping[str, CallForm] = {
         ),
     ),
 }
-"""By a text of the template: what is not looked for by rendering."""
+"""Forms by a text of the template; templates with such a text are not rendered."""
 
 NAMED_FORMS: Mapping[str, CallForm] = {
     # Its template cannot be rendered with calls: it changes a list.
@@ -83,13 +83,13 @@ NAMED_FORMS: Mapping[str, CallForm] = {
         '{"name": "', '", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]", id_length=MISTRAL_ID
     ),
 }
-"""By a text of the template: forms of templates that renderings tell nothing of."""
+"""Forms by a text of the template, for templates whose renderings do not show the form."""
 
 LLAMA_FORM = CallForm('{"name": "', '", "parameters": ', "}", several=False, python_tag=PYTHON_TAG)
 
 
 def marked_form(source: str) -> CallForm | None:
-    """The form of a template whose text tells it at once."""
+    """The form of a template with one of the texts of MARKED_FORMS, else None."""
     return next((form for text, form in MARKED_FORMS.items() if text in source), None)
 
 
@@ -97,7 +97,7 @@ def template_form(source: str, render: Render) -> CallForm:
     """The form of a chat template.
 
     Args:
-        source: its text. render: `ChatTemplate.render` of it, which is called some ten times where that is needed.
+        source: its text. render: its `ChatTemplate.render`, which is called some ten times if necessary.
     """
     if (marked := marked_form(source)) is not None:
         return marked
@@ -117,5 +117,5 @@ def _is_llama(source: str) -> bool:
 
 
 def _tells_generic(source: str) -> bool:
-    """Whether a template tells the model of the generic form: others have parameters between the same tags."""
+    """Whether a template describes the generic form. Others have parameters between the same tags."""
     return "<tool_call>" in source and "<function=" not in source and "<arg_key>" not in source

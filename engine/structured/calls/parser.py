@@ -1,7 +1,7 @@
-"""Reads tool calls out of a text by a description of their form (`form.CallForm`).
+"""Reads tool calls from a text, in the form that a `form.CallForm` describes.
 
-White space of a form is taken as it comes: models write more or less of it than their templates do. What stands
-around all calls may be missing. Parameters that are no JSON become JSON by the tool's schema.
+White space may be more or less than in the form, since models do not write it exactly like their templates. The texts
+around all calls may be missing. Parameters that are not JSON become JSON by the tool's schema.
 """
 
 import ast
@@ -23,7 +23,7 @@ _ID_CHARACTERS = re.compile(r"[a-zA-Z0-9_.:-]+")
 
 
 class CallFormParser(ToolCallParser):
-    """Parses one answer. `tools`: those that may be called; see `ToolCallParser` for the rest."""
+    """Parses one answer. tools: the tools that may be called. The other arguments are those of `ToolCallParser`."""
 
     def __init__(
         self, form: CallForm, tools: Sequence[Tool], new_id: Callable[[], str], only_calls: bool = False
@@ -121,7 +121,7 @@ class CallFormParser(ToolCallParser):
         yield from self._value(self._begin(name, call_id))
 
     def _match(self, text: str, optional: bool = False) -> Reading[str | None]:
-        """Read over a text of the form, with any white space where it has some; the id in it, if there is one."""
+        """Skips a text of the form, with any white space where it has some. Returns the id in it, if there is one."""
         call_id: str | None = None
         left_out = False  # an id, with what stands before it
         parts = _PARTS.findall(text)
@@ -154,7 +154,7 @@ class CallFormParser(ToolCallParser):
     # --- parameters
 
     def _parameters(self, name: str, call_id: str | None, form: ParameterForm) -> Reading[None]:
-        """Parameters up to the first text that begins none, given as one JSON object."""
+        """Reads parameters up to the first text that begins none, and gives them on as one JSON object."""
         give = self._begin(name, call_id)
         schemas = self._schemas(name)
         prefix = form.separator_start
@@ -204,7 +204,8 @@ class CallFormParser(ToolCallParser):
     def _element(
         self, form: ParameterForm, key: str, schema: Any, depth: int = 0
     ) -> Reading[tuple[str, bool]]:
-        """A value up to its end as JSON, elements or text; and whether it is whole, else what there is of a text."""
+        """Reads a value of JSON, elements or text. Returns it as JSON and whether it is complete; a text that is cut
+        off keeps its beginning."""
         if depth > _MOST_NESTED:
             raise NoMatchError
         members: list[tuple[str, str]] = []
@@ -233,7 +234,7 @@ class CallFormParser(ToolCallParser):
         return f"{{{', '.join(pairs)}}}", True
 
     def _quoted(self, form: ParameterForm, give: Callable[[str], None]) -> Reading[None]:
-        """A quoted string, or a value that ends where it is whole."""
+        """Reads a quoted string, or another value, which ends where it is complete."""
         if (yield from self._take(form.quote)):
             text, whole = yield from self._until(form.quote)
             string = json.dumps(text, ensure_ascii=False)
@@ -244,7 +245,7 @@ class CallFormParser(ToolCallParser):
         yield from self._match(form.tail, optional=True)
 
     def _separator(self, form: ParameterForm) -> Reading[tuple[str, str]]:
-        """Read to a value's beginning: the type that the text before it says, "" where it says none, and that text."""
+        """Skips the separator before a value. Returns the JSON type that it tells ("": none), and its text."""
         texts = dict.fromkeys(form.separators.values())
         prefix = form.separator_start
         for text in sorted(texts, key=len, reverse=True):
@@ -254,7 +255,7 @@ class CallFormParser(ToolCallParser):
         raise NoMatchError
 
     def _until(self, mark: str) -> Reading[tuple[str, bool]]:
-        """The text up to `mark`, which is read over, and whether it came."""
+        """Reads up to `mark`, and skips it. Returns the text before it, and whether `mark` came."""
         searched = 0  # after `_at`, which moves where what is read is dropped
         while (found := self._text.find(mark, self._at + searched)) < 0:
             if self._closed:
@@ -272,7 +273,7 @@ class CallFormParser(ToolCallParser):
 
 
 def _within(schema: Any, name: str) -> Any:
-    """The schema of what a value has under a name, or of an array's item; {} where it does not say."""
+    """The schema of a value's property `name`, or of an array's item; {} where the schema has none."""
     if not isinstance(schema, Mapping):
         return {}
     properties = schema.get("properties")
@@ -280,14 +281,14 @@ def _within(schema: Any, name: str) -> Any:
 
 
 def _without_margin(text: str, separator: str, tail: str) -> str:
-    """A value without the white space that the form has around it."""
+    """A value without the form's white space around it."""
     text = _CDATA.sub(r"\1", text)
     before, after = separator[len(separator.rstrip()) :], tail[: len(tail) - len(tail.lstrip())]
     return text.removeprefix(before).removesuffix(after)
 
 
 def as_json(text: str, types: Sequence[str]) -> str:
-    """A parameter's text as JSON: a string as it is where its schema takes one, else the value that it spells."""
+    """A parameter's text as JSON: a string where its schema allows only that, else the value that it spells."""
     string = json.dumps(text, ensure_ascii=False)
     if tuple(types) == ("string",):
         return string
@@ -304,7 +305,7 @@ def as_json(text: str, types: Sequence[str]) -> str:
 
 
 def with_quotes(text: str, quote: str) -> str:
-    """A value whose keys have no quotes, and whose strings have `quote`, as JSON."""
+    """The JSON of a value whose keys have no quotes and whose strings are in `quote`."""
     parts = text.split(quote)
     keyed = [re.sub(r"([{,]\s*)([a-zA-Z0-9_.-]+)\s*:", r'\1"\2": ', part) for part in parts[::2]]
     strings = [json.dumps(part, ensure_ascii=False) for part in parts[1::2]]

@@ -1,7 +1,7 @@
-"""Finds a chat template's form of calls: what its renderings of one, of three and of empty calls have in common.
+"""Finds a chat template's form of calls by rendering it with one call, three calls, and calls without arguments.
 
-Names, keys, values and ids that nothing else contains are rendered; what stands between them is the form. A template
-is rendered some ten times, a few milliseconds each (`models.template.chat_template`).
+The rendered names, keys, values and ids are words that occur nowhere else; the text between them is the form. A
+template is rendered some ten times, a few milliseconds each (`models.template.chat_template`).
 """
 
 import itertools
@@ -37,18 +37,18 @@ _MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
 
 
 class UnclearError(Exception):
-    """The renderings do not tell a form."""
+    """The renderings do not show a form."""
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """One way of asking a template: with arguments as values or as JSON text."""
+    """A template, and whether arguments are given to it as JSON text (`as_text`) or as values."""
 
     render: Render
     as_text: bool
 
     def calls(self, *arguments: Any, content: str = "", ids: Sequence[str] = _IDS) -> str:
-        """What stands after the question where the assistant answers with calls of these arguments."""
+        """The text after the question, where the assistant answers with calls of these arguments."""
         calls = [
             {
                 "id": given,
@@ -60,11 +60,11 @@ class _Probe:
         return self._answer({"role": "assistant", "content": content, "tool_calls": calls})
 
     def text(self) -> str:
-        """The same where it answers with text."""
+        """The text after the question, where the assistant answers with text."""
         return self._answer({"role": "assistant", "content": SAID})
 
     def prompt(self) -> str:
-        """What stands after the question where the model is to go on."""
+        """The text after the question at the end of a prompt."""
         return _behind(self.render([{"role": "user", "content": ASKED}], True, described()))
 
     def _answer(self, message: Mapping[str, Any]) -> str:
@@ -73,7 +73,7 @@ class _Probe:
 
 @dataclass(frozen=True)
 class _Call:
-    """Where a call stands in a rendering: its name from `at` to `name_end`, its arguments from `start` to `end`."""
+    """The place of a call in a rendering: its name is at `at` .. `name_end`, its arguments at `start` .. `end`."""
 
     at: int
     name_end: int
@@ -113,7 +113,7 @@ def takes_system(render: Render) -> bool:
 
 
 def found_form(render: Render) -> CallForm | None:
-    """The form of calls of the template that `render` renders; None where renderings do not tell one."""
+    """The form of calls of the template that `render` renders; None where the renderings do not show one."""
     for as_text in (False, True):
         probe = _Probe(render, as_text)
         try:
@@ -151,7 +151,7 @@ def _form(probe: _Probe) -> CallForm:
 
 
 def _around(probe: _Probe, text: str, calls: Sequence[_Call]) -> CallForm:
-    """What stands around names and arguments. Parameters' tail is still part of the call's."""
+    """The form around names and arguments. The tail of parameters is still part of the call's tail."""
     first, last = calls[0], calls[-1]
     header = _header(probe, text[: first.at])
     before = _slotted(text[: first.at], 0)
@@ -188,10 +188,10 @@ def _around(probe: _Probe, text: str, calls: Sequence[_Call]) -> CallForm:
 
 
 def _header(probe: _Probe, before: str) -> int:
-    """How much of the text before a name is the turn's beginning, and no part of a call.
+    """The length of the turn's beginning, in the text before a call's name; the rest belongs to the call.
 
-    It is what the prompt of an answer has too; and where the template writes text before a call, what stands before
-    the end of that text.
+    The turn's beginning is what the prompt of an answer has too, and, where the template writes text before a call,
+    all up to the end of that text.
     """
     header = _border(before, len(_common_prefix(before, probe.prompt())))
     try:
@@ -206,7 +206,7 @@ def _header(probe: _Probe, before: str) -> int:
 
 
 def _border(text: str, at: int) -> int:
-    """`at`, or where a marker begins that it would cut: renderings may have a marker's first letters in common."""
+    """`at`, or the beginning of a marker that a cut at `at` would split: markers may have first letters in common."""
     opened = max(text.rfind("<", 0, at), text.rfind("[", 0, at))
     if opened < 0:
         return at
@@ -215,14 +215,14 @@ def _border(text: str, at: int) -> int:
 
 
 def _text_mark(probe: _Probe) -> str:
-    """What an answer's text begins with in plain letters, where every answer begins with a recipient."""
+    """The recipient in plain letters that begins an answer's text; "" where answers begin with none."""
     prompt, text = probe.prompt(), probe.text().partition(SAID)[0]
     mark = text.removeprefix(prompt)
     return mark if text.startswith(prompt) and mark.strip().isalpha() else ""
 
 
 def _without_turn(end: str, turn_end: str) -> str:
-    """What stands after the last call without what ends any turn."""
+    """The text after the last call, without the end that every turn has."""
     if turn_end.strip() and turn_end.strip() in end:
         return end.partition(turn_end.strip())[0].rstrip()
     if same := _common_suffix(end, turn_end).strip():
@@ -233,7 +233,7 @@ def _without_turn(end: str, turn_end: str) -> str:
 
 
 def _with_parameters(probe: _Probe, form: CallForm, text: str, call: _Call) -> CallForm:
-    """The form with its parameters taken apart."""
+    """The form with a `ParameterForm`, read from the arguments of a call."""
     key, value = text.index(_KEYS["string"], call.name_end), text.index("zqone", call.name_end)
     other = text.index("zqlast", value)
     before = text[call.name_end : key]
@@ -253,7 +253,7 @@ def _with_parameters(probe: _Probe, form: CallForm, text: str, call: _Call) -> C
 
 
 def _quoted(form: ParameterForm, bare: bool) -> ParameterForm:
-    """The form with what strings are quoted with, where what stands around them differs by that from other values."""
+    """The form with the quote of strings, where the texts around them differ only by it from those of other values."""
     string, other = form.separators["string"], form.separators["integer"]
     quote = string.removeprefix(other)
     if quote and string.startswith(other) and form.tail.startswith(quote):
@@ -265,7 +265,7 @@ def _quoted(form: ParameterForm, bare: bool) -> ParameterForm:
 
 
 def _separators(probe: _Probe) -> tuple[dict[str, str], bool]:
-    """What stands between a key and a value of each JSON type, and whether keys within values have no quotes.
+    """The text between a key and a value of each JSON type, and whether keys within values have no quotes.
 
     Raises:
         UnclearError: values have no plain form.
@@ -285,7 +285,7 @@ def _separators(probe: _Probe) -> tuple[dict[str, str], bool]:
 
 
 def spellings(value: Any) -> Iterator[str]:
-    """A parameter's value as templates write it: text, JSON, Python's literal, JSON without spaces or quotes."""
+    """The ways in which templates write a value: text, JSON, Python's literal, JSON without spaces or quotes."""
     if isinstance(value, str):
         yield value
         return
@@ -304,7 +304,7 @@ def _json_call(text: str, number: int) -> _Call:
 
 
 def _json_at(text: str, start: int) -> tuple[int, int] | None:
-    """Where the arguments stand as JSON after `start`, and before the next call."""
+    """The place of the arguments, as JSON, after `start` and before the next call."""
     limit = min((at for name in _NAMES if (at := text.find(name, start)) >= 0), default=len(text))
     for found in re.finditer("{", text[:limit][start:]):
         try:
@@ -327,7 +327,7 @@ def _parameter_call(text: str, number: int) -> _Call:
 
 
 def _name_at(text: str, number: int, holds: Callable[[int], bool]) -> int:
-    """Where a call's name stands for the last time before its arguments."""
+    """The last place of a call's name before its arguments."""
     found = [each.start() for each in re.finditer(_NAMES[number], text)]
     fitting = [at for at in found if holds(at + len(_NAMES[number]))]
     if not fitting:
@@ -340,7 +340,7 @@ def _slotted(text: str, number: int) -> str:
 
 
 def _indexed(texts: Sequence[str]) -> tuple[str, int | None]:
-    """Texts that differ by a number which counts up, with INDEX in its place, and the first number."""
+    """Texts that differ only by a number that counts up: one text with INDEX in its place, and the first number."""
     parts = [re.split(r"(\d+)", text) for text in texts]
     if len({len(each) for each in parts}) > 1:
         raise UnclearError
@@ -366,7 +366,7 @@ def _behind(text: str) -> str:
 
 
 def _common_prefix(one: str, two: str) -> str:
-    """The beginning that both have, cut back to where neither is within a tag."""
+    """The common beginning of both texts, shortened so that it cuts no tag."""
     common = common_start(one, two)
     while (opened := max(_opened(text, len(common)) for text in (one, two))) >= 0:
         common = common[:opened]
@@ -374,7 +374,7 @@ def _common_prefix(one: str, two: str) -> str:
 
 
 def _common_suffix(one: str, two: str) -> str:
-    """The end that both have, cut back to where neither is within a tag."""
+    """The common end of both texts, shortened so that it cuts no tag."""
     common = common_start(one[::-1], two[::-1])[::-1]
     while any(_opened(text, len(text) - len(common)) >= 0 for text in (one, two)):
         common = common.partition(">")[2]
@@ -382,6 +382,6 @@ def _common_suffix(one: str, two: str) -> str:
 
 
 def _opened(text: str, at: int) -> int:
-    """Where the tag begins that `at` is within; -1 where it is within none."""
+    """The beginning of the tag around `at`; -1 where there is none."""
     opened, closed = text.rfind("<", 0, at), text.rfind(">", 0, at)
     return opened if opened > closed and text.find(">", at) >= 0 else -1
