@@ -35,27 +35,27 @@ FORMAT_PATTERNS = {
     "date-time": f"^{_DATE}[tT]{_TIME}$",
     "email": f"^(?:{_LOCAL})@{_LABEL}(?:\\.{_LABEL}){{0,3}}$",
 }
-"""Formats of which llguidance's grammars allow what is none, as the 29th of February in any year, or an email
-address of any length."""
+"""Formats for which llguidance's grammars allow too much, such as the 29th of February in any year, or an email address
+of any length."""
 
 ENFORCED_FORMATS = frozenset({"duration", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-"""Those that llguidance has a grammar for."""
+"""Formats for which llguidance has a grammar."""
 
 CHECKED_FORMATS = frozenset(
     {"idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer"}
 ) | {"uri-reference", "uri-template"}
-"""Those that only the check of the finished text knows."""
+"""Formats that only the check of the finished text enforces."""
 
 
 _STEPS = 100_000
-"""The most steps back that a pattern may take: a hostile one ends, and counts as not matched."""
+"""The most backtracking steps of a pattern. A hostile one is stopped there, and counts as not matched."""
 _MOST = 300
 
 
 def schema_violation(schema: str, text: str) -> str | None:
-    """What of `text` is not valid under a schema (`ConstraintSpec.schema`), in one line; None where all is.
+    """The first violation of a schema (`ConstraintSpec.schema`) in `text`, in one line; None: the text is valid.
 
-    Formats are checked too. An empty schema asks for nothing.
+    Formats are checked too. An empty schema allows every text.
     """
     if not schema:
         return None
@@ -67,7 +67,7 @@ def schema_violation(schema: str, text: str) -> str | None:
 
 
 def value_violation(schema: str, value: Any) -> str | None:
-    """The same for a value."""
+    """As `schema_violation`, for a value."""
     validator = _validator(schema)
     if validator is None:
         return None

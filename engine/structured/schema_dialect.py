@@ -1,4 +1,4 @@
-"""JSON schemas as programs write them, as JSON Schema draft 2020-12: every other part reads that alone.
+"""Translates JSON schemas as programs write them to JSON Schema draft 2020-12, which all other parts read.
 
     standard = standard_schema(given)      {"type": "OBJECT", "properties": null, ...} -> {"type": "object", ...}
 
@@ -26,7 +26,7 @@ _TYPES |= {"dict": "object", "list": "array", "tuple": "array", "none": "null"}
 _ANY_TYPE = frozenset({"any", "type_unspecified"})
 _MAX_LEVELS = 100
 _MAX_SCHEMAS = 20_000
-"""Of more the grammar is longer than `constraint_spec.MAX_CHARACTERS`, which would take seconds to find out."""
+"""The grammar of more is longer than `constraint_spec.MAX_CHARACTERS`; to find that out would take seconds."""
 
 _COUNTS = frozenset(
     {
@@ -60,7 +60,7 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 @dataclass(frozen=True)
 class StandardSchema:
-    """`schema` is draft 2020-12, and refers to nothing outside; `dropped` names what of the given one is left out."""
+    """`schema` is draft 2020-12 and refers to nothing outside. `dropped` names the keywords that were left out."""
 
     schema: Schema
     dropped: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ def with_parts(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[
 
 
 def conjunction(*schemas: Schema) -> Schema:
-    """The schema of what is valid under all of them."""
+    """The schema of values that are valid under all of `schemas`."""
     parts = [schema for schema in schemas if schema is not True and schema != {}]
     if not parts:
         return {}
@@ -117,7 +117,7 @@ class _Reader:
     _waiting: deque[tuple[str, Any]] = field(default_factory=deque)
 
     def definitions(self) -> dict[str, Schema]:
-        """Everything that is referred to, by its number."""
+        """All definitions that are referred to, by number."""
         found: dict[str, Schema] = {}
         while self._waiting:
             place, given = self._waiting.popleft()
@@ -145,7 +145,7 @@ class _Reader:
     def _take(
         self, made: dict[str, Any], keyword: str, value: Any, given: Mapping[str, Any], at: str, level: int
     ) -> None:
-        """Add what one keyword means to `made`."""
+        """Adds one keyword, translated, to `made`."""
         if keyword == "type":
             self._type(made, value, at)
         elif keyword in _COUNTS:
@@ -294,7 +294,7 @@ class _Reader:
             made["$ref"] = reference
 
     def _target(self, reference: str, at: str) -> tuple[str, Any] | None:
-        """Where a reference leads, and what is there; None for another document."""
+        """The place to which a reference leads, and the schema there; None for another document."""
         document, fragment = urldefrag(urljoin(self._base, reference))
         if document in ("", self._base):
             place, found = "", self.root
@@ -365,7 +365,7 @@ def _float(value: float) -> float:
 
 
 def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same or null, as OpenAPI's `nullable` has it."""
+    """The schema that also allows null, as OpenAPI's `nullable` does."""
     if schema == {}:
         return schema
     if "type" in schema and not {"const", "$ref", "anyOf", "oneOf", "allOf"} & schema.keys():

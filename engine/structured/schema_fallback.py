@@ -1,8 +1,7 @@
-"""Simpler schemas, for one that the grammar's compiler does not take: each allows all that the one before allowed.
+"""Simpler schemas in place of one that the grammar's compiler refuses. Each allows all that the one before allows.
 
-A pattern with look-ahead, patterns of keys that overlap, or joined schemas of which there are too many combinations
-stop the compiler. Then the text is held to what remains, and the check of the finished text (`schema_check`) has the
-rest.
+The compiler refuses a pattern with look-ahead, overlapping patterns of keys, and joined schemas with too many
+combinations. The grammar then enforces what remains, and the check of the finished text (`schema_check`) the rest.
 """
 
 import json
@@ -34,7 +33,7 @@ _LEFT_OUT = ("patterns that are no regular expressions here", "all but the struc
 
 
 def simpler_grammars(lark: str) -> Iterator[tuple[str, str]]:
-    """Lark grammars whose schemas are ever simpler, and what each of them leaves out."""
+    """Lark grammars with simpler and simpler schemas, each with a description of what it leaves out."""
     last = plain_grammar(lark)
     if last != lark:
         yield last, "large numbers"
@@ -92,7 +91,7 @@ def _type_alone(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _each(schema: Any, change: Any) -> Any:
-    """A schema that is changed, and then every subschema of it."""
+    """Applies `change` to a schema, and then to each of its subschemas."""
     if not isinstance(schema, dict):
         return schema
     return with_parts(change(schema), lambda part: _each(part, change))

@@ -1,4 +1,4 @@
-"""The nearest schema to a standard one that the grammar's compiler takes: what a text is held to token by token.
+"""The schema nearest to a standard one that the grammar's compiler accepts; it constrains a text token by token.
 
     nearest = grammar_schema(standard_schema(given).schema)
     nearest.schema      for `schema_rules`, which writes it as a grammar
@@ -41,16 +41,16 @@ from quengine.structured.schema_numbers import (
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MAX_DEFINITIONS = 2000
 _MAX_DEPENDENCIES = 6
-"""More would be alternatives of alternatives: each doubles what an object may be."""
+"""With more, alternatives would be nested in alternatives, and each doubles the forms of an object."""
 _MAX_MULTIPLE = 5000
-"""A grammar of multiples has as many states as the number has digits' worth: `multipleOf: 99999999` takes minutes."""
+"""A grammar of multiples has about as many states as the number is large: `multipleOf: 99999999` takes minutes."""
 _MAX_NUMBER = 2**53
-"""The compiler reads numbers as doubles; what it cannot read is written by `schema_numbers`, or left out."""
+"""The compiler reads numbers as doubles. Larger ones are written by `schema_numbers`, or left out."""
 
 
 @dataclass(frozen=True)
 class GrammarSchema:
-    """`schema` for the compiler; `dropped` names keywords that it does not enforce, or not wholly."""
+    """`schema` is for the compiler. `dropped` names keywords that it does not enforce, or only in part."""
 
     schema: Schema
     dropped: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ def grammar_schema(standard: Schema) -> GrammarSchema:
 
 @dataclass(frozen=True)
 class _Group:
-    """Alternatives, one of which applies to the same value as the schema around them."""
+    """Alternatives, one of which must hold for the value of the schema around them."""
 
     alternatives: list[Schema]
     closed: bool = True  # whether they are the user's own, and so may be closed
@@ -94,7 +94,7 @@ class _Builder:
         return found
 
     def build(self, schema: Schema, around: Keys) -> Schema:
-        """A schema whose value is also under others, which know the keys `around`."""
+        """The compiler's form of a schema. Other schemas hold for its value too, and know the keys `around`."""
         if isinstance(schema, bool):
             return schema
         if (exact := self._exact(schema)) is not None:
@@ -125,7 +125,8 @@ class _Builder:
         yield from self._dependencies(schema)
 
     def _leads_back(self, reference: str) -> bool:
-        """Whether a reference says of a value what the definition is that it stands in, and so nothing."""
+        """Whether a reference leads back, for the same value, to the definition that contains it. Such a reference
+        means nothing."""
         waiting, seen = [reference], set[str]()
         while waiting and self._within is not None:
             name = waiting.pop().rpartition("/")[2]
@@ -151,7 +152,7 @@ class _Builder:
         yield _Group([conjunction(condition, then), otherwise])
 
     def _dependencies(self, schema: Mapping[str, Any]) -> Iterator[_Group]:
-        """A key is absent, or what depends on it holds."""
+        """The groups of `dependentRequired` and `dependentSchemas`: a key is absent, or what depends on it holds."""
         dependent: list[tuple[str, Schema]] = []
         dependent += [
             (key, {"required": names}) for key, names in schema.get("dependentRequired", {}).items()
@@ -163,7 +164,7 @@ class _Builder:
             yield _Group([Absent({"properties": {key: False}}), conjunction({"required": [key]}, then)])
 
     def _combined(self, groups: list[_Group], own: Keys, around: Keys) -> dict[str, Any]:
-        """The keywords that hold the groups, each of which is closed around what all others know."""
+        """The keywords for the groups. Each group allows the keys that all others know."""
         known = [self._keys_of_group(group) for group in groups]
         made: list[Schema] = []
         for n, group in enumerate(groups):
@@ -201,7 +202,8 @@ class _Builder:
     # --- keywords
 
     def _exact(self, schema: Mapping[str, Any]) -> Schema | None:
-        """The whole schema by numbers that the compiler does not read; None where it has none, or they are not all."""
+        """The whole schema rewritten, where its values or bounds are numbers that the compiler cannot read; else
+        None."""
         values = _finite(schema)
         if values is None:
             return _exact_range(schema)
@@ -289,7 +291,7 @@ class _Builder:
     def _take_object(
         self, own: dict[str, Any], schema: Mapping[str, Any], groups: list[_Group], around: Keys
     ) -> bool:
-        """Keys and their values. False where no value can be."""
+        """The keywords of keys and their values. False where no value is valid."""
         if "properties" in own:
             own["properties"] = {name: self._part(part) for name, part in own["properties"].items()}
         if "patternProperties" in schema:
@@ -369,7 +371,7 @@ class _Builder:
         own["additionalProperties"] = False
 
     def _close(self, own: dict[str, Any], schema: Mapping[str, Any], others: Keys) -> None:
-        """Let an object have no other keys than those that are known, where nothing says that it may."""
+        """Allows an object only the known keys, unless a keyword allows others."""
         if not {"properties", "patternProperties"} & schema.keys() and schema.get(
             "unevaluatedProperties", True
         ):
@@ -396,7 +398,7 @@ class _Builder:
         own["additionalProperties"] = False
 
     def _take_counts_of_properties(self, own: dict[str, Any], others: Keys) -> bool:
-        """`minProperties` and `maxProperties`, as far as the compiler has them. False where no value can be."""
+        """`minProperties` and `maxProperties`, as far as the compiler knows them. False where no value is valid."""
         least, most = own.pop("minProperties", 0), own.pop("maxProperties", None)
         properties = own.get("properties", {})
         possible = [name for name, part in properties.items() if part is not False]
@@ -435,13 +437,13 @@ class _Builder:
         return True
 
     def _only_others(self, own: dict[str, Any]) -> bool:
-        """An object cannot have that number of keys; values of other types may be."""
+        """Excludes objects, which cannot have that number of keys. False where no other type is allowed."""
         types = [each for each in _list(own.get("type", list(_TYPES))) if each != "object"]
         own["type"] = types
         return bool(types)
 
     def _values_of(self, schema: Schema) -> list[Any] | None:
-        """The values of a schema that has few, where it says so itself or by a reference."""
+        """The values of `const` or `enum` in a schema or where it refers to; None without them."""
         for _ in range(len(self.given) + 1):
             if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
                 break
@@ -476,7 +478,7 @@ _APPLICATORS = frozenset(["$ref", "allOf", "anyOf", "oneOf", "if", "dependentReq
 
 
 def _references(schema: Schema) -> list[str]:
-    """What a schema refers to, all of which holds for the same value."""
+    """The references of a schema that hold for the same value."""
     if isinstance(schema, bool):
         return []
     found = [schema["$ref"]] if "$ref" in schema else []
@@ -500,7 +502,8 @@ def _contains(values: Iterable[Any], value: Any) -> bool:
 
 
 def _exact_range(schema: Mapping[str, Any]) -> Schema | None:
-    """A schema with bounds that the compiler does not read, whose numbers can be distinguished from other values."""
+    """The form of a schema with bounds that the compiler cannot read; None where its numbers cannot be separated from
+    other values."""
     if not any(map(is_large, (schema[key] for key in NUMERIC & schema.keys()))):
         return None
     types = _list(schema.get("type", list(_TYPES)))
@@ -518,7 +521,8 @@ def _exact_range(schema: Mapping[str, Any]) -> Schema | None:
 
 
 def _denied(condition: Mapping[str, Any], properties: Mapping[str, Any]) -> list[Schema] | None:
-    """Alternatives of what is not under `condition`, where that says one key's value and the key has few values."""
+    """Alternatives for values that violate `condition`, where that gives one key's value, and the key has few
+    values."""
     keys = condition.get("properties", {})
     if not condition.keys() <= {"properties", "required", "type"} or len(keys) != 1:
         return None

@@ -1,9 +1,9 @@
-"""Parts of a schema under which nothing is valid, taken out of what they are part of.
+"""Removes the parts of a schema under which no value is valid.
 
     possible = without_impossible(nearest_schema)
 
-llguidance leaves out an alternative or an optional property that nothing is valid under, but not one that is a
-reference: of a definition that is impossible it makes an error of the whole schema.
+llguidance leaves out an impossible alternative or optional property, unless it is a reference: an impossible definition
+makes it refuse the whole schema.
 """
 
 from collections.abc import Mapping, Set
@@ -16,7 +16,7 @@ _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 def without_impossible(schema: Schema) -> Schema:
-    """The same schema, where a reference to an impossible definition is `false`; false where nothing is valid."""
+    """The schema, with `false` for a reference to an impossible definition; false where no value is valid."""
     if isinstance(schema, bool):
         return schema
     definitions: dict[str, Schema] = schema.get("$defs", {})
@@ -29,13 +29,13 @@ def without_impossible(schema: Schema) -> Schema:
 
 
 def _impossible(definitions: Mapping[str, Schema]) -> set[str]:
-    """The definitions under which nothing is valid, by themselves or for those that they refer to."""
+    """The definitions under which no value is valid, by themselves or because of definitions that they refer to."""
     found = {name for name, part in definitions.items() if _possible(part, frozenset()) is False}
     return with_users(definitions, found, lambda user, found: _possible(definitions[user], found) is False)
 
 
 def _possible(schema: Schema, impossible: Set[str]) -> Schema:
-    """A schema without impossible parts; false where it is one."""
+    """A schema without impossible parts; false where the schema is impossible itself."""
     if isinstance(schema, bool):
         return schema
     if str(schema.get("$ref", "")).rpartition("/")[2] in impossible:
@@ -51,7 +51,7 @@ def _possible(schema: Schema, impossible: Set[str]) -> Schema:
 
 
 def _without_types(schema: dict[str, Any]) -> Schema:
-    """A schema without the types of which no value can be: objects that need an impossible key, arrays an item."""
+    """A schema without impossible types: objects that need an impossible key, and arrays that need such an item."""
     types: Any = schema.get("type", list(_TYPES))
     types = [types] if isinstance(types, str) else types
     lost = set[str]()
@@ -66,7 +66,7 @@ def _without_types(schema: dict[str, Any]) -> Schema:
 
 
 def _of_key(schema: Mapping[str, Any], name: str) -> Schema:
-    """What holds for the value of a key, patterns of keys aside."""
+    """The schema of a key's value, apart from patterns of keys."""
     if name in schema.get("properties", {}):
         part: Schema = schema["properties"][name]
         return part

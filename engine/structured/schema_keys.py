@@ -1,4 +1,4 @@
-"""Which keys the schemas of one value know: its own, and those of everything that applies to the same value.
+"""The keys that the schemas of one value know: a schema's own ones, and those of all schemas of the same value.
 
     known = KnownKeys(definitions)
     known.of(schema)      with those of `allOf`, `anyOf`, `$ref`, `if` ...
@@ -15,12 +15,12 @@ from typing import Any
 from quengine.structured.schema_dialect import Schema
 
 _MOST_TOGETHER = 50
-"""Of more definitions that refer to each other all have their keys in one order."""
+"""If more definitions than this refer to each other, the keys of all of them are in one order."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys that schemas of one value know, in their order; `open`: one of them says that there may be others."""
+    """The keys that the schemas of one value know, in their order. `open`: one of the schemas allows others."""
 
     names: tuple[str, ...] = ()
     patterns: frozenset[str] = frozenset()
@@ -35,7 +35,7 @@ class Keys:
 
 
 class Absent(dict[str, Any]):
-    """A schema that is as it has to be: a key that may not be there. Its own names do not count."""
+    """A schema in the compiler's form that excludes a key. Its names do not count as known keys."""
 
 
 class KnownKeys:
@@ -65,7 +65,7 @@ class KnownKeys:
         return Keys(tuple(dict.fromkeys(names)), frozenset(schema.get("patternProperties", ())), opened)
 
     def _of(self, schema: Schema, seen: set[str], together: frozenset[str]) -> Keys:
-        """The same; definitions of `together` are walked through, but those in `seen`, which are counted already."""
+        """As `of`. Definitions in `together` are followed, unless they are in `seen` and so counted already."""
         if isinstance(schema, (bool, Absent)):
             return Keys()
         parts = [self.own(schema)] + [self._of(part, seen, together) for part in _applied(schema)]
@@ -102,8 +102,8 @@ def _referred(schema: Schema) -> Iterator[str]:
 
 
 def _in_order(references: Mapping[str, list[str]]) -> Iterator[list[str]]:
-    """Names that refer to each other, together, after all that they refer to (Tarjan, "Depth-first search and linear
-    graph algorithms", 1972, without recursion)."""
+    """The groups of names that refer to each other, each after the groups that it refers to (Tarjan, "Depth-first
+    search and linear graph algorithms", 1972, without recursion)."""
     index: dict[str, int] = {}
     lowest: dict[str, int] = {}
     open_names, closed = list[str](), set[str]()

@@ -14,18 +14,18 @@ from decimal import Decimal
 from typing import Any
 
 EXACT = "x-exact"
-"""The keyword of a node whose number is held by a regular expression; beside it stands only `type`."""
+"""The keyword with the regular expression of a node's number. Such a node has no other keyword than `type`."""
 
 _MOST = 2**53
 _TOO_LONG: int = 10**60
-"""Longer numbers are left to the check of the finished text: a range has a part for each digit."""
+"""Larger bounds are left to the check of the finished text, since a range has a part for each digit."""
 _MAX_MULTIPLES = 500
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
 NUMERIC = _BOUNDS | {"multipleOf"}
 
 
 def is_large(value: Any) -> bool:
-    """Whether a value has a number that the compiler does not read as it is: above 2^53, or below 1e-9."""
+    """Whether a value contains a number that the compiler cannot read exactly: above 2^53, or below 1e-9."""
     if isinstance(value, dict):
         return any(map(is_large, value.values()))
     if isinstance(value, list):
@@ -36,7 +36,7 @@ def is_large(value: Any) -> bool:
 
 
 def exact_value(value: Any) -> dict[str, Any]:
-    """A schema of one value, numbers of which are large."""
+    """The schema of one value that contains large numbers."""
     if not is_large(value):
         return {"const": value}
     if isinstance(value, dict):
@@ -55,7 +55,7 @@ def exact_value(value: Any) -> dict[str, Any]:
 
 
 def exact_values(values: Iterable[Any]) -> list[dict[str, Any]]:
-    """Schemas of the values, all of which have large numbers: one for the numbers themselves, one for each other."""
+    """Schemas of values that contain large numbers: one schema for all that are numbers, and one for each other."""
     given = list(values)
     numbers = [each for each in given if isinstance(each, int | float)]
     written = dict.fromkeys(text for each in numbers for text in _spellings(each))
@@ -64,7 +64,7 @@ def exact_values(values: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def exact_numbers(schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A node for the numbers of `type` and bounds; None where no regular expression of moderate size has them.
+    """A node for the numbers of `type` within the bounds; None where their regular expression would be too large.
 
     `schema` has one of the types "integer" and "number", and keywords of NUMERIC.
     """
@@ -90,7 +90,7 @@ def is_nothing(exact: Mapping[str, str]) -> bool:
 
 
 def _spellings(value: float) -> list[str]:
-    """How programs write a number; no character but `.` and `+` means anything else in a regular expression."""
+    """The ways in which programs write a number, as regular expressions (only `.` and `+` are escaped)."""
     plain = format(Decimal(repr(value)), "f").removesuffix(".0")
     written = [plain, json.dumps(value)] if len(plain) <= 400 else [json.dumps(value)]
     return [each.replace(".", "\\.").replace("+", "\\+") for each in dict.fromkeys(written)]
@@ -106,7 +106,8 @@ def _integers(schema: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def _multiples(low: int | None, high: int | None, multiple: float) -> dict[str, Any] | None:
-    """Multiples between two bounds, if there are few; without bounds their automaton has a state for each remainder."""
+    """The multiples between two bounds, if they are few. Without bounds the automaton has a state for each
+    remainder."""
     if low is None or high is None or multiple != int(multiple):
         return None
     step = int(multiple)
@@ -118,7 +119,7 @@ def _multiples(low: int | None, high: int | None, multiple: float) -> dict[str, 
 
 
 def _integer_range(low: int | None, high: int | None) -> str:
-    """Integers between two bounds."""
+    """The regular expression of integers between two bounds."""
     if low is not None and high is not None and low > high:
         return _NOTHING
     parts: list[str] = []
@@ -145,7 +146,7 @@ def _naturals(low: int, high: int | None) -> str:
 
 
 def _of_length(low: str, high: str) -> str:
-    """Numbers between two of the same count of digits."""
+    """Numbers between two numbers with the same number of digits."""
     rest = len(low) - 1
     if rest == 0:
         return f"[{low}-{high}]"
@@ -167,7 +168,7 @@ def _of_length(low: str, high: str) -> str:
 
 
 def _number_range(schema: Mapping[str, Any]) -> str | None:
-    """Numbers without exponents between bounds that are whole; None where one is not."""
+    """Numbers without exponents between two whole bounds; None where a bound is not whole."""
     if any(schema[key] != int(schema[key]) for key in _BOUNDS & schema.keys()):
         return None
     below = {key: int(schema[key]) for key in _BOUNDS & schema.keys()}
@@ -183,7 +184,7 @@ def _number_range(schema: Mapping[str, Any]) -> str | None:
 
 
 def _strictest(closed: int | None, opened: int | None, choose: Any) -> tuple[int | None, bool]:
-    """The bound of two that holds more, and whether it is not within."""
+    """The stricter of two bounds, and whether it excludes the bound itself."""
     if opened is None or closed is None:
         return (closed, False) if opened is None else (opened, True)
     chosen = choose(closed, opened)

@@ -1,4 +1,4 @@
-"""A schema as an expression of a Lark grammar: `%json`, and rules around the numbers that it cannot have.
+"""Writes a schema as an expression of a Lark grammar: `%json`, and rules around the numbers that `%json` cannot have.
 
     expression = lark_expression(nearest_schema)
     expression.text        %json {...}, or %lark {...} where a node has EXACT (`schema_numbers`)
@@ -85,7 +85,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A literal of Lark. What looks like the beginning of a schema is spelled otherwise."""
+    """A literal of Lark, in which % is escaped so that nothing looks like the beginning of a schema."""
     return json.dumps(text).replace("%", "\\u0025")
 
 
@@ -114,8 +114,8 @@ def references(schema: Schema) -> set[str]:
 def with_users(
     definitions: Mapping[str, Schema], found: set[str], joins: Callable[[str, Set[str]], bool]
 ) -> set[str]:
-    """`found`, and of the definitions that refer to some of them, or to others that joined, those that `joins` takes:
-    it is given a definition's name and what is found so far."""
+    """`found`, with the definitions that refer to one of them, directly or not, and for which `joins` holds. `joins` is
+    given a definition's name and all names found so far."""
     users: dict[str, list[str]] = {}
     for user, part in definitions.items() if found else ():
         for name in references(part):
@@ -151,7 +151,7 @@ def _with_exact(definitions: Mapping[str, Schema]) -> frozenset[str]:
 
 
 def _inexact(schema: Schema, renamed: Set[str] = frozenset()) -> Any:
-    """A schema without EXACT; what it refers to of `renamed` is called `-inexact`."""
+    """A schema without EXACT. References to definitions in `renamed` get the suffix `-inexact`."""
     if isinstance(schema, bool):
         return schema
     made = without(schema, EXACT)
@@ -186,7 +186,7 @@ class _Writer:
     _known: set[str] = field(default_factory=set)
 
     def expression(self, schema: Schema) -> str | None:
-        """The expression of a schema; None where nothing is valid under it."""
+        """The expression of a schema; None where no value is valid under it."""
         if schema is False:
             return None
         if isinstance(schema, bool) or id(schema) not in self.marked:
@@ -314,7 +314,7 @@ class _Writer:
         return self._named("o", f'"{{" {self._members(members, others)} "}}"')
 
     def _members(self, members: list[tuple[str, bool]], others: str) -> str:
-        """Members in their order, commas between those that are there, and then `others` in any number."""
+        """Members in their order, with commas between those that are present, and then any number of `others`."""
         after = f'("," {others})*' if others else ""
         first = f"({others} {after})?" if others else ""
         for member, needed in reversed(members):

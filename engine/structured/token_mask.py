@@ -1,7 +1,7 @@
-"""Which tokens the sampler may choose next: what all masks have in common, and those that are no grammar's.
+"""Masks of the tokens that the sampler may choose next: their protocol, and the masks that need no grammar.
 
-`min_tokens` bans the tokens that would end a text. A bound on the tokens of reasoning closes the section when they are
-spent, whatever the model would choose: all tokens are allowed but where the closing is due.
+`min_tokens` bans the tokens that would end a text. A limit of reasoning tokens allows all tokens until it is reached,
+and then only those that close the section.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -17,11 +17,11 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
 class TokenMask(Protocol):
-    """The mask of one text's next token, which goes on with the tokens that are chosen (`constraint.Constraint`)."""
+    """The mask of a text's next token, updated with each chosen token (`constraint.Constraint`)."""
 
     @property
     def finished(self) -> bool:
-        """Whether nothing can follow what has been generated."""
+        """Whether no token can follow the text so far."""
         ...
 
     def allowed(self) -> Mask:
@@ -112,7 +112,7 @@ class BudgetConstraint:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing can follow what has been generated."""
+        """Whether no token can follow the text so far."""
         return self._inner is not None and self._inner.finished
 
     def allowed(self) -> Mask:
