@@ -1,4 +1,4 @@
-"""The samplers of a request, one after the other, from the logits of a position to a token and the probabilities."""
+"""Applies a request's samplers, one after the other, to the logits of a position, and draws a token."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from quengine.sampling_chain.dry import Breakers, Dry
 from quengine.sampling_chain.pool import LEAST_TEMPERATURE, CandidatePool, Infill
 
 _MEASURED = 100
-"""Candidates from which version 1 estimates how the probabilities fall off."""
+"""The number of candidates from which version 1 estimates how fast the probabilities decrease."""
 
 
 class Mirostat:
@@ -30,13 +30,13 @@ class Mirostat:
         self._before = self.mu = 2 * params.mirostat_tau
 
     def reset(self) -> None:
-        """Positions may come again, for other tokens."""
+        """Prepares for positions that come again with other tokens."""
         self._position = -1
 
     def kept(self, gaps: Floats, mass: Ids, position: int) -> int:
         """How many of the first candidates for the token at `position` are kept.
 
-        gaps [C]: the largest logit less each, at the temperature; mass [C]: their probabilities, with any sum.
+        gaps [C]: the largest logit minus each logit, at the temperature. mass [C]: the probabilities, with any sum.
         """
         if position == self._position:  # chosen once more
             self.mu = self._before
@@ -47,7 +47,7 @@ class Mirostat:
         return self._estimated(gaps)
 
     def observe(self, probability: float) -> None:
-        """The token that was chosen had this probability among those kept."""
+        """Adjusts the bound, given the probability that the chosen token had among those kept."""
         self.mu -= self._params.mirostat_eta * (-math.log2(probability) - self._params.mirostat_tau)
 
     def _estimated(self, gaps: Floats) -> int:
@@ -82,8 +82,8 @@ class SamplerChain:
     Args:
         params: see `SamplingParams.order`; bias has been applied.
         penalize: applies the penalties to logits [V], given a history.
-        breakers: DRY's; None where it is off.
-        infill: what the sampler of this name knows of the vocabulary; None where it is off.
+        breakers: the sequence breakers of DRY; None where it is off.
+        infill: the sampler of this name; None where it is off.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class SamplerChain:
         self._mirostat = Mirostat(params, vocab_size) if params.mirostat else None
 
     def reset_history(self) -> None:
-        """The next history may be as long as the last one was, and another. Mirostat's bound stays."""
+        """Forgets the last history: the next one may be as long, but different. Mirostat's bound stays."""
         if self._dry is not None:
             self._dry.reset()
         if self._mirostat is not None:
@@ -114,7 +114,7 @@ class SamplerChain:
     ) -> Choice:
         """The token at `position`, given the `logits` [V] there (finite or -inf) and the tokens before it.
 
-        `uniform` and `chance`, in (0, 1), draw the token and decide whether XTC has its turn.
+        `uniform`, in (0, 1), draws the token; `chance`, in (0, 1), decides whether XTC is applied.
 
         Raises:
             NoCandidateError: every token is banned.
@@ -133,7 +133,7 @@ class SamplerChain:
         return Choice(int(ids[index]), ids[: len(mass)], mass)
 
     def _apply(self, name: str, pool: CandidatePool, history: Seq[int], chance: float) -> None:
-        """One sampler, which is not off."""
+        """Applies one sampler, unless it is off."""
         params = self._params
         match name:
             case "penalties":

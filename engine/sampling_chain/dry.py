@@ -20,11 +20,11 @@ from quengine.models.tokenizer import Tokenizer
 from quengine.request.sampling_params import SamplingParams
 
 MAX_TAIL = 20
-"""Most tokens of a breaker after the one that it begins in."""
+"""The most tokens of a breaker after the token in which it begins."""
 _LOG_MAX = 88.7228391
 """The logarithm of the largest fp32 number, from which llama.cpp derives the largest exponent."""
 _FEW = 16
-"""Up to this number, new tokens are added one by one."""
+"""The most new tokens that are added one by one."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Breakers:
     """Where sequence breakers are in a history.
 
     Attributes:
-        tails: of each token in which one begins, the tokens that complete it; () where it is all in that token.
-        begin, whole: bool [vocab_size]: whether one begins in a token, whether one is all in it.
+        tails: for each token in which a breaker begins, the tokens that complete it; () if that token has all of it.
+        begin, whole: bool [vocab_size], whether a breaker begins in a token, and whether a token has all of one.
     """
 
     tails: Mapping[int, frozenset[tuple[int, ...]]]
@@ -63,7 +63,7 @@ class Breakers:
 
 
 class BreakerFinder:
-    """Finds the tokens of a vocabulary in which sequence breakers begin; the last few lists are kept."""
+    """Finds the tokens of a vocabulary in which sequence breakers begin, and caches the latest results."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
@@ -87,7 +87,7 @@ class BreakerFinder:
 
     @cached_property
     def _words(self) -> "_Words":
-        """Each token as it is written by itself, without the space that encoding puts before a text."""
+        """The tokens' bytes, without the space that encoding puts before a text."""
         tokenizer = self._tokenizer
         words = [tokenizer.token_bytes(token) for token in range(min(tokenizer.vocab_size, self._vocab_size))]
         if tokenizer.space_prefix:
@@ -99,7 +99,7 @@ class BreakerFinder:
 
 
 class _Words:
-    """The bytes of all tokens, one after the other, to be searched in a few passes."""
+    """The bytes of all tokens in one array, which is searched in a few passes."""
 
     def __init__(self, words: Seq[bytes]) -> None:
         self._sizes = np.array([len(word) for word in words], dtype=np.int64)
@@ -123,7 +123,7 @@ class _Words:
 
 
 class Dry:
-    """What the repetitions at the end of a growing history take from logits."""
+    """The penalties for repetitions at the end of a growing history."""
 
     def __init__(self, params: SamplingParams, breakers: Breakers) -> None:
         self._params = params
@@ -133,11 +133,11 @@ class Dry:
         self._most = int(_LOG_MAX / math.log(base)) if base > 1.000001 else 0
 
     def reset(self) -> None:
-        """The next history begins otherwise than the last one did."""
+        """Forgets the history: the next one begins differently."""
         self._repeats = _Repeats(self._params.dry_penalty_last_n)
 
     def penalties(self, history: Seq[int]) -> tuple[Ids, Floats]:
-        """Distinct token ids [n], and what their logits lose [n]."""
+        """Distinct token ids [n], and the numbers [n] to subtract from their logits."""
         params, least = self._params, self._params.dry_allowed_length
         tokens, lengths = self._repeats.of(history)
         reach = self._breakers.distance(tokens) if len(tokens) > least else -1
@@ -155,8 +155,8 @@ class Dry:
 
 
 class _Repeats:
-    """The last `window` tokens of a growing history (-1: all), and the length of the history's end that is repeated up
-    to each of them."""
+    """The last `window` tokens of a growing history (-1: all), and for each the length of the run up to it that the end
+    of the history repeats."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -181,7 +181,7 @@ class _Repeats:
 
 
 def _suffix_lengths(tokens: Seq[int]) -> list[int]:
-    """For each place but the last, the number of tokens up to there that are also the last ones (the Z algorithm,
+    """For each place except the last, the length of the run up to it that equals the end of `tokens` (the Z algorithm,
     backwards)."""
     reverse, count = tokens[::-1], len(tokens)
     lengths, begin, end = [0] * count, 0, 0

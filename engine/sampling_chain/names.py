@@ -19,11 +19,11 @@ LETTERS = {
 """The letter of each sampler, in the default order; `infill` is not among the default ones."""
 DEFAULT_ORDER = tuple(name for name in LETTERS if name != "infill")
 MAX_SAMPLERS = 32
-"""Most samplers of an order; a sampler may occur several times."""
+"""The most samplers of an order; a sampler may occur several times."""
 
 OFF = ("adaptive_p", "adaptive-p", "a", "tfs_z")
-"""Names and a letter of samplers of llama.cpp that clients list and that are off here: `adaptive_target`
-and `tfs_z` take no values that switch them on."""
+"""Names and a letter of llama.cpp's samplers that clients list, but that are always off here: `adaptive_target` and
+`tfs_z` accept no values that switch them on."""
 
 _BY_LETTER = {letter: name for name, letter in LETTERS.items()}
 _BY_NAME = {
@@ -36,8 +36,8 @@ _BY_NAME = {
 
 
 def read_names(names: Iterable[object]) -> tuple[str, ...]:
-    """The samplers of these names, in llama.cpp's spellings (top_k, top-k, topk), less those of `OFF`. Raises
-    EngineError."""
+    """The samplers of these names, in llama.cpp's spellings (top_k, top-k, topk), without those of `OFF`. Raises
+    EngineError for an unknown name."""
     given = [name for name in names if name not in OFF]
     order = tuple(_BY_NAME.get(name.lower(), "") if isinstance(name, str) else "" for name in given)
     if "" in order:
@@ -47,7 +47,8 @@ def read_names(names: Iterable[object]) -> tuple[str, ...]:
 
 
 def read_letters(letters: str) -> tuple[str, ...]:
-    """The samplers of these letters, such as "edskypmxt", less those of `OFF`. Raises EngineError."""
+    """The samplers of these letters, such as "edskypmxt", without those of `OFF`. Raises EngineError for an unknown
+    letter."""
     letters = "".join(letter for letter in letters if letter not in OFF)
     wrong = next((letter for letter in letters if letter not in _BY_LETTER), None)
     if wrong is not None:
@@ -57,7 +58,7 @@ def read_letters(letters: str) -> tuple[str, ...]:
 
 
 def read_flags(texts: Iterable[str]) -> tuple[str, ...]:
-    """What a command line's --samplers means: names with `;` or `,` between, or letters. Raises EngineError."""
+    """The samplers of the option --samplers: names separated by `;` or `,`, or letters. Raises EngineError."""
     text = ";".join(texts).replace(",", ";").strip(";")
     names = [name.strip() for name in text.split(";") if name.strip()]
     letters = len(names) == 1 and names[0].lower() not in _BY_NAME and set(names[0]) <= _BY_LETTER.keys()

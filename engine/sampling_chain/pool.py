@@ -1,4 +1,4 @@
-"""The tokens that a chain of samplers has left of one position's logits, and what each sampler does to them."""
+"""The candidates that a chain of samplers has kept for one position, and how each sampler changes them."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from quengine.kernels import sampling
 from quengine.kernels.sampling import Candidates, Floats, Ids, Logits, NoCandidateError
 
 _COMPARED = 128
-"""Candidates whose bytes are compared, the likeliest ones: the others are far from a fifth."""
+"""The number of likeliest candidates whose bytes are compared; the probabilities of others are far below a fifth."""
 _LEAST = 0.2
 
 
@@ -18,21 +18,21 @@ _LEAST = 0.2
 class Infill:
     """The sampler `infill` of llama.cpp, for a gap in a text: it ends early rather than write much that is uncertain.
 
-    1. Where the end tokens together are likely, against all else and the number of candidates, one of them comes.
-    2. A token whose bytes another one begins with is counted with the likelier of both.
-    3. Of the others those stay that then have a fifth of the probability, and among them their share; where there are
-       none, an end token comes.
+    1. Only end tokens are kept if all of them together are likely enough, given the number of candidates.
+    2. If the bytes of one token begin those of another, the likelier of both gets the probability of both.
+    3. Of the other tokens, those are kept that then have a fifth of the probability, and at least an equal share among
+       those kept. If there are none, an end token is kept.
 
-    Probabilities decide what stays; the draw is from the logits as they were (llama.cpp, llama_sampler_infill).
+    Probabilities decide which tokens are kept; the draw is from the unchanged logits (llama.cpp, llama_sampler_infill).
 
-    `ends`: the model's end tokens. `shown`: the bytes of a token id, none of a control token.
+    `ends`: the model's end tokens. `shown`: the bytes of a token id; a control token has none.
     """
 
     ends: frozenset[int]
     shown: Callable[[int], bytes]
 
     def kept(self, ranked: Candidates, count: int, logits: Logits) -> Candidates:
-        """The candidates that are kept of the `count` ranked ones. `logits` [V] show which end tokens are not
+        """The candidates that are kept. count: the number of ranked ones. logits [V]: show which end tokens are
         banned."""
         mass = sampling.masses(ranked.logits[0] - ranked.logits, sampling.sharpness(1.0))
         p = mass / int(mass.sum())
@@ -48,7 +48,7 @@ class Infill:
         return Candidates(ranked.ids[kept], ranked.logits[kept])
 
     def _joined(self, ranked: Candidates, p: Floats) -> Floats:
-        """The probabilities, where one of two tokens has those of both if the other begins with it; 0 is gone."""
+        """The probabilities after step 2; a token whose probability went to another one has 0."""
         p = p.copy()
         texts = [self.shown(token) for token in ranked.ids[:_COMPARED].tolist()]
         for one, text in enumerate(texts):
@@ -70,7 +70,7 @@ class Infill:
 
 
 LEAST_TEMPERATURE = 1e-30
-"""A lower one, but 0, divides as this does."""
+"""The least temperature that divides logits; a lower one, except 0, counts as this."""
 _FP32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -78,9 +78,8 @@ class CandidatePool:
     """All tokens of a vocabulary, until a sampler ranks them; then the candidates.
 
     Attributes:
-        count: tokens as llama.cpp counts them: those that have been banned (-inf) are among them until a sampler drops
-            them.
-        temperature: what the logits are still to be divided by; 0 leaves the first candidate.
+        count: the number of tokens as llama.cpp counts them, with banned ones (-inf) until a sampler drops them.
+        temperature: the divisor that is still to be applied to the logits; 0 leaves only the first candidate.
     """
 
     def __init__(self, logits: Logits) -> None:
@@ -91,7 +90,7 @@ class CandidatePool:
         self._ranked: Candidates | None = None
 
     def at_temperature(self) -> Candidates:
-        """What is left, ranked, its logits divided by the temperature. Raises NoCandidateError."""
+        """The ranked candidates, with their logits divided by the temperature. Raises NoCandidateError."""
         ranked = self.candidates()
         temperature, self.temperature = self.temperature, 1.0
         if temperature == 0:
@@ -102,7 +101,7 @@ class CandidatePool:
         return ranked
 
     def candidates(self, k: int = 0) -> Candidates:
-        """What is left, ranked, before the temperature; k > 0: the first k. Raises NoCandidateError."""
+        """The ranked candidates before the temperature; k > 0: only the first k are needed. Raises NoCandidateError."""
         if self._ranked is None:
             self._ranked = sampling.top_k_candidates(self._logits, k)
         return self._ranked
@@ -115,7 +114,7 @@ class CandidatePool:
         return sampling.masses(logits[0] - logits, sampling.sharpness(self.temperature))
 
     def change(self, change: Callable[[Logits], Logits]) -> None:
-        """`change` logits [V], by penalties for example: those that are no candidates are -inf, and remain so."""
+        """Applies `change` to logits [V], for penalties and the like. Tokens that are no candidates stay at -inf."""
         if self._ranked is None and self.temperature == 1:
             self._logits = change(self._logits)
             return
@@ -131,22 +130,22 @@ class CandidatePool:
             self.count = min(self.count, k)
 
     def cut(self, keep: Callable[[Candidates, float], Candidates], p: float) -> None:
-        """`keep` some of the candidates, by one of the samplers of `kernels.sampling`."""
+        """Keeps some of the candidates, by `keep`, one of the samplers of `kernels.sampling`."""
         self._ranked = keep(self.at_temperature(), p)
         self.count = len(self._ranked.ids)
 
     def infill(self, infill: Infill) -> None:
-        """Keep what may stand in a gap."""
+        """Keeps the candidates that may fill a gap."""
         self._ranked = infill.kept(self.at_temperature(), self.count, self._given)
         self.count = len(self._ranked.ids)
 
     def top_n_sigma(self, n: float) -> None:
-        """Drop what lies more than n standard deviations of the logits below the largest (Tang et al., 2024)."""
+        """Drops tokens whose logits are more than n standard deviations below the largest (Tang et al., 2024)."""
         if self.count > 1:
             self.change(lambda logits: _top_n_sigma(logits, n))
 
     def xtc(self, threshold: float) -> None:
-        """Drop all but the least likely of the tokens that are at least this likely (XTC, p-e-w)."""
+        """Drops all but the least likely of the tokens whose probability is at least `threshold` (XTC, p-e-w)."""
         ranked = self.at_temperature()
         mass = sampling.masses(ranked.logits[0] - ranked.logits, sampling.sharpness(1.0))
         dropped = max(0, int(np.count_nonzero(mass >= threshold * int(mass.sum()))) - 1)
@@ -154,8 +153,8 @@ class CandidatePool:
         self.count -= dropped
 
     def set_temperature(self, temperature: float, spread: float, exponent: float) -> None:
-        """Divide the logits, with `spread` > 0 by a temperature from temperature - spread to temperature + spread, the
-        higher the entropy is (Entropy-based dynamic temperature, kalomaze)."""
+        """Sets the divisor of the logits. With `spread` > 0 it lies within temperature +- spread, and is higher the
+        higher the entropy is (entropy-based dynamic temperature, kalomaze)."""
         if self.temperature != 1 or spread > 0:
             ranked = self.at_temperature()
         if spread > 0:
