@@ -1,4 +1,4 @@
-"""Coding agents that `engine launch` starts: how each is given a server, without a change to the user's own files.
+"""The coding agents that `engine launch` starts, and how each is told of a server without a change to the user's files.
 
 Sources: the documentation and `--help` of Claude Code 2.1, Codex 0.171, opencode 1.18, Qwen Code 0.24, aider 0.86 and
 Cline 3.0.
@@ -15,8 +15,8 @@ from quengine.errors import CannotRunError
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model on a server. address: without a path. key: "none" where the server needs none. context: in tokens.
-    images: it reads them."""
+    """A model on a server. address: the server's URL without a path. key: the API key, "none" where none is needed.
+    context: the model's context in tokens. images: the model reads images."""
 
     address: str
     key: str
@@ -31,7 +31,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Start:
-    """What an agent is started with beside the user's arguments, which `arguments` come before."""
+    """The environment and the arguments with which an agent is started; the user's arguments follow them."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: Sequence[str] = ()
@@ -39,8 +39,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Agent:
-    """program: on PATH. install: the command that brings it there. start: for an endpoint, with a temporary folder for
-    files of its own. calls_tools: it needs a model that does. context: tokens that it needs at least."""
+    """A coding agent. program: its name on PATH. install: the command that installs it. start: how to start it, given
+    an endpoint and a temporary folder for its files. calls_tools: it needs a model that calls tools. context: the least
+    context in tokens that it needs."""
 
     program: str
     install: str
@@ -50,7 +51,8 @@ class Agent:
 
 
 def _claude(endpoint: Endpoint, _folder: Path) -> Start:
-    """Every model that it may name is the one; header and countdown, which change each prompt's beginning, are off."""
+    """Claude Code, with this model in place of each that it may name, and without the header and the countdown, which
+    would change the beginning of each prompt."""
     names = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
     tiers = tuple(f"ANTHROPIC_DEFAULT_{tier}_MODEL" for tier in ("OPUS", "SONNET", "HAIKU"))
     return Start(
@@ -99,7 +101,7 @@ def _opencode(endpoint: Endpoint, _folder: Path) -> Start:
 
 
 def _qwen(endpoint: Endpoint, folder: Path) -> Start:
-    """Context and images have no flag: they are settings of the system, which stand above the user's."""
+    """Qwen Code. It has no flags for context and images, so they are in system settings, which override the user's."""
     model = {"contextWindowSize": endpoint.context, "modalities": {"image": endpoint.images}}
     settings = folder / "settings.json"
     settings.write_text(json.dumps({"model": {"generationConfig": model}}), "utf-8")
@@ -127,8 +129,8 @@ def _aider(endpoint: Endpoint, folder: Path) -> Start:
 
 
 def _cline(endpoint: Endpoint, folder: Path) -> Start:
-    """It has its settings from a folder alone, which its own command writes, all but the context: it would take 128,000
-    tokens. Raises CannotRunError where the command fails, or writes another form."""
+    """Cline. It reads settings only from a folder, which its own command writes. The context is added to them, since
+    Cline assumes 128,000 tokens. Raises CannotRunError where the command fails, or writes another form."""
     where = ("--data-dir", str(folder))
     given = ("-p", "openai", "-k", endpoint.key, "-m", endpoint.model, "-b", endpoint.openai)
     made = subprocess.run(

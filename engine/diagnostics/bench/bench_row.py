@@ -13,9 +13,10 @@ from quengine.request.output import DraftCounts
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model in numbers: `nbytes` of tensors, `params` weights, and the types they are stored in.
+    """A model in numbers.
 
-    Of a mixture of experts: the parameters that compute a token, the bytes of weights that it reads, and the experts.
+    nbytes: size of all tensors. params: number of weights. types: the types in which they are stored. active_params,
+    active_bytes, experts: for a mixture of experts, the weights that compute a token, their bytes, and the experts.
     """
 
     name: str
@@ -32,17 +33,20 @@ class ModelFacts:
 class BenchRow:
     """One test on one model with one thread count, of one sequence or of `batch` at once.
 
-    seconds: what each repetition took. bytes_per_token: weights, and the cache read on average, for one
-    generated token; 0 where a prompt is part of the test, since a chunk's tokens share one pass over the
-    weights, and where several sequences have drafts, of which a step has other numbers each time.
-    bandwidth: bytes per second that the device's memory gives. operations: floating-point ones of a single
-    prompt; 0 where tokens are generated. matrix_rate: those per second that the device's matrix units give; None
-    on the CPU. peak_bytes: the most memory the device, or on the CPU the process, held since this model was loaded,
-    without what of the cache only other rows need; weights and cache take held_bytes of it. kernels_per_step: kernels
-    in the captured decode step; None without one. drafts: what was drafted and accepted; None without drafts.
-    host_layers: layers whose experts are in host memory beside a CUDA device, where they take host_bytes. placement: a
-    line that describes this, where it was requested.
-    ranks: devices that share the model; bytes, operations and memory are then those of one. split: what each has of it.
+    seconds: the time of each repetition.
+    bytes_per_token: bytes of weights, and of the cache on average, that are read for one generated token; 0 where a
+        prompt is part of the test (the tokens of a chunk share one pass over the weights), and with drafts of several
+        sequences, whose number differs from step to step.
+    bandwidth: bytes per second that the device's memory can read.
+    operations: floating-point operations of a single prompt; 0 where tokens are generated.
+    matrix_rate: operations per second of the device's matrix units; None on the CPU.
+    peak_bytes: the most memory of the device (of the process on the CPU) since the model was loaded, without the part
+        of the cache that only other rows need. held_bytes: weights and cache, a part of it.
+    kernels_per_step: kernels in the captured decode step; None without one.
+    drafts: counts of drafted and accepted tokens; None without drafts.
+    host_layers: layers whose experts are in host memory beside a CUDA device. host_bytes: the size of these experts.
+    placement: a line that describes this, where it was requested.
+    ranks: devices that share the model; bytes, operations and memory are then those of one. split: how they share it.
     """
 
     model: ModelFacts
@@ -104,15 +108,16 @@ class BenchRow:
 
     @property
     def bandwidth_percent(self) -> float | None:
-        """The share of the memory bandwidth that was used; None where that does not limit the test, as with experts in
-        the host's memory."""
+        """The percentage of the memory bandwidth that was used; None where it does not limit the test, or experts are
+        in host memory."""
         if self.gb_s is None or self.host_bytes:
             return None
         return 100 * self.gb_s / (self.bandwidth / 1e9)
 
     @property
     def matrix_percent(self) -> float | None:
-        """The share of the matrix rate that was used; None where it does not limit the test, or was not measured."""
+        """The percentage of the matrix rate that was used; None where it does not limit the test, or was not
+        measured."""
         if not self.operations or self.matrix_rate is None:
             return None
         return 100 * self.operations / self.test.prompt * self.tok_s / self.matrix_rate
@@ -123,7 +128,7 @@ class BenchRow:
         return self.peak_bytes - self.held_bytes
 
     def as_dict(self, machine: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Flat and complete, for machines."""
+        """All numbers as one flat object for JSON, with the fields of `machine`."""
         fields: dict[str, Any] = {
             "model": self.model.name,
             "model_path": self.model.path,
