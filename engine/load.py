@@ -267,17 +267,14 @@ def _sizes_note(config: EngineConfig, checkpoint: Checkpoint, cache: KVCache) ->
 
 
 def _states_note(config: EngineConfig, pool: CachePool, cache: KVCache) -> str:
-    """What states take of the cache, for the user."""
+    """The part of the cache that states take, for the user."""
     size = sum(part[:, 0].nbytes for parts in cache.states for part in parts)
     copies = ", as many copies for drafts" if pool.spares else ""
+    cold = f", up to {pool.cold} more in host memory ({gib(size * pool.cold)})" if pool.cold else ""
     return (
         f", of it {gib(size * pool.num_blocks)} for states of {gib(size)}: {config.parallel} of sequences{copies}, "
-        f"{pool.checkpoints} checkpoints{_cold_note(pool, size)}"
+        f"{pool.checkpoints} checkpoints{cold}"
     )
-
-
-def _cold_note(pool: CachePool, size: int) -> str:
-    return f", up to {pool.cold} more in host memory ({gib(size * pool.cold)})" if pool.cold else ""
 
 
 def _cold_in_vain(config: EngineConfig, cache: KVCache, device: torch.device) -> list[str]:

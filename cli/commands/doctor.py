@@ -105,12 +105,9 @@ def _sums_text(sums: "SumTimes") -> str:
     return f"{sums.ranks} GPUs, {sums.note}: {times}"
 
 
-def _nodes(found: "Diagnosis") -> str:
-    return f", NUMA nodes: {found.numa_nodes}" if found.numa_nodes > 1 else ""
-
-
 def machine_lines(found: "Diagnosis") -> list[str]:
     """The lines for people, without the self-test."""
+    nodes = f", NUMA nodes: {found.numa_nodes}" if found.numa_nodes > 1 else ""
     rows = [
         ("versions", ", ".join(f"{name} {version or 'missing'}" for name, version in found.versions.items())),
         ("platform", found.platform),
@@ -120,7 +117,7 @@ def machine_lines(found: "Diagnosis") -> list[str]:
             f"{found.physical_cores} usable, {found.usable_cpus} logical; {found.threads} threads here",
         ),
         ("simd", " ".join(found.simd) or "unknown"),
-        ("memory", f"{_gib(found.available_memory)} available of {_gib(found.total_memory)}{_nodes(found)}"),
+        ("memory", f"{_gib(found.available_memory)} available of {_gib(found.total_memory)}{nodes}"),
         ("bandwidth", f"{found.memory_bandwidth / 1e9:.1f} GB/s measured, reading, {found.threads} threads"),
     ]
     for device in found.cuda:

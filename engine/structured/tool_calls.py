@@ -174,13 +174,11 @@ def _tool(entry: Any, at: str) -> Tool:
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise EngineError(f"{at}: the parameters of {name} must be a JSON schema")
-    described = entry if "function" in entry else {"type": "function", "function": _without_type(entry)}
-    place = f"{at}.function.parameters" if "function" in entry else f"{at}.parameters"
-    return Tool(name, parameters or _NO_PARAMETERS, described, place)
-
-
-def _without_type(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entry.items() if key != "type"}
+    if "function" in entry:
+        return Tool(name, parameters or _NO_PARAMETERS, entry, f"{at}.function.parameters")
+    plain = {key: value for key, value in entry.items() if key != "type"}
+    described = {"type": "function", "function": plain}
+    return Tool(name, parameters or _NO_PARAMETERS, described, f"{at}.parameters")
 
 
 def _allowed(value: Any, names: Sequence[str]) -> tuple[Any, frozenset[str]]:

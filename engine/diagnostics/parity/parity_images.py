@@ -149,6 +149,7 @@ def compare_images(a: LLMSide, b: LLMSide, progress: Progress) -> ComparedImages
             "leaves images out"
         )
     unlike, errors, prompts, files = list[str](), list[Tensor](), list[ImagePrompt](), pictures()
+    times = _ON_CUDA if b.device.startswith("cuda") else 1
     for number, file in enumerate(files, 1):
         progress(f"images: picture {number} of {len(files)}")
         prepared = [images.prepare(file) for images in (of_a, of_b)]
@@ -156,7 +157,7 @@ def compare_images(a: LLMSide, b: LLMSide, progress: Progress) -> ComparedImages
             unlike.append(f"picture {number}: {problem}")
             continue
         rows = of_a.encode(prepared[0])
-        for theirs in [of_b.encode(prepared[1]) for _ in range(_ON_CUDA if _on_cuda(b) else 1)]:
+        for theirs in [of_b.encode(prepared[1]) for _ in range(times)]:
             errors.append(nmse_rows(rows, theirs, rows))
         ids = a.llm.tokenizer.encode(BEFORE) + of_a.marker_ids + a.llm.tokenizer.encode(AFTER)
         prompts.append(_whole_chunks(of_a.of_rows(ids, [(prepared[0], rows)]), a.decoder.chunk_size))
@@ -183,10 +184,6 @@ def _widened(a: LLMSide, files: list[bytes], progress: Progress) -> FeatureBudge
         errors.append(nmse_rows(rows, rounded.encode([prepared])[0], rows))
     limits = zip((WIDE.median, WIDE.p99, WIDE.most), spread(torch.cat(errors)), strict=True)
     return FeatureBudget(*(max(limit, FACTOR * measured) for limit, measured in limits))
-
-
-def _on_cuda(side: LLMSide) -> bool:
-    return side.device.startswith("cuda")
 
 
 def _other_picture(a: "PreparedImage", b: "PreparedImage") -> str:

@@ -101,7 +101,8 @@ class _Cluster:
         self._connect()
         size = ReplicaSize.of(self._spec.config, self._ray.cluster_resources())
         try:
-            check_room(size, options.min_replicas, self._nodes())
+            nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+            check_room(size, options.min_replicas, nodes)
         except CannotRunError as error:
             if self._local:
                 raise
@@ -185,9 +186,6 @@ class _Cluster:
         serve.start(http_options={"host": settings.hosts[0], "port": settings.port})
         host = f"[{settings.hosts[0]}]" if ":" in settings.hosts[0] else settings.hosts[0]
         self._say(f"listening on http://{host}:{settings.port}; the model is being loaded")
-
-    def _nodes(self) -> list[dict[str, float]]:
-        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def _status(self) -> tuple[str, int, str]:
         """The application's status, how many of its replicas are ready, and what Ray says of it."""

@@ -40,14 +40,11 @@ def with_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(call, Mapping) and not message.get("tool_calls"):
             waiting = f"call_{number}"
             calls = [{"id": waiting, "type": "function", "function": call}]
-            given.append({**_without_call(message), "tool_calls": calls})
+            others = {key: value for key, value in message.items() if key != "function_call"}
+            given.append({**others, "tool_calls": calls})
         elif message.get("role") == "function" and waiting is not None:
             given.append({**message, "role": "tool", "tool_call_id": waiting})
             waiting = None
         else:
             given.append(message)
     return given
-
-
-def _without_call(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if key != "function_call"}

@@ -11,7 +11,7 @@ from typing import Any
 from quengine import __version__
 from quengine.serve.http import EVENTS, LINES
 from quengine.serve.routes.route import NOTHING, OfModel, OfServer, alternatives
-from quengine.serve.schemas.fields import Body, Schema
+from quengine.serve.schemas.fields import Schema
 from quengine.serve.schemas.openapi_requests import STRING, ref, request_schemas
 from quengine.serve.schemas.written import Written, written_schemas
 from quengine.serve.settings import ServerSettings
@@ -94,7 +94,8 @@ def _operation(path: str, route: OfModel | OfServer, keyed: bool) -> dict[str, A
     if parameters:
         made["parameters"] = parameters
     if route.body is not None:
-        made["requestBody"] = {"required": True, "content": {JSON: {"schema": ref(_name(route.body))}}}
+        name = route.body if isinstance(route.body, str) else route.body.__name__
+        made["requestBody"] = {"required": True, "content": {JSON: {"schema": ref(name)}}}
     if keyed:
         made["security"] = [{"bearer": []}, {"header": []}]
     return made
@@ -108,10 +109,6 @@ def _operation_id(method: str, path: str) -> str:
 def _schema(*kinds: Any) -> Schema:
     schemas, _ = written_schemas(kinds)
     return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-
-
-def _name(request: type[Body] | str) -> str:
-    return request if isinstance(request, str) else request.__name__
 
 
 def _success(route: OfModel | OfServer) -> dict[str, Any]:
