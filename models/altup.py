@@ -19,7 +19,8 @@ from quengine.models.layers import LayerTensors
 
 
 class Streams:
-    """Makes the rows of tokens [N, T, W] of their embeddings [T, W], and the last hidden rows of those after layers."""
+    """Makes the N rows of each token, [N, T, W], from embeddings [T, W], and hidden rows [T, W] from the last
+    layer's."""
 
     def __init__(self, tensors: LayerTensors) -> None:
         self.backend = tensors.backend

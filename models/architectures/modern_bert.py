@@ -36,7 +36,7 @@ def _layers(config: ModelConfig) -> Sequence[Block]:
 
 
 def _tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
-    """Those of no layer: the embedding and its norm, the last norm, a head."""
+    """The tensors outside of layers: the embedding and its norm, the last norm, a head."""
     sizes, width = config.encoder, config.embedding_length
     assert sizes is not None
     table = TensorSpec(
