@@ -37,7 +37,7 @@ def correct(predictions: Tensor, computed: Tensor, of_router: Tensor, coefficien
 
 
 def of_size(x: Tensor, like: Tensor) -> Tensor:
-    """Rows x [..., W], each multiplied so that its root mean square is that of the row of `like` [..., W]."""
+    """Rows x [..., W], each scaled to the root mean square of the same row of `like` [..., W]."""
     wanted = like.square().mean(-1, keepdim=True).sqrt()
     return x * wanted / x.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()
 

@@ -20,8 +20,8 @@ Hidden: TypeAlias = Any
 
 @dataclass(frozen=True)
 class AltUpSpec:
-    """The constants of a layer, fp32. norm: of what the router reads. router: [N, W]. predict: [N * N, N]. correct:
-    [N, N]. scale: [W], of the corrected first row, which the layer's input is multiplied with."""
+    """The constants of a layer, fp32. norm: the norm before the router. router: [N, W]. predict: [N * N, N]. correct:
+    [N, N]. scale: [W], multiplies the corrected first row, the input of the layer's per-layer embedding."""
 
     norm: RMSNorm
     router: Tensor

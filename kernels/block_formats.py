@@ -135,7 +135,7 @@ FORMATS: Mapping[str, BlockFormat] = MappingProxyType({fmt.name: fmt for fmt in 
 Fields: TypeAlias = Mapping[str, Tensor]
 """The bytes of each field of blocks: uint8 [R, blocks, bytes]."""
 Scales: TypeAlias = dict[str, Tensor]
-"""The fields d, sc, dmin, mn and top of `Groups`, as far as a format has them."""
+"""Those of the fields d, sc, dmin, mn and top of `Groups` that a format has."""
 
 
 @dataclass(frozen=True)

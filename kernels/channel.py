@@ -47,7 +47,7 @@ class Channel(Generic[T]):
         self._socket, self._decoder = end, decoder
 
     def decoding(self, decoder: "MessageDecoder[U]") -> "Channel[U]":
-        """The same end, which receives other messages."""
+        """This end of the channel with another decoder, for messages of other types."""
         return Channel(self._socket, decoder)
 
     def send(self, message: object) -> None:

@@ -21,7 +21,7 @@ _IQ3_XXS_LEVELS = (4, 12, 20, 28, 36, 44, 52, 62)
 IQ3_XXS_TABLE = (*_IQ3_XXS_LEVELS, *(-level for level in _IQ3_XXS_LEVELS))
 IQ3_S_TABLE = (*range(1, 16, 2), *range(-1, -16, -2))
 IQ1_ENTRIES = 2048
-"""Entries of IQ1's codebook with an eighth added; as many follow with an eighth taken away."""
+"""Number of entries of IQ1's codebook with 1/8 added; the same number follow with 1/8 subtracted."""
 
 _IQ1 = (
     "AAACAAUACAAKABEAFQAgACIAKAAqAEUAUQBUAFYAZQCAAIIAiACKAJUAoACiAKgAqgAEAQUBEQEUARYBGQEaASUBQQFGAUkBUgFVAV"

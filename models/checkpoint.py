@@ -46,11 +46,11 @@ class Checkpoint(Protocol):
         ...
 
     def draft_tensors(self) -> "DraftTensors":
-        """Those of the layer that drafts tokens. Raises EngineError where there is none, or it is not computed."""
+        """The tensors of the layer that drafts tokens. Raises EngineError if there is none, or it is not supported."""
         ...
 
     def adapters(self) -> "Mapping[str, Mapping[str, LowRank]]":
-        """Of an encoder: task -> matrix by its GGUF name -> what it is changed by for that task. Raises EngineError."""
+        """An encoder's adapters: task -> GGUF name of a matrix -> its change for that task. Raises EngineError."""
         ...
 
     def release_pages(self) -> None:

@@ -706,14 +706,14 @@ class StepRecorder:
 
 @dataclass(frozen=True, eq=False)
 class StepBatch(ForwardBatch):
-    """A batch whose operations are recorded, not run; their inputs have no values yet. used_adapters: those of
-    `adapters` whose scales may be other than 0."""
+    """A batch whose operations are recorded, not run; their inputs have no values yet. used_adapters: numbers of
+    the adapters whose scales may be other than 0."""
 
     recorder: StepRecorder = field(kw_only=True)
     used_adapters: Sequence[int] = field(default=(), kw_only=True)
 
     def with_chunks(self, length: int) -> StepBatch:  # noqa: ARG002 (attention tells its chunk when the step runs)
-        """The same: chunks follow from positions, which have no values yet."""
+        """The batch itself: chunks follow from positions, which have no values yet."""
         return self
 
     def one_earlier(self) -> StepBatch:

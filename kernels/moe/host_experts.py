@@ -46,7 +46,7 @@ class PlacedExperts(Protocol):
 
 @runtime_checkable
 class FollowedExperts(PlacedExperts, Protocol):
-    """Such experts, of which the host computes its part while a captured step runs on the device."""
+    """PlacedExperts whose host part is computed while a captured step runs on the device."""
 
     @property
     def last_uses(self) -> list[list[int]] | None:

@@ -63,7 +63,7 @@ class Matrices:
         return tables if len(tables) == len(found) else None
 
     def bounds(self, device: torch.device) -> list[PartBounds]:
-        """Of each part of their weights on a device, over all experts."""
+        """The bounds of each part of the experts' weights on a device, over all experts."""
         found = [_bounds(kind, device) for kind in self.kinds]
         return [each.read() for each in ([found[0] | found[1]] if self.paired else found)]
 
@@ -105,8 +105,8 @@ class LayerMatrices:
 
 
 class ExpertPlaces:
-    """`count` places for experts of `matrices` on a device, all zeros at first. bounds: `Matrices.bounds`, of the layer
-    whose experts they have. share: see ExpertWeights; a routing names places."""
+    """`count` places for experts of `matrices` on a device, all zeros at first. bounds: `Matrices.bounds` of the
+    layer. share: see ExpertWeights; a routing names places, not experts."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ def _sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _padded_rows(matrix: QuantTensor, paired: bool) -> int:
-    """Rows of an expert in its part; of a kind that shares tiles."""
+    """Rows of an expert in its part, padded to whole tiles; gate and up share tiles if `paired`."""
     multiple = 1 if not matrix.format.is_quantized else TILE_ROWS // 2 if paired else TILE_ROWS
     return -(-matrix.rows // multiple) * multiple
 

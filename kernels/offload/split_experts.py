@@ -49,8 +49,8 @@ from quengine.kernels.rms_norm import RMSNorm
 
 @dataclass(frozen=True)
 class SentRows:
-    """Rows that the host computes: `tokens` of them, for `gate_up` and its activation. gated, routing: of the experts
-    on the device, in its places; None: it holds none."""
+    """Rows that the host computes: `tokens` of them, for `gate_up` and its activation. gated, routing: results and
+    places of the experts on the device; None: it holds none."""
 
     tokens: int
     gate_up: CpuExperts

@@ -99,7 +99,7 @@ class _Groups:
         return torch.where(turned.view(cost.shape), -self._magnitude, self._magnitude)
 
     def negative(self, fit: _Fit) -> Tensor:
-        """The signs of the weights that a fit gives, bool [group, M]; that of a 0 may be turned too, to -0."""
+        """Which of the weights of a fit are negative, bool [group, M]; a 0 may become -0."""
         return (self.x < 0) ^ torch.signbit(fit.target)
 
     def nearest(self, scale: Tensor, target: Tensor) -> _Fit:

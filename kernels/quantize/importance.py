@@ -55,7 +55,7 @@ def weighted(fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> tuple
 
 
 def by_row_mean(fmt: BlockFormat) -> bool:
-    """Whether the mean square beside a weight's own is that of its row: in blocks of 32 weights of a uniform grid."""
+    """Whether a weight's importance uses the mean square of its row, as for blocks of 32 on a uniform grid."""
     return fmt.block == fmt.group and fmt.table is None
 
 

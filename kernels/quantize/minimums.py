@@ -132,9 +132,9 @@ def _solved(fit: RangeFit, sum_q: Tensor, sum_qq: Tensor, sum_qx: Tensor) -> tup
 
 
 NEIGHBOURS = ((1, 0), (-1, 0), (0, 1), (0, -1))
-"""By how many units of fp16 d and dmin of blocks of one group may be moved from the best of least squares."""
+"""Steps (d, dmin), in units of fp16, that are tried around the least-squares solution of blocks of one group."""
 LARGEST_BITS = 0x7BFF
-"""Of a finite fp16."""
+"""The bits of the largest finite fp16."""
 
 
 def _refined(fit: RangeFit, scale: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:

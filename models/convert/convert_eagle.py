@@ -62,5 +62,5 @@ class DraftFile:
 
 
 def _heads(config: ModelConfig, name: str) -> int | None:
-    """Heads of rows that are rotated; None: of none."""
+    """Number of heads of a tensor of rotated rows; None: its rows are not rotated."""
     return {"blk.0.attn_q.weight": config.head_count, "blk.0.attn_k.weight": config.head_count_kv}.get(name)

@@ -20,8 +20,8 @@ Keys: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """What a part reads and where it writes: `keys` are those of the text model in config.json, with the defaults of
-    its type."""
+    """What a part reads, and the writer it writes to. keys: the text model's config.json, with its type's
+    defaults."""
 
     writer: Writer
     config: ModelConfig
@@ -281,7 +281,7 @@ def _altup(source: Source) -> None:
 
 
 def _head_sizes_by_window(source: Source) -> None:
-    """Of layers without a window and of those with one."""
+    """Head sizes and rotated elements of layers without a window, and of those with one."""
     windows = source.config.layer_windows
     full = next((layer for layer, window in enumerate(windows) if window is None), None)
     seen = next((layer for layer, window in enumerate(windows) if window is not None), None)
@@ -298,14 +298,14 @@ def _head_sizes_by_window(source: Source) -> None:
 
 
 def _assistant(source: Source) -> None:
-    """Of a model whose layers all draft, and attend to another model's keys and values."""
+    """The keys of a model whose layers all draft, and attend to another model's keys and values."""
     source.writer.add_embedding_length_out(source.config.target_width)
     source.writer.add_nextn_predict_layers(source.config.block_count)
     source.writer.add_shared_kv_layers(source.keys["text_config"].get("num_kv_shared_layers", 0))
 
 
 def eagle(source: Source) -> None:
-    """Of an EAGLE-3 draft model."""
+    """The keys of an EAGLE-3 draft model."""
     sizes, prefix = source.config.eagle, source.config.architecture
     assert sizes is not None
     source.writer.add_array(f"{prefix}.target_layers", list(sizes.layers))
@@ -327,7 +327,7 @@ def _layered_lengths(source: Source) -> None:
 
 
 def _one_kv_head(source: Source) -> None:
-    """Latent attention has one head of keys, that of all."""
+    """Latent attention has one key head, shared by all query heads."""
     _drop(source, "attention.head_count_kv")
     source.writer.add_head_count_kv(1)
 
@@ -354,7 +354,7 @@ def _yarn_log(source: Source) -> None:
 
 
 def _temperature(source: Source) -> None:
-    """Of Ministral 3, whose files have the multiplier of YaRN's factor as it is."""
+    """The keys of Ministral 3, whose files have YaRN's log multiplier without the factor 0.1."""
     if source.config.rope_scaling.kind == "yarn":
         source.writer.add_rope_scaling_yarn_log_mul(_rope(source)["mscale_all_dim"])
     if source.config.attention_temperature_scale:

@@ -101,7 +101,7 @@ def has_drafts(checkpoint: HFCheckpoint) -> bool:
 
 
 def _tensors(config: ModelConfig, held: HFTensors, kind: str, joined: bool = False) -> list[FileTensor]:
-    """Those of a model's layers and of none. joined: gate and up of all experts of a layer are one tensor."""
+    """All tensors of a model, in layers and outside. joined: gate and up of all experts of a layer are one tensor."""
     together: dict[str, list[str]] = {}
     # Of a model that ranks by rows of its output matrix a file has the rows alone.
     for name in held if config.ranker is None else [name for name in held if name != "output.weight"]:
@@ -122,7 +122,7 @@ def _tensors(config: ModelConfig, held: HFTensors, kind: str, joined: bool = Fal
 
 
 def _draft_tensors(checkpoint: HFCheckpoint, kind: str) -> list[FileTensor]:
-    """Those of the first layer that drafts tokens, after the model's layers."""
+    """The tensors of the first layer that drafts tokens, numbered after the model's layers."""
     config = checkpoint.config
     tensors = checkpoint.draft_tensors().tensors
     assert isinstance(tensors, HFTensors)
@@ -135,7 +135,7 @@ def _draft_tensors(checkpoint: HFCheckpoint, kind: str) -> list[FileTensor]:
 
 
 def _latent_tensors(config: ModelConfig, held: HFTensors, name: str, kind: str) -> list[FileTensor]:
-    """The matrices of heads that a folder has joined: of keys, the other way round, and of values."""
+    """attn_k_b, transposed, and attn_v_b, of the tensor that holds both in a folder."""
     sizes, heads = config.latent, config.head_count
     assert sizes is not None
     plain, rank = sizes.plain, sizes.rank

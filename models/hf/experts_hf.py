@@ -18,7 +18,7 @@ COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys that count a model's experts."""
 
 _ALIASES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
-"""Of models that have one of these, `transformers` takes the other too, and may save it."""
+"""Key -> its other name, which `transformers` reads too, and may save."""
 
 
 def read_experts(

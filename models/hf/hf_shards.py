@@ -80,7 +80,7 @@ class HFShards:
         return StoredTensor(name, dtype, shape)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """That of tensor `name`; None: it is not there."""
+        """The shape of tensor `name`; None: it does not exist."""
         if name not in self.files:
             return None
         return tuple(self._slice(name).get_shape())

@@ -24,7 +24,7 @@ from quengine.models.images.decode import FORMATS, ImageError, decode_image
 from quengine.models.template.limited_worker import LimitedWorker
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-"""Of mallopt (malloc.h)."""
+"""Parameters of mallopt (malloc.h)."""
 
 
 def seal() -> str:

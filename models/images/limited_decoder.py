@@ -29,7 +29,7 @@ MOST_PROCESSES = 4
 _WORKER = Path(__file__).with_name("decode_worker.py")
 _MEMORY_BYTES = max(MAX_BYTES, 3 * MAX_PIXELS)
 _KEPT_BYTES = 16 << 20
-"""Of shared memory, between images."""
+"""Bytes of shared memory that are kept between images."""
 _LONGEST_ERROR = 300
 """Characters of an error's line."""
 

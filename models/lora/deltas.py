@@ -35,7 +35,7 @@ class Delta:
         ]
 
     def rows(self, first: int, count: int) -> Tensor:
-        """That of `count` rows from `first` on: fp32 [count, columns]."""
+        """The change of `count` rows from `first` on: fp32 [count, columns]."""
         total = torch.zeros(count, self._columns, device=self._device)
         start = 0
         for size, changes in self._segments:

@@ -59,7 +59,7 @@ def _of_declared(config: ModelConfig, changes: Mapping[str, LowRank]) -> dict[st
 
 
 def of_latent(config: ModelConfig, name: str, change: LowRank) -> dict[str, LowRank]:
-    """Of keys and values that are made of a latent: those of each head, keys the other way round."""
+    """A change of attn_kv_b as changes of attn_k_b, transposed, and attn_v_b."""
     sizes = config.latent
     assert sizes is not None
     heads, rank = config.head_count, change.rank

@@ -30,10 +30,8 @@ _MOST_CHUNKS = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class Sums:
-    """Of a tensor: sums of squares, fp64 [experts or 1, columns], and the rows that they are of, int64 [experts or 1].
-
-    Experts have other rows each.
-    """
+    """A tensor's sums of squared inputs, fp64 [experts or 1, columns], and the numbers of rows added, int64 [experts or
+    1], as each expert has its own rows."""
 
     squares: NDArray[np.float64]
     counts: NDArray[np.int64]
@@ -43,7 +41,7 @@ class Sums:
         return Sums(self.squares + other.squares, self.counts + other.counts)
 
     def of_experts(self, experts: int) -> "Sums":
-        """The same with a count for each expert, where there may be one for all."""
+        """These sums by expert; a single count is repeated for all experts."""
         counts = np.broadcast_to(self.counts, (experts,))
         return Sums(self.squares.reshape(experts, -1), counts)
 

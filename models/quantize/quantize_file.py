@@ -34,7 +34,7 @@ from quengine.models.quantize.mixes import (
 from quengine.models.quantize.quantizer import Added, Quantizer, UnfitWeightsError
 
 QUANTIZATION_VERSION = 2
-"""Of the block formats (ggml.h, GGML_QNT_VERSION)."""
+"""Version of the block formats (ggml.h, GGML_QNT_VERSION)."""
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
@@ -331,9 +331,12 @@ def _write_tensor(
 
 
 def _importance(plan: Plan, tensor: GGUFTensor, kind: str, merged: bool) -> NDArray[np.float32] | None:
-    """Of a tensor's columns, [experts or 1, columns]. Without an imatrix those of a tensor that is quantized already
-    are equal: a formula of a block's extremes would miss the grid that its weights lie on, Q5_1's of Q4_1 with errors
-    that make all of them 2% larger."""
+    """The importance of each column of a tensor, fp32 [experts or 1, columns]; None: the format's plain formula is
+    used.
+
+    Without an imatrix, a tensor that is already quantized has equal importances: a plain formula, which goes by a
+    block's extremes, would miss the grid of its weights. Q5_1 made of Q4_1 would have 2% more error.
+    """
     found = None if plan.imatrix is None else plan.imatrix.of(tensor.name, tensor.shape)
     on_grid = FORMATS[tensor.type_name].is_quantized and not merged
     if found is None and on_grid and kind in SEARCHED_WITH_IMPORTANCE:

@@ -34,7 +34,7 @@ def charsmap_problem(raw: bytes) -> str | None:
 
 
 def _trie_problem(units: NDArray[np.int64], replacements: bytes) -> str | None:
-    """Of every unit that some text leads to."""
+    """What is wrong with a unit that some text leads to; None: nothing."""
     starts = np.frombuffer(replacements, np.uint8) & 0xC0 != 0x80  # where a character begins
     seen = np.zeros(len(units), np.bool_)
     found = np.zeros(1, np.int64)

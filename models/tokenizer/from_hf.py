@@ -232,7 +232,7 @@ def _adds_bos(described: Described, config: Mapping[str, Any], bos: int | None) 
 
 
 def _adds_eos(described: Described, config: Mapping[str, Any], eos: int | None) -> bool:
-    """The same of the end token: whether it follows a text."""
+    """Whether the end token follows a text."""
     said = config.get("add_eos_token")
     if eos is None or isinstance(said, bool):
         return bool(said)

@@ -36,7 +36,7 @@ class WordPiece:
 
 
 def _own_spelling(text: str) -> str:
-    """Of a token that begins a word its letters, of another `##` and its letters."""
+    """BERT's spelling of a token: its letters if it begins a word, else `##` and its letters."""
     return text[len(SPACE) :] if text.startswith(SPACE) else f"##{text}"
 
 

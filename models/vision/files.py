@@ -30,7 +30,7 @@ class TensorSource(Protocol):
     """Where an encoder's tensors are read from."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """That of tensor `name` in torch order; None: it is not there."""
+        """The shape of tensor `name` in torch order; None: it does not exist."""
         ...
 
     def tensor(self, name: str) -> Tensor:

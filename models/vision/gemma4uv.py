@@ -18,7 +18,7 @@ from quengine.models.vision.projector import Projector
 from quengine.models.vision.settings import BICUBIC, Keys, VisionSettings, folder_settings, gguf_settings
 
 _EPS = 1e-5
-"""Of the norms before the last one, as torch's LayerNorm has it; no file names it."""
+"""eps of all norms but the last: the default of torch's LayerNorm, which no file names."""
 _PATCH = 16
 _PLAIN = {"layers": 0, "heads": 1, "feed_forward": 0}
 

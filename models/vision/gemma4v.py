@@ -37,10 +37,10 @@ from quengine.models.vision.settings import BICUBIC, Keys, VisionSettings, folde
 from quengine.models.vision.vision_block import VisionBlock, through
 
 ROWS = 280
-"""Of an image, at most."""
+"""Most rows of an image."""
 _THETA = 100.0
 POOL = 3
-"""Patches of a side that become one row."""
+"""A square of POOL x POOL patches becomes one row."""
 _BOUND = "v.blk.0.attn_q.input_min"
 
 

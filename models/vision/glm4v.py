@@ -42,9 +42,9 @@ from quengine.models.vision.settings import Keys, VisionSettings, folder_setting
 from quengine.models.vision.vision_block import VisionBlock, through
 
 MIN_PIXELS, MAX_PIXELS = 112 * 112 // 2, 28 * 28 * 6144
-"""Of a resized image in the released models, which count two frames of it."""
+"""Pixels of a resized image in the released models, which count each image as two frames."""
 _NORM_EPS = 1e-5
-"""Of the projector's LayerNorm, torch's own."""
+"""torch's default, which the projector's LayerNorm has."""
 
 
 def _gguf(file: GGUFFile) -> VisionSettings:

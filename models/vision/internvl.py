@@ -35,7 +35,7 @@ from quengine.models.vision.vision_block import VisionBlock, through
 
 _MAX_TILES = 12
 _NORM_EPS = 1e-5
-"""Of the projector's LayerNorm, torch's own."""
+"""torch's default, which the projector's LayerNorm has."""
 _QK_EPS = 1e-6
 
 

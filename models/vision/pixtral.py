@@ -43,7 +43,7 @@ from quengine.models.vision.vision_block import VisionBlock, through
 
 _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
 _EPS = 1e-5
-"""Of the encoder's norms, which config.json does not have."""
+"""eps of the encoder's norms, which config.json does not have."""
 
 
 def _gguf(file: GGUFFile) -> VisionSettings:
@@ -158,7 +158,7 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> VisionBlock
 
 
 def _merger(weights: Weights, settings: VisionSettings) -> Linear:
-    """Its columns go from channel by channel to patch by patch."""
+    """The patch merger's matrix, with its columns reordered from channel by channel to patch by patch."""
     size, count = settings.width, settings.merge**2
     matrix = weights.tensor("mm.patch_merger.weight", size, size * count, dtype=weights.matrix)
     return Linear(matrix.view(size, size, count).transpose(1, 2).flatten(1), None, weights.matrix)

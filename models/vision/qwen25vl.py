@@ -39,7 +39,7 @@ from quengine.models.vision.settings import Keys, VisionSettings, folder_setting
 from quengine.models.vision.vision_block import VisionBlock
 
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 16_384
-"""Of a resized image in the released models."""
+"""Pixels of a resized image in the released models."""
 WINDOW = 112
 _EPS = 1e-6
 

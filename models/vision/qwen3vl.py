@@ -41,7 +41,7 @@ from quengine.models.vision.settings import Keys, VisionSettings, folder_setting
 from quengine.models.vision.vision_block import VisionBlock
 
 MIN_PIXELS, MAX_PIXELS = 1 << 16, 1 << 24
-"""Of a resized image in the released models."""
+"""Pixels of a resized image in the released models."""
 _EPS = 1e-6
 
 
@@ -217,7 +217,7 @@ def _hf_names(settings: VisionSettings) -> dict[str, tuple[str, ...]]:
 
 
 def patch_names(name: str) -> dict[str, tuple[str, ...]]:
-    """Of a patch embedding over two frames."""
+    """Names of a patch embedding over two frames: GGUF -> folder."""
     pairs = {"weight": "weight", "weight.1": "weight", "bias": "bias"}
     return {f"v.patch_embd.{ours}": (f"{name}.{theirs}",) for ours, theirs in pairs.items()}
 
