@@ -169,7 +169,7 @@ _STORED: Mapping[str, tuple[str, int, int]] = MappingProxyType(
         "IQ3_S": (_IQ3_S, 4, 4),
     }
 )
-"""Text, bits of a code, codes of an entry."""
+"""(text, bits of a code, codes of an entry)."""
 
 
 @cache
@@ -195,7 +195,7 @@ def codebook_on(name: str, device: torch.device | str) -> Tensor:
 
 
 def even_signs(signs: Tensor) -> Tensor:
-    """Eight sign bits from the seven that are stored: their number is even, which gives the last."""
+    """Eight sign bits from the seven that are stored; the eighth makes their number even."""
     parity = signs ^ (signs >> 4)
     parity = parity ^ (parity >> 2)
     parity = (parity ^ (parity >> 1)) & 1

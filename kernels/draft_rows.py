@@ -56,7 +56,7 @@ class PlacedRows(NamedTuple):
 
 
 def enter(drafting: Drafting, newest: Newest) -> None:
-    """Writes what the host knows of sequences to `newest`."""
+    """Writes the host's record of sequences to `newest`."""
     most = drafting.recent.shape[1]
     for slot, position, recent in zip(
         drafting.slots.tolist(), drafting.positions.tolist(), drafting.recent, strict=True

@@ -70,7 +70,7 @@ class AltUpLayer(DecoderLayer):
         rows: Tensor | None = None,
         inputs: Hidden | None = None,
     ) -> Tensor:
-        """As of DecoderLayer, of the rows of each token."""
+        """As DecoderLayer, for all rows of each token."""
         altup, mixer, ffn, norm = self.backend.altup, self.mixer, self.ffn, self.norm
         assert mixer is not None and ffn is not None and norm is not None
         assert isinstance(self.input, LayerInputLayer)

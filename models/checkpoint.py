@@ -67,7 +67,8 @@ class Checkpoint(Protocol):
 
 
 class PartOfCheckpoint:
-    """What a checkpoint that is a part of another one, or is opened beside it, has from that one: `whole`."""
+    """The part of a checkpoint's interface that one within or beside another checkpoint, `whole`, takes from that
+    one."""
 
     def __init__(self, whole: Checkpoint) -> None:
         self.whole = whole

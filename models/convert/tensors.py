@@ -25,7 +25,7 @@ from quengine.models.hf.hf_checkpoint import HFCheckpoint, HFTensors
 from quengine.models.hf.hf_headers import read_config
 
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
-"""Types of matrices, by the names that the command has for them."""
+"""Tensor types of matrices, by the names that the command takes."""
 
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
 _FLOAT = (
@@ -38,7 +38,7 @@ _FLOAT = (
     "token_types.weight",
 )
 _PACKED = "MXFP4"
-"""The type of folders that are read packed, which stays."""
+"""The tensor type of packed folders, which is kept."""
 _JOINED = ("gemma4", "mistral4")
 """Architectures whose files have gate and up of a layer's experts in one tensor, where folders do."""
 _ROWS_OF_ONE = {"ernie4_5-moe": "exp_probs_b.bias"}
@@ -58,7 +58,7 @@ class FileTensor:
     change: Callable[[Tensor], Tensor] | None = None
 
     def pieces(self) -> Iterator[QuantTensor]:
-        """Its parts as the folder stores them, read when they are taken."""
+        """The parts of the tensor as the folder stores them, read when they are taken."""
         if self.computed is not None:
             data = self.computed.float().reshape(-1, self.computed.shape[-1]).view(torch.uint8)
             yield QuantTensor(self.info.name, FORMATS["F32"], tuple(self.computed.shape), data)

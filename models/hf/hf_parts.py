@@ -78,10 +78,8 @@ class StoredPart:
 
 
 def gguf_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
-    """MXFP4 blocks, uint8 [E, rows, groups, 16], and scales, uint8 [E, rows, groups], as GGUF has them.
-
-    uint8 [E * rows, groups * 17].
-    """
+    """GGUF's MXFP4 blocks, uint8 [E * rows, groups * 17], of a folder's blocks, uint8 [E, rows, groups, 16], and
+    scales, uint8 [E, rows, groups]."""
     out = np.empty(scales.shape, _GGUF_BLOCK)
     out["scale"] = scales.numpy()
     for matrix, codes in zip(out, blocks.numpy(), strict=True):  # one by one, as a layer's take gigabytes

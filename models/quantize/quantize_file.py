@@ -196,7 +196,7 @@ def _traits(file: GGUFFile) -> ModelTraits:
 
 
 def _first(file: GGUFFile, key: str) -> int:
-    """An integer, or the first layer's of an array."""
+    """The integer at a key, or the first layer's if it is an array."""
     value = file.metadata.get(key)
     if isinstance(value, np.ndarray) and value.size:
         return int(value[0])
@@ -250,7 +250,7 @@ def is_same(target: Path, source: Path) -> bool:
 
 
 def planned(plan: Plan, mix: str, target: Path | None) -> Quantization:
-    """The result of a plan that is written. mix: its name."""
+    """The result of a written plan. mix: its name."""
     infos = plan.infos
     tensors = tuple(
         QuantizedTensor(
@@ -277,7 +277,7 @@ def planned(plan: Plan, mix: str, target: Path | None) -> Quantization:
 
 
 def _needing_importance(plan: Plan, mix: str) -> list[str]:
-    """Tensors without importances whose types need them."""
+    """The tensors without importances whose types need them."""
     return [
         tensor.name
         for tensor in plan.order

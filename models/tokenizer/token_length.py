@@ -1,6 +1,7 @@
-"""The most bytes of a text that one token can stand for, by which a text is found too long before it is tokenized.
+"""The most bytes of a text that one token can stand for: a text that must have too many tokens is refused before it is
+tokenized.
 
-A bound holds for every text, whatever it is made of.
+A bound holds for every text.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,18 +23,17 @@ _KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation"
 
 @dataclass(frozen=True)
 class TokenLength:
-    """How long tokens are at most.
+    """The bound on tokens.
 
-    Attributes:
-        longest: bytes of UTF-8.
-        dropped: bytes that the vocabulary lacks, which give no token.
+    Attributes: longest: most bytes of UTF-8 that a token stands for. dropped: bytes that the vocabulary lacks, which
+    give no token.
     """
 
     longest: int
     dropped: bytes = b""
 
     def least_tokens(self, text: str) -> int:
-        """Tokens that `text` has at least."""
+        """The least number of tokens that `text` has."""
         raw = text.encode(errors="ignore")
         size = len(raw.translate(None, self.dropped)) if self.dropped else len(raw)
         return -(-size // self.longest)

@@ -41,5 +41,5 @@ def _own_spelling(text: str) -> str:
 
 
 def word_bytes(text: str) -> bytes:
-    """What a token stands for: a space before what begins a word."""
+    """The bytes of a token, with a space before one that begins a word."""
     return text.replace(SPACE, " ").encode()
