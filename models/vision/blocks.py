@@ -241,16 +241,16 @@ def norm(weights: Weights, name: str, size: int, eps: float, centred: bool = Tru
     return Norm(weights.tensor(f"{name}.weight", size), bias, eps, centred)
 
 
-def patch_linear(weights: Weights, width: int, patch: int, name: str = "v.patch_embd.weight") -> Linear:
+def patch_linear(weights: Weights, width: int, patch: int) -> Linear:
     """The patch embedding [width, 3, patch, patch] as a matrix over a patch's values in that order."""
     shape = (width, 3, patch, patch)
     bias = weights.tensor("v.patch_embd.bias", width) if weights.has("v.patch_embd.bias") else None
-    matrix = weights.tensor(name, *shape, dtype=weights.matrix).flatten(1)
+    matrix = weights.tensor("v.patch_embd.weight", *shape, dtype=weights.matrix).flatten(1)
     return Linear(matrix, bias, weights.matrix)
 
 
 def patch_linear_of_two(weights: Weights, width: int, patch: int) -> Linear:
-    """The patch embedding over two frames, which of an image are the same: the sum of both matrices."""
+    """The patch embedding over two frames. Those of an image are the same, so it is the sum of both matrices."""
     first = patch_linear(weights, width, patch)
     second = weights.tensor("v.patch_embd.weight.1", width, 3, patch, patch, dtype=weights.matrix)
     both = first.weight.to(weights.vector) + second.flatten(1).to(weights.vector)

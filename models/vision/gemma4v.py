@@ -88,10 +88,7 @@ def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
     Raises ImageError: a side has no pixels then, or more patches than the table has places.
     """
     step = settings.patch * settings.merge
-    rows = settings.features["rows"]
-    if settings.max_pixels:
-        rows = max(1, min(rows, settings.max_pixels // (step * step)))
-    height, width = _sized(image.height, image.width, step, rows)
+    height, width = _sized(image.height, image.width, step, settings.features["rows"])
     if (needed := max(height, width) // settings.patch) > (places := settings.features["positions"]):
         problem = f"need {needed} patches in a row, and the projector has places for {places}"
         raise ImageError(f"image: {image.width} x {image.height} pixels {problem}")

@@ -7,7 +7,7 @@ the last unit is the whole image in one tile.
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from math import ceil, isqrt
+from math import ceil
 
 import torch
 from PIL import Image
@@ -93,11 +93,8 @@ def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
 
 def _longest(height: int, width: int, settings: VisionSettings) -> tuple[int, int]:
     """(height, width) with the longest edge that the settings have, the other one even, and at most MAX_SIDE."""
-    edge = settings.longest_edge
-    if settings.max_pixels:
-        edge = min(edge, max(settings.tile, isqrt(settings.max_pixels) // settings.tile * settings.tile))
     wide = width >= height
-    height, width = _at_edge(height, width, edge)
+    height, width = _at_edge(height, width, settings.longest_edge)
     height, width = (height + height % 2, width) if wide else (height, width + width % 2)
     height, width = max(height, 1), max(width, 1)
     return _at_edge(height, width, MAX_SIDE) if max(height, width) > MAX_SIDE else (height, width)

@@ -95,8 +95,6 @@ def _side(vision: Keys, key: str) -> int:
 def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
     """Tiles, and if there are several the whole image in one tile: [units, 3, tile, tile]."""
     tile, (least, most) = settings.image_size, settings.features["tiles"]
-    if settings.max_pixels:
-        most = max(1, min(most, settings.max_pixels // (tile * tile)))
     cols, rows = tile_counts(image.width, image.height, tile, min(least, most), most) if most > 1 else (1, 1)
     units = cut_tiles(image, cols, rows, tile, settings.resample)
     if len(units) > 1:

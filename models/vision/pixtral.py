@@ -6,7 +6,7 @@ Mistral3MultiModalProjector). GGUF has rotated rows of queries and keys as neigh
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from math import floor, sqrt
+from math import floor
 
 import torch
 from PIL import Image
@@ -90,8 +90,6 @@ def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
     step = settings.patch * settings.merge
     height, width = image.height, image.width
     ratio = max(height / settings.longest_edge, width / settings.longest_edge)
-    if settings.max_pixels:
-        ratio = max(ratio, sqrt(height * width / settings.max_pixels))
     if ratio > 1:
         height, width = floor(height / ratio), floor(width / ratio)
     rows, cols = max(1, (height - 1) // step + 1), max(1, (width - 1) // step + 1)

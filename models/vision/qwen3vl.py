@@ -213,13 +213,15 @@ def _hf_names(settings: VisionSettings) -> dict[str, tuple[str, ...]]:
         names |= {f"v.deepstack.{layer}.norm": f"{of}.norm"}
         names |= {f"v.deepstack.{layer}.fc{n}": f"{of}.linear_fc{n}" for n in (1, 2)}
     found = {f"{ours}.{end}": (f"visual.{theirs}.{end}",) for ours, theirs in names.items() for end in ENDS}
-    return found | patch_names("visual.patch_embed.proj")
+    return found | PATCH_NAMES
 
 
-def patch_names(name: str) -> dict[str, tuple[str, ...]]:
-    """Names of a patch embedding over two frames: GGUF -> folder."""
-    pairs = {"weight": "weight", "weight.1": "weight", "bias": "bias"}
-    return {f"v.patch_embd.{ours}": (f"{name}.{theirs}",) for ours, theirs in pairs.items()}
+PATCH_NAMES: dict[str, tuple[str, ...]] = {
+    "v.patch_embd.weight": ("visual.patch_embed.proj.weight",),
+    "v.patch_embd.weight.1": ("visual.patch_embed.proj.weight",),
+    "v.patch_embd.bias": ("visual.patch_embed.proj.bias",),
+}
+"""Names of a patch embedding over two frames: GGUF -> folder."""
 
 
 FRAMES = {"v.patch_embd.weight": first_frame, "v.patch_embd.weight.1": second_frame}

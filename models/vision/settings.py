@@ -16,13 +16,14 @@ MAX_IMAGE_SIDE = 16_384
 
 @dataclass(frozen=True)
 class VisionSettings:
-    """What an encoder, its projector and its preprocessing are made of.
+    """The sizes and constants of an encoder, its projector and its preprocessing.
 
-    width: of the encoder's rows; text_size: of the text model's. patch, image_size, tile, longest_edge: pixels.
-    merge: patches of a side that become one row of the prompt. eps: of norms. theta: the base of rotations.
-    mean, std: of each channel after `rescale`. resample: Pillow's filter. min_pixels, max_pixels: of a resized image.
-    tile: the side of the squares that large images are cut into; longest_edge: of an image before it is cut; split:
-    whether it is. features: numbers that one projector alone has.
+    width: width of the encoder's rows. text_size: width of the text model's rows. patch, image_size: sides in pixels.
+    merge: a square of merge x merge patches becomes one row of the prompt. eps: that of norms. theta: the base of
+    rotations. mean, std: those of each channel after `rescale`. resample: Pillow's filter. min_pixels, max_pixels:
+    limits of a resized image, for projectors that take any size. longest_edge: side that an image is resized to before
+    it is cut. tile: side of the squares that it is cut into. split: whether it is cut. features: numbers that only one
+    projector has.
     """
 
     projector: str
