@@ -139,7 +139,7 @@ def compiled(cache: str) -> tuple[int, int]:
 
 
 def cpu_seconds() -> float:
-    """Of all processes that have ended and were waited for."""
+    """CPU seconds of all child processes that have ended and were waited for."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
