@@ -32,7 +32,7 @@ class PlacedExperts(Protocol):
 
     @property
     def counts(self) -> ExpertCounts | None:
-        """Where experts are and how often they are used; None: the device holds none."""
+        """The experts' places and uses; None: the device holds none."""
         ...
 
     def of_layer(self, layer: int) -> Any:
@@ -50,7 +50,7 @@ class FollowedExperts(PlacedExperts, Protocol):
 
     @property
     def last_uses(self) -> list[list[int]] | None:
-        """Uses of each layer's experts, where they are counted."""
+        """Uses of each layer's experts; None: they are not counted."""
         ...
 
     def begin_loading(
@@ -103,7 +103,7 @@ class HostExperts:
         return self
 
     def between_steps(self, rows: int) -> None:
-        """Nothing changes."""
+        """Does nothing."""
 
     def gate_up_experts(
         self,

@@ -54,7 +54,7 @@ class DeviceExperts:
         self._load([each.expert for each in changes], [each.place for each in changes])
 
     def end(self, changes: Sequence[Replacement]) -> None:
-        """Steps that are launched from now on read the new experts."""
+        """Lets steps that are launched from now on read the new experts."""
         for change in changes:
             self.held.places[change.expert] = change.place
             self.experts[change.place] = change.expert

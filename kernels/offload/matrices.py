@@ -28,7 +28,7 @@ _BYTES_AT_A_TIME = 64 << 20
 """Stored bytes of experts that are on a device beside the repacked ones, at most, or one expert's."""
 
 Allocate = Callable[[int], Tensor]
-"""uint8 of a number of bytes, on the device."""
+"""Allocates uint8 [bytes] on the device."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Matrices:
         return sum(kind[0].nbytes for kind in self.kinds)
 
     def tables(self, device: torch.device) -> list[RepackTable] | None:
-        """How each kind is repacked on a device; None where one is packed by torch."""
+        """The repacking tables of each kind on a device; None: some kind is packed by torch."""
         found = [
             repack_table(kind[0].format, kind[0].cols, device) if kind[0].format.is_quantized else None
             for kind in self.kinds
@@ -91,7 +91,7 @@ class LayerMatrices:
 
     @property
     def count(self) -> int:
-        """Experts."""
+        """Number of experts."""
         return len(self.down.up)
 
     @property
@@ -197,7 +197,7 @@ def _follows(first: Tensor, other: Tensor, distance: int) -> bool:
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """Small values on the device, without waiting for what it does."""
+    """Copies small values to the device without waiting for its work."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 

@@ -57,8 +57,8 @@ def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
 
 @dataclass(frozen=True, eq=False)
 class Gemma4UV:
-    """The rows of squares. norms: of a square's pixels, of its row, and of the row with its place. positions: tables of
-    columns and of rows, [2, P, width]."""
+    """The encoder, which makes a row of each square. norms: those of a square's pixels, of its row, and of the row with
+    its position. positions: tables of columns and of rows, [2, P, width]."""
 
     settings: VisionSettings
     norms: tuple[Norm, Norm, Norm]

@@ -145,7 +145,8 @@ class Gemma4V:
         return self.project(self.project_norm(x))
 
     def _rotation(self, height: int, width: int) -> PatchRotation:
-        """The first half of a head by the column, the second by the row, each in halves."""
+        """Rotates the first half of each head by the patch's column, the second by its row; elements j and j + n of a
+        half turn together."""
         angles = axial_angles(
             height, width, self.settings.head_dim, self.settings.theta, self.positions.device
         )

@@ -40,7 +40,7 @@ from quengine.models.vision.siglip import SIGLIP_DEFAULTS, siglip_blocks, siglip
 from quengine.models.vision.vision_block import VisionBlock, through
 
 MAX_SIDE = 4096
-"""Pixels of the longest edge in any case."""
+"""Largest edge in pixels, whatever the settings say."""
 _FAKE, _GLOBAL = "<fake_token_around_image>", "<global-img>"
 
 
@@ -76,7 +76,7 @@ def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
 
 
 def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
-    """Tiles and the whole image, [tiles + 1, 3, tile, tile]; an image of one tile alone is that."""
+    """The tiles and the whole image, [tiles + 1, 3, tile, tile]; for an image of one tile only that tile."""
     tile = settings.tile
     rows = cols = 0
     image = resized(image, *_longest(image.height, image.width, settings), settings.resample)
@@ -149,7 +149,8 @@ class Idefics3:
         return self.project(merged(x, self.settings.merge)).flatten(1, 2)
 
     def _position_ids(self, height: int, width: int) -> Tensor:
-        """[height, width]: positions of a grid of another size are those at the same fraction, in fp32 as there."""
+        """Positions [height, width] of a grid: for one of another size than the table, those at the same fraction,
+        computed in fp32 as in `transformers`."""
         side = self.settings.image_size // self.settings.patch
         boundaries = torch.arange(1 / side, 1.0, 1 / side)
         ids = []

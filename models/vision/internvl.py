@@ -80,7 +80,7 @@ def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
 
 
 def _side(vision: Keys, key: str) -> int:
-    """A size that is a number, or two that are equal."""
+    """A size, given as a number or as two equal ones."""
     value = vision.get(key)
     if (
         isinstance(value, list | tuple)
@@ -106,7 +106,7 @@ def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
 
 @dataclass(frozen=True, eq=False)
 class InternVL:
-    """The encoder. first: the row before those of patches, which takes part in attention and is left out after it."""
+    """The encoder. first: the class row before those of patches, which takes part in attention and is then dropped."""
 
     settings: VisionSettings
     embed: Linear

@@ -179,7 +179,7 @@ def _encoder(weights: Weights, settings: VisionSettings) -> Pixtral:
 
 
 def _as_pairs(rows: Tensor, settings: VisionSettings) -> Tensor:
-    """Rows of each head from halves to pairs: j and j + head_dim / 2 to 2j and 2j + 1."""
+    """Reorders rows of each head from halves to pairs: rows j and j + head_dim / 2 become 2j and 2j + 1."""
     heads = rows.view(settings.heads, 2, settings.head_dim // 2, *rows.shape[1:])
     return heads.transpose(1, 2).reshape(rows.shape)
 

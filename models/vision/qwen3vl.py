@@ -83,7 +83,8 @@ def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
 
 @dataclass(frozen=True, eq=False)
 class Merger:
-    """Squares of patches as one row, through two matrices. before: the norm is of each patch, not of the square."""
+    """Merges each square of patches into one row, through two matrices. before: the norm is of each patch, not of the
+    square."""
 
     norm: Norm
     mlp: Mlp
@@ -98,7 +99,7 @@ class Merger:
 
 @dataclass(frozen=True, eq=False)
 class Qwen3VL:
-    """The encoder. deepstack: layer -> what makes a vector of its rows."""
+    """The encoder. deepstack: layer -> merger that makes an extra vector of the layer's rows."""
 
     settings: VisionSettings
     embed: Linear

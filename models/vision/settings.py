@@ -63,7 +63,7 @@ class Keys:
         self._defaults = defaults
 
     def get(self, key: str) -> Any:
-        """The value, or the default where it is absent or null; None without either."""
+        """The value at `key`; the default if it is absent or null, None if there is none."""
         value = self._values.get(key)
         return self._defaults.get(key) if value is None else value
 
@@ -95,12 +95,12 @@ class Keys:
         return tuple(value)
 
     def of(self, key: str) -> "Keys":
-        """The object at `key`, empty where it is absent."""
+        """The object at `key`; empty if it is absent."""
         value = self.get(key)
         return Keys(f"{self._where}: {key}", value if isinstance(value, dict) else {}, {})
 
     def only(self, key: str, *computed: object) -> None:
-        """Refuses a value that is not computed, by name."""
+        """Raises EngineError, with the key, for a value that is not implemented."""
         value = self.get(key)
         if value not in computed:
             raise self.error(key, f"{shown(value)} is not implemented")
@@ -180,7 +180,7 @@ def _floats(file: GGUFFile, key: str) -> Sequence[float]:
 def _channels(
     value: object, error: Callable[[str], EngineError], positive: bool = False
 ) -> tuple[float, ...]:
-    """Three finite numbers. Raises what `error` makes of the problem."""
+    """Three finite numbers. Raises `error(problem)`."""
     if not isinstance(value, list | tuple) or len(value) != 3:
         raise error(f"{shown(value)} is no list of three numbers")
     if not all(isinstance(v, int | float) and isfinite(v) and (v > 0 or not positive) for v in value):
