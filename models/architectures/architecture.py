@@ -73,12 +73,12 @@ class DraftNames:
 class ModelType:
     """A `model_type` of config.json, as `transformers` (release 5) reads it.
 
-    defaults: values of keys that config.json lacks, as this type's configuration class has them.
+    defaults: values of keys that config.json lacks, if this type's differ from the usual ones.
     tied_by_text: in a model with vision, `tie_word_embeddings` of the text part also ties the output matrix.
     text_models: in a model with vision, the types that its `text_config` may have, the default first.
     own_text_models: those of `text_models` whose architecture is another one, which is then the model's.
     layer_kinds: the kind of each layer, used if `reads_layer_types` is False or config.json has no `layer_types`.
-    reads_layer_types: `layer_types` counts. In a model with vision, it counts if it does for the text model alone.
+    reads_layer_types: `layer_types` is read. In a model with vision, both this type and its text model's must say so.
     reads_partial_rotary_factor: only that share of each head is rotated; other types ignore the key.
     expert_keys: field of ExpertConfig or RouterKind -> key of config.json: at least `count`, `used` and
         `feed_forward_length`; `shared_count` counts shared experts of that length. Empty: the model is dense.
@@ -89,8 +89,8 @@ class ModelType:
     size_keys: field of ModelConfig -> its key in config.json, for errors, if this type's key is not the usual one.
     stands_for: rewrites a config.json that is really of another type in that type's keys; None: it is not such a one.
     common_keys: rewrites config.json in the keys that `hf.config_hf` reads.
-    fields: the fields that follow from this type's own keys; if `rope_parameters` are among them, nothing is added to
-        these. It and `stands_for` raise EngineError for values that the decoder does not implement.
+    fields: the fields that follow from this type's own keys; `rope_parameters` of the keys that it gets are complete.
+        It and `common_keys` raise EngineError for values that the decoder does not implement.
     """
 
     defaults: Keys = field(default_factory=dict)
