@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def measured(command: list[str], cache: str) -> dict[str, Any]:
-    """Of one run: seconds, and what was compiled."""
+    """Seconds of one run, and what was compiled."""
     before, used = compiled(cache), cpu_seconds()
     began = time.perf_counter()
     process = start(["-v", *command], cache)
@@ -101,7 +101,7 @@ def measured(command: list[str], cache: str) -> dict[str, Any]:
 
 
 def measured_server(command: list[str], cache: str) -> dict[str, Any]:
-    """Of a server and a first round of streams: seconds until it is ready, and how the round went."""
+    """Seconds until a server is ready, and results of a first round of streams."""
     before, began = compiled(cache), time.perf_counter()
     streams, tokens = int(command[command.index("--parallel") + 1]), 128
     process = start(command, cache, subprocess.DEVNULL)
@@ -139,7 +139,7 @@ def compiled(cache: str) -> tuple[int, int]:
 
 
 def cpu_seconds() -> float:
-    """Of all processes that have ended and were waited for."""
+    """CPU seconds of all child processes that have ended and were waited for."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -114,7 +114,7 @@ class Oracle:
 
 @dataclass
 class Way:
-    """One way to generate, and what it came to, by prompt. oracle: of its drafts; None: they are its own."""
+    """One way to generate, and its results by prompt. oracle: gives its drafts; None: it makes its own."""
 
     name: str
     llm: LLM
@@ -275,7 +275,7 @@ def main() -> int:
 def measured(
     all_ways: list[Way], args: argparse.Namespace, params: SamplingParams, batch: int, share: float | None
 ) -> list[dict[str, object]]:
-    """The rows of so many requests at once, of whose drafted tokens this share is right, printed."""
+    """Prints and returns the rows of `batch` requests at once, with this share of drafted tokens right."""
     for way in all_ways:
         way.rates.clear()
         if way.oracle is not None and share is not None:

@@ -41,7 +41,7 @@ class Cost:
 def cost(
     command: tuple[str, ...], environment: dict[str, str], ready: Callable[[], None] | None = None
 ) -> Cost:
-    """Of a command that ends by itself, or that is ended when `ready` returns."""
+    """The cost of a command, which ends by itself or is ended when `ready` returns."""
     began = time.perf_counter()
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 LEAST = 1e-5
-"""Least mean square of a projected row, by whose root it is divided."""
+"""Least mean square of a projected row, which is divided by its root."""
 
 
 def modalities(x: Tensor, router: Tensor) -> Tensor:
@@ -20,7 +20,8 @@ def modalities(x: Tensor, router: Tensor) -> Tensor:
 
 
 def predict(streams: Tensor, of_router: Tensor, coefficients: Tensor) -> Tensor:
-    """Each row plus a sum of all rows of its token: [T, N, W]. of_router: [T, N]; coefficients: [N * N, N]."""
+    """Each row plus a weighted sum of all rows of its token: [T, N, W]. of_router: [T, N], from which `coefficients` [N
+    * N, N] make the weights."""
     count = streams.shape[1]
     sums = (of_router[:, None, :] * coefficients).sum(-1).view(-1, count, count)
     found = streams.clone()
@@ -30,20 +31,20 @@ def predict(streams: Tensor, of_router: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def correct(predictions: Tensor, computed: Tensor, of_router: Tensor, coefficients: Tensor) -> Tensor:
-    """Predictions [T, N, W] plus, each by a number of its own, what the `computed` row [T, W] differs from the first.
-    coefficients: [N, N]."""
+    """Predictions [T, N, W], each plus a factor times the difference of the `computed` row [T, W] and the first
+    prediction. The factors follow from `coefficients` [N, N] and the router."""
     sums = (of_router[:, None, :] * coefficients).sum(-1) + 1.0
     return predictions + sums[:, :, None] * (computed - predictions[:, 0])[:, None, :]
 
 
 def of_size(x: Tensor, like: Tensor) -> Tensor:
-    """Rows x [..., W], each multiplied so that its root mean square is that of the row of `like` [..., W]."""
+    """Rows x [..., W], each scaled to the root mean square of the same row of `like` [..., W]."""
     wanted = like.square().mean(-1, keepdim=True).sqrt()
     return x * wanted / x.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()
 
 
 def above_cutoff(gate: Tensor, deviations: float) -> Tensor:
-    """How far elements of a row [T, F] exceed its mean plus `deviations` standard deviations; 0 for those below."""
+    """max(0, x - mean - deviations * standard deviation) of each row of x [T, F]."""
     mean = gate.mean(-1, keepdim=True)
     deviation = (gate - mean).square().mean(-1, keepdim=True).sqrt()
     return (gate - (mean + deviation * deviations)).relu()

@@ -1,4 +1,5 @@
-"""The operations of layers with alternating updates: a backend's others and the definition (kernels/altup.py)."""
+"""The operations of layers with alternating updates, made of a backend's other operations and the definition
+(kernels/altup.py)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ Hidden: TypeAlias = Any
 
 @dataclass(frozen=True)
 class AltUpSpec:
-    """The constants of a layer, fp32. norm: of what the router reads. router: [N, W]. predict: [N * N, N]. correct:
-    [N, N]. scale: [W], of the corrected first row, which the layer's input is multiplied with."""
+    """The constants of a layer, fp32. norm: the norm before the router. router: [N, W]. predict: [N * N, N]. correct:
+    [N, N]. scale: [W], multiplies the corrected first row, the input of the layer's per-layer embedding."""
 
     norm: RMSNorm
     router: Tensor
@@ -41,21 +42,22 @@ class AltUpOperations:
         self._backend = backend
 
     def opened(self, batch: ForwardBatch, x: Hidden, project: Any) -> Tensor:
-        """The rows of embedded tokens [T, W]: themselves, and their products with `project` [(N - 1) * W, W], each of
-        the root mean square of the first."""
+        """The N rows of embedded tokens [T, W]: the embedding, and its products with `project` [(N - 1) * W, W], each
+        scaled to the root mean square of the first."""
         projected = self._backend.linear(batch, x, project).view(len(x), -1, x.shape[1]).transpose(0, 1)
         return torch.cat([x[None], altup.of_size(projected, x[None])])
 
     def closed(self, batch: ForwardBatch, x: Tensor, unembed: Sequence[Any]) -> Tensor:
-        """[T, W]: the mean of the first rows and of the others' products with `unembed`, each of the first's size."""
+        """The mean [T, W] of each token's first row and the products of its others with `unembed`, each scaled to the
+        first's root mean square."""
         total = x[0].clone()
         for row, weight in zip(x[1:], unembed, strict=True):
             total += altup.of_size(self._backend.linear(batch, row.contiguous(), weight), x[0])
         return total / len(x)
 
     def predicted(self, _batch: ForwardBatch, x: Tensor, spec: AltUpSpec) -> tuple[Tensor, Tensor]:
-        """The rows after a layer, as those before it say: [N, T, W]; and the first of them [T, W], over which a mixer
-        may write its result."""
+        """The predicted rows after a layer, [N, T, W], and a copy of the first of them, [T, W], over which a mixer may
+        write its result."""
         of_router = self._modalities(x[0], spec)
         found = altup.predict(x.transpose(0, 1), of_router, spec.predict).transpose(0, 1).contiguous()
         return found, found[0].clone()
@@ -76,7 +78,7 @@ class AltUpOperations:
     def gated(
         self, batch: ForwardBatch, x: Hidden, norm: Norm | None, gate_up: Any, deviations: float
     ) -> Tensor:
-        """gelu of what gates are above the cutoff of their row (`altup.above_cutoff`), times up: [T, F]."""
+        """gelu(`altup.above_cutoff` of the gates) * up: [T, F]."""
         rows = x if norm is None else self._backend.normed(x, norm)
         gate, up = self._backend.linear(batch, rows, gate_up).chunk(2, dim=1)
         found: Tensor = gelu(altup.above_cutoff(gate, deviations), approximate="tanh") * up

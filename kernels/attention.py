@@ -79,7 +79,7 @@ def attention(
 
 
 def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """`cap * tanh(x / cap)`, between -cap and cap; cap 0: x itself. Of attention's scores, and of logits."""
+    """`cap * tanh(x / cap)`, between -cap and cap; cap 0: x itself. For scores of attention, and logits."""
     return cap * torch.tanh(x / cap) if cap else x
 
 
@@ -93,8 +93,6 @@ def split_gates(qkv: torch.Tensor, heads: int, head_dim: int) -> tuple[torch.Ten
 
 
 def gate_output(y: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """`y * sigmoid(gates)` of an attention's result [T, heads * head_dim].
-
-    Source: Qiu et al. 2025, "Gated Attention for Large Language Models" (after the scaled dot products, by element).
-    """
+    """`y * sigmoid(gates)`, for an attention's result y [T, heads * head_dim]. Source: Qiu et al. 2025, "Gated
+    Attention for Large Language Models" (the variant by element, after the scaled dot products)."""
     return y * torch.sigmoid(gates)

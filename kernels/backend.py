@@ -38,7 +38,7 @@ it on.
 
 
 _CODED: dict[torch.dtype, CacheType] = {torch.int8: "q8_0", torch.uint8: "q4_0"}
-"""The cache types of codes; floats of any size are values as they are, those of a definition unrounded."""
+"""The cache types that store codes, by dtype. Any float dtype is "f16"; the definitions also keep fp32 and fp64."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class KVLayer:
     """One layer's KV cache, written in place.
 
     `k`, `v`: [rows, kv_heads, head_dim], BLOCK_SIZE rows per block, fp16, or codes with `k_scale`, `v_scale` [rows,
-    kv_heads, head_dim / 32] fp16 (kernels/kv/kv_codes.py): int8 in q8_0, in q4_0 uint8 [rows, kv_heads, head_dim / 2].
-    Strides are arbitrary; in memory each head's positions are adjacent. Of a latent attention `v` and `v_scale` are `k`
-    and `k_scale` themselves: its values are the first elements of its keys (kernels/latent_attention.py).
+    kv_heads, head_dim / 32] fp16 (kernels/kv/kv_codes.py): q8_0's are int8, q4_0's uint8 [rows, kv_heads, head_dim /
+    2]. Strides are arbitrary; in memory each head's positions are adjacent. In latent attention `v` and `v_scale` are
+    `k` and `k_scale` themselves, as values are the first elements of keys (kernels/latent_attention.py).
     """
 
     k: Tensor
@@ -116,9 +116,9 @@ class AttentionSpec:
     `cos`, `sin` are [ctx, rope_dim / 2] fp32, one row a position. `rope_layout` says which elements rotate
     together: "pairs" (0,1), (2,3), ... or "halves" (0, d/2), (1, d/2 + 1), ... `mask_band` is the causal mask
     made once at load (see kernels/attention.py). `query_scale` [ctx] fp32 multiplies the rotated query of each
-    position. `q_norm`, `k_norm` are norms that are applied before the rotation: of each head by itself, with weights
-    [head_dim], or of all heads of a row together, with weights [heads * head_dim] and [kv_heads * head_dim]. With
-    `norms_rotated` they are norms of each head that are applied to the rotated ones.
+    position. `q_norm`, `k_norm` are weights of norms before the rotation: [head_dim] for a norm of each head by itself,
+    or [heads * head_dim] and [kv_heads * head_dim] for a norm of all heads of a row together. With `norms_rotated` the
+    norms are of each head, after the rotation.
     `cache_group` is the group of layers whose block tables this layer uses (ForwardBatch.block_tables_of).
     `sinks` [heads] fp32 are logits, one per query head, in the softmax's denominator (see kernels/attention.py).
     `gated`: each query head's columns are followed by head_dim gates (`gate_output` of kernels/attention.py).
@@ -126,9 +126,9 @@ class AttentionSpec:
     `softcap`: scores s become `softcap * tanh(s / softcap)`; 0: they stay as they are.
     `shared`: keys and values are those that an earlier layer of the step has written; the rows are queries alone, and
     there is no k_norm.
-    `images_both_ways`: rows of images that attend to one another both ways do so in this layer.
-    `chunk`: positions see those before them in their chunk of as many alone, and `window` is None; 0: there are none.
-    The batch is then that of the chunks (`ForwardBatch.chunked`) where it has them.
+    `images_both_ways`: in this layer, rows of an image that the batch lets attend both ways do so.
+    `chunk`: a position sees only those before it in its chunk of this many positions, and `window` is None; 0: there
+    are no chunks. The layer is given `ForwardBatch.chunked`, if the batch has it.
     """
 
     heads: int
@@ -216,23 +216,23 @@ class Backend(Protocol[WeightT]):
         ...
 
     def row_table(self, table: QuantTensor) -> WeightT:
-        """Loads a matrix of which steps read rows of single tokens (`layer_inputs`): it stays in host memory."""
+        """Loads a matrix of which a step reads one row per token (`layer_inputs`): it stays in host memory."""
         ...
 
     def layer_inputs(
         self, batch: ForwardBatch, projected: Hidden, norm: RMSNorm, table: WeightT, scale: float
     ) -> Hidden:
-        """What layers get beside the residual stream, [T, layers * n], for weights [n] of the norm.
+        """Per-layer embeddings [T, layers * n], for weights [n] of the norm.
 
-        `norm` of each n columns of `projected`, a result of `norm_linear` that is written over, plus rows
-        `batch.token_ids` of `table` [vocab, layers * n] times `scale`. It stays valid until the step's end.
+        They are `norm` of each n columns of `projected`, a result of `norm_linear` that is overwritten, plus rows
+        `batch.token_ids` of `table` [vocab, layers * n] times `scale`. They stay valid until the step's end.
         """
         ...
 
     def input_glu(
         self, batch: ForwardBatch, x: Hidden, gate: WeightT, inputs: Hidden, layer: int, activation: Gating
     ) -> Hidden:
-        """activation(gate @ x) times the columns of a layer, by number, of `inputs`: [T, n] for a gate [n, K].
+        """activation(gate @ x) times the columns of layer number `layer` of `inputs`: [T, n] for a gate [n, K].
 
         x is not changed: `linear_add` adds to it. activation: "gelu_tanh" or "silu".
         """
@@ -293,8 +293,8 @@ class Backend(Protocol[WeightT]):
         """`post_norm(row_scale * (x @ weight.T + bias)) + residual`: x [T, K], weight [N, K], residual [T, N].
 
         post_norm, bias [N] and row_scale, fp32 [T] or [T, 1], are optional. The residual is multiplied by the
-        post_norm's `residual_scale`. `branch`, only with a post_norm: what that reads is
-        `branch.first_norm(...) + branch.norm(branch.rows)`. `partial`: x and weight have this rank's
+        post_norm's `residual_scale`. `branch`, only with a post_norm: the post_norm reads
+        `branch.first_norm(...) + branch.norm(branch.rows)` instead. `partial`: x and weight have this rank's
         columns, and `x @ weight.T` is summed over the ranks. `next_norm`: the norm that reads the result, for a
         backend that computes a part of it here; the next operation takes the same norm anyway. The result may
         overwrite the residual.
@@ -319,7 +319,7 @@ class Backend(Protocol[WeightT]):
         self, down: Sequence[QuantTensor], bias: Tensor | None = None, share: ExpertShare | None = None
     ) -> WeightT:
         """Loads the matrices [N, F] of E experts, of one format, for `experts_add`. bias: [E, N]. share: see
-        `gate_up_experts`. Those of heads are loaded so, too, for `latent_attention`.
+        `gate_up_experts`. Also loads the matrices of each head for `latent_attention`.
         """
         ...
 
@@ -333,7 +333,7 @@ class Backend(Protocol[WeightT]):
         ...
 
     def weighed(self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weights: Tensor) -> Hidden:
-        """`norm` of x [T, K], each row times its weight, [T, 1], of a routing: [T, K]. x is not changed."""
+        """`norm` of x [T, K], each row times its routing weight, of `weights` [T, 1]: [T, K]. x is not changed."""
         ...
 
     def experts_glu(
@@ -346,10 +346,10 @@ class Backend(Protocol[WeightT]):
         activation: Activation = "silu",
     ) -> Hidden:
         """`norm` of x [T, K], or x itself, gate and up of each row's k experts, activation(gate) * up: [T, k, F];
-        of an activation without a gate (glu.GATELESS), activation(up). Of experts that `gate_up` does not have, as
-        those of another rank, nothing is computed.
+        activation(up) if the activation has no gate (glu.GATELESS).
 
-        x is not changed: the shared expert reads it next.
+        Experts that `gate_up` lacks, as another rank has them, are skipped. x is not changed: the shared expert reads
+        it next.
         """
         ...
 
@@ -381,9 +381,9 @@ class Backend(Protocol[WeightT]):
     def attention(self, batch: ForwardBatch, qkv: Hidden, spec: AttentionSpec, layer: KVLayer) -> Hidden:
         """Rotary embedding, cache write and causal attention of the step's tokens.
 
-        `qkv` is [T, (heads + 2 * kv_heads) * head_dim], queries first, where the spec is `gated` heads * head_dim
-        columns more. The keys and values are written to `layer` before they are read; where it is `shared` qkv has the
-        queries alone, and `layer` is the one that another layer wrote to. Returns [T, heads * head_dim].
+        `qkv` is [T, (heads + 2 * kv_heads) * head_dim], queries first, and has heads * head_dim columns more if the
+        spec is `gated`. The keys and values are written to `layer` before they are read; if the spec is `shared`, qkv
+        has only queries, and `layer` is the cache of the layer that wrote them. Returns [T, heads * head_dim].
         """
         ...
 
@@ -400,7 +400,7 @@ class Backend(Protocol[WeightT]):
         ...
 
     def check_latent(self, spec: LatentSpec) -> None:
-        """Raises EngineError where `latent_attention` does not compute these sizes: at load, ahead of any step."""
+        """Called at load: raises EngineError if `latent_attention` does not compute these sizes."""
         ...
 
     def encoder_attention(self, batch: ForwardBatch, qkv: Hidden, spec: EncoderAttentionSpec) -> Hidden:
@@ -424,11 +424,11 @@ class Backend(Protocol[WeightT]):
         ...
 
     def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
-        """Raises EngineError where `gated_delta` does not compute heads of this size: at load, ahead of any step."""
+        """Called at load: raises EngineError if `gated_delta` does not compute heads of this size."""
         ...
 
     def kept(self, x: Hidden) -> Hidden:
-        """What `norm_glu` has returned, which then stays valid while another part of the layer is computed."""
+        """x, a result of `norm_glu`, in memory that stays valid while another part of the layer is computed."""
         ...
 
     def mamba2(self, batch: ForwardBatch, x: Hidden, spec: Mamba2Spec, state: SlotLayer) -> Hidden:
@@ -438,7 +438,7 @@ class Backend(Protocol[WeightT]):
         ...
 
     def check_mamba2(self, spec: Mamba2Spec) -> None:
-        """Raises EngineError where `mamba2` does not compute heads of this size: at load, ahead of any step."""
+        """Called at load: raises EngineError if `mamba2` does not compute heads of this size."""
         ...
 
     def gather_rows(self, x: Hidden, rows: Tensor) -> Hidden:
@@ -449,18 +449,18 @@ class Backend(Protocol[WeightT]):
         ...
 
     def add_to_rows(self, x: Hidden, rows: Tensor, values: Tensor) -> Hidden:
-        """x [T, K], which may be overwritten, plus values [n, K] in the rows int64 [n], each at most once; x is the
-        residual stream, and no norm has read it yet."""
+        """x [T, K] with values [n, K] added to rows `rows`, int64 [n], without repeats. x is the residual stream, may
+        be overwritten, and no norm has read it yet."""
         ...
 
     def flat_hidden(self, x: Hidden) -> Tensor:
-        """x [T, K] with what the backend keeps for the next layer, for a device that continues with
-        `hidden_of`: a vector of the backend's dtype. For several rows it is x alone.
+        """x [T, K] as one vector of the backend's dtype, which another device turns back with `hidden_of`. A single row
+        comes with what the backend has prepared for the next layer.
         """
         ...
 
     def hidden_of(self, flat: Tensor, rows: int, norm: Norm | None) -> Hidden:
-        """Inverts another device's `flat_hidden`. norm: the norm that reads the rows."""
+        """The rows that another device gave to `flat_hidden`. norm: the norm that reads them."""
         ...
 
     def normed(self, x: Hidden, norm: Norm) -> Tensor:
@@ -470,8 +470,8 @@ class Backend(Protocol[WeightT]):
     def keep_hidden(
         self, batch: ForwardBatch, x: Hidden, norm: Norm | None, kept: Tensor, newest: bool = False
     ) -> None:
-        """Writes `norm` of x [T, K], or x itself, to the rows of `kept`, [rows, K], of the step's positions; `newest`:
-        of each sequence's rows in decode only the last.
+        """Writes `norm` of x [T, K], or x itself, to `kept` [rows, K], at the rows of the step's positions. With
+        `newest`, a decode step writes only the last of each sequence's rows.
 
         x is not changed. See kernels/hidden_rows.py.
         """
@@ -480,13 +480,13 @@ class Backend(Protocol[WeightT]):
     def join_hidden(
         self, batch: ForwardBatch, x: Hidden, norm: Norm, kept: Tensor, kept_norm: Norm, weight: WeightT
     ) -> Hidden:
-        """The matmul of weight [N, 2K] with `norm` of x [T, K] followed by `kept_norm` of the rows of `kept` of the
-        positions before the step's: [T, N]. See kernels/hidden_rows.py.
+        """The matmul of weight [N, 2K] with `norm` of x [T, K] side by side with `hidden_before(batch, kept,
+        kept_norm)`: [T, N]. See kernels/hidden_rows.py.
         """
         ...
 
     def hidden_before(self, batch: ForwardBatch, kept: Tensor, norm: Norm | None) -> Hidden:
-        """`norm` of the rows of `kept` of the positions before the step's, or these themselves: [T, K]."""
+        """For each token the row of `kept` of the position before its own, or `norm` of that row: [T, K]."""
         ...
 
     def fused(self, batch: ForwardBatch, x: Hidden, weight: WeightT, before: Hidden | None) -> Hidden:
@@ -496,7 +496,7 @@ class Backend(Protocol[WeightT]):
         ...
 
     def spread_logits(self, batch: ForwardBatch, logits: Tensor, tokens: Tensor, vocab: int) -> Tensor:
-        """A step's logits [n, V], of the tokens int64 [V] among `vocab`: [n, vocab]. See kernels/hidden_rows.py."""
+        """Logits [n, V] of the tokens with ids `tokens`, int64 [V], as [n, vocab]. See kernels/hidden_rows.py."""
         ...
 
     def logits(

@@ -135,7 +135,7 @@ FORMATS: Mapping[str, BlockFormat] = MappingProxyType({fmt.name: fmt for fmt in 
 Fields: TypeAlias = Mapping[str, Tensor]
 """The bytes of each field of blocks: uint8 [R, blocks, bytes]."""
 Scales: TypeAlias = dict[str, Tensor]
-"""The fields d, sc, dmin, mn and top of `Groups`, as far as a format has them."""
+"""Those of the fields d, sc, dmin, mn and top of `Groups` that a format has."""
 
 
 @dataclass(frozen=True)
@@ -217,8 +217,8 @@ def unpack(fmt: BlockFormat, data: Tensor) -> Groups:
 
 
 def unpack_scales(fmt: BlockFormat, data: Tensor) -> Groups:
-    """As `unpack`, for scales and minimums: codes of any value, which take no time and no memory, where the format has
-    no codebook."""
+    """As `unpack`, but the codes are arbitrary, and take no time and no memory, unless the format has a codebook: for
+    callers that read scales and minimums."""
     if fmt.name in _UNPACK_BOOK:
         return unpack(fmt, data)
     codes = data.new_zeros(1).expand(data.shape[0], fmt.cols(data.shape[1]))
@@ -281,8 +281,10 @@ def _e8m0_half(e: Tensor) -> Tensor:
 
 
 def e4m3_half(byte: Tensor) -> Tensor:
-    """Half of a number in unsigned E4M3 as fp32, exact; the code of NaN, 0x7F, is 0, and bit 7 means nothing, as in
-    ggml. Moved into the bits of an fp16 the number is 2^-8 times its value."""
+    """Half of a number in unsigned E4M3 as fp32, exact. As in ggml, the code of NaN, 0x7F, is 0, and bit 7 is ignored.
+
+    The code's bits, moved to those of an fp16, are 2^-8 times the number.
+    """
     half = ((byte & 127).to(torch.int16) << 7).view(torch.float16).float() * 128.0
     return torch.where(byte == 127, 0.0, half)
 
@@ -545,7 +547,7 @@ _UNPACK: Mapping[str, tuple[Callable[[Fields], Tensor], Callable[[Fields], Scale
         "Q2_0": (partial(_neighbours, bits=2), _one_scale),
     }
 )
-"""How codes, and how scales are read."""
+"""(function that reads codes, function that reads scales) of each format."""
 
 _UNPACK_BOOK: Mapping[str, Callable[[BlockFormat, Fields], Groups]] = MappingProxyType(
     {

@@ -11,10 +11,11 @@ from torch.nn.functional import silu
 
 
 def causal_conv(x: Tensor, start: int, weight: Tensor, history: Tensor, bias: Tensor | None = None) -> Tensor:
-    """c [T, channels] of the rows x of one sequence from position `start` on, which go to `history`.
+    """The convolution c [T, channels] of the rows x of one sequence from position `start` on, which are written to
+    `history`.
 
-    weight [taps, channels], the oldest position's first; bias [channels]; history [taps - 1 or more rows, channels],
-    written in place, in its own dtype. Computed in x's dtype.
+    weight: [taps, channels], the oldest position's first. bias: [channels]. history: [at least taps - 1 rows,
+    channels], written in place, in its own dtype. Computed in x's dtype.
     """
     rows, before, kept = len(x), len(weight) - 1, len(history)
     old = torch.arange(start - before, start)

@@ -25,7 +25,7 @@ class TooLongError(Exception):
 
 
 class MessageDecoder(Protocol[T_co]):
-    """Makes a message of its bytes, as msgspec's decoders do."""
+    """Decodes a message from its bytes, as msgspec's decoders do."""
 
     def decode(self, buf: bytearray, /) -> T_co: ...
 
@@ -47,7 +47,7 @@ class Channel(Generic[T]):
         self._socket, self._decoder = end, decoder
 
     def decoding(self, decoder: "MessageDecoder[U]") -> "Channel[U]":
-        """The same end, which receives other messages."""
+        """This end of the channel with another decoder, for messages of other types."""
         return Channel(self._socket, decoder)
 
     def send(self, message: object) -> None:
@@ -56,7 +56,7 @@ class Channel(Generic[T]):
         self.send_bytes(encode(message))
 
     def send_bytes(self, data: bytes) -> None:
-        """Send what is a message already. Raises OSError where the other end is closed."""
+        """Send an encoded message. Raises OSError where the other end is closed."""
         self._socket.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
 
     def receive(self, seconds: float | None = None, most: int | None = None) -> T:

@@ -1,6 +1,6 @@
-"""A program of the engine in a process of its own, with a channel to it; and the set-up of such a program.
+"""A program of the engine in a process of its own, with a channel to it, and the set-up of such a program.
 
-It has its own session: the terminal's Ctrl-C goes to the process that has started it, which decides when it ends.
+The process has its own session: the terminal's Ctrl-C goes to the process that started it, which decides when it ends.
 """
 
 import atexit
@@ -73,12 +73,12 @@ class ChildProcess(Generic[T]):
 
     @property
     def ending(self) -> str:
-        """How it has ended, as the end of a sentence."""
+        """How the process ended, as the end of a sentence."""
         code = self.wait()
         return f"was ended by signal {-code}" if code is not None and code < 0 else f"has ended ({code})"
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait for its end: as `code`, None where it does not end within `seconds`."""
+        """Waits for the process to end: its exit code, or None if it does not end within `seconds`."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -88,13 +88,13 @@ class ChildProcess(Generic[T]):
         self._process.kill()
 
     def end(self) -> None:
-        """Have it end, whatever it waits for. Returns at once."""
+        """Asks the process to end, whatever it waits for. Returns at once."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self.channel.close()
 
     def close(self, seconds: float = 0.0) -> int:
-        """Have it end, and kill it where it has not ended within `seconds`. Its exit code."""
+        """Asks the process to end, and kills it if it does not within `seconds`. Returns its exit code."""
         self.end()
         if self.wait(seconds) is None:
             self.kill()

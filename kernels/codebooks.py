@@ -21,7 +21,7 @@ _IQ3_XXS_LEVELS = (4, 12, 20, 28, 36, 44, 52, 62)
 IQ3_XXS_TABLE = (*_IQ3_XXS_LEVELS, *(-level for level in _IQ3_XXS_LEVELS))
 IQ3_S_TABLE = (*range(1, 16, 2), *range(-1, -16, -2))
 IQ1_ENTRIES = 2048
-"""Entries of IQ1's codebook with an eighth added; as many follow with an eighth taken away."""
+"""Number of entries of IQ1's codebook with 1/8 added; the same number follow with 1/8 subtracted."""
 
 _IQ1 = (
     "AAACAAUACAAKABEAFQAgACIAKAAqAEUAUQBUAFYAZQCAAIIAiACKAJUAoACiAKgAqgAEAQUBEQEUARYBGQEaASUBQQFGAUkBUgFVAV"
@@ -169,7 +169,7 @@ _STORED: Mapping[str, tuple[str, int, int]] = MappingProxyType(
         "IQ3_S": (_IQ3_S, 4, 4),
     }
 )
-"""Text, bits of a code, codes of an entry."""
+"""(text, bits of a code, codes of an entry)."""
 
 
 @cache
@@ -195,7 +195,7 @@ def codebook_on(name: str, device: torch.device | str) -> Tensor:
 
 
 def even_signs(signs: Tensor) -> Tensor:
-    """Eight sign bits from the seven that are stored: their number is even, which gives the last."""
+    """Eight sign bits from the seven that are stored; the eighth makes their number even."""
     parity = signs ^ (signs >> 4)
     parity = parity ^ (parity >> 2)
     parity = (parity ^ (parity >> 1)) & 1

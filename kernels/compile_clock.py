@@ -16,7 +16,7 @@ def seconds() -> float:
 
 
 class Moment(NamedTuple):
-    """`time.perf_counter` now, and how much of the time until then was compilation."""
+    """`time.perf_counter` now, and the seconds until now that were compilation."""
 
     now: float
     compiled: float

@@ -18,8 +18,8 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 
 
 class Newest(NamedTuple):
-    """What a device has by slot, of S slots, the last of which is for padding: tokens int64 [S], the newest; positions
-    int32 [S], its position; history int32 [S, context], the tokens by position, as far as steps have sampled them."""
+    """A device's record of S slots, the last of which is for padding: tokens int64 [S], the newest token; positions
+    int32 [S], its position; history int32 [S, context], the tokens sampled so far, by position."""
 
     tokens: Tensor
     positions: Tensor
@@ -27,7 +27,7 @@ class Newest(NamedTuple):
 
 
 class Drafting(NamedTuple):
-    """Of B sequences, what the host says of a step with up to N drafted tokens each.
+    """What the host tells a step about its B sequences, with up to N drafted tokens each.
 
     Attributes:
         slots: int32 [B]; the last slot: padding.
@@ -56,7 +56,7 @@ class PlacedRows(NamedTuple):
 
 
 def enter(drafting: Drafting, newest: Newest) -> None:
-    """Writes what the host knows of sequences to `newest`."""
+    """Writes the host's record of sequences to `newest`."""
     most = drafting.recent.shape[1]
     for slot, position, recent in zip(
         drafting.slots.tolist(), drafting.positions.tolist(), drafting.recent, strict=True

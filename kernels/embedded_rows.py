@@ -26,12 +26,13 @@ class EmbeddedRows(NamedTuple):
 
     @property
     def of_later_layers(self) -> Sequence[Tensor]:
-        """`later`, of no layer where there is none."""
+        """`later`, empty if it is None."""
         return () if self.later is None else self.later.unbind(0)
 
 
 def place_embeddings(x: Tensor, given: EmbeddedRows | None) -> Tensor:
-    """x [T, K] with the given rows written over it, which are not scaled; the definition, and the CPU's operation."""
+    """x [T, K] with the given rows written over it without the embedding's scale; the definition, and the CPU's
+    operation."""
     if given is not None:
         known = given.rows >= 0
         x.index_copy_(0, given.rows[known], given.values[known].to(x.dtype))

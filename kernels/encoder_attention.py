@@ -81,7 +81,7 @@ def encoder_attention(batch: ForwardBatch, qkv: Tensor, spec: EncoderAttentionSp
 def fused_attention(
     batch: ForwardBatch, qkv: Tensor, spec: EncoderAttentionSpec, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`encoder_attention` by torch's own operation, in `dtype`, qkv's where it is None, and on its device."""
+    """`encoder_attention` by torch's own operation, on qkv's device, in `dtype`; None: qkv's dtype."""
     q, k, v = (part.to(dtype or qkv.dtype).transpose(0, 1) for part in split_heads(batch, qkv, spec))
     if len(k) < len(q):  # kernels with a mask share no heads
         k, v = (part.repeat_interleave(len(q) // len(k), 0) for part in (k, v))

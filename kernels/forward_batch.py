@@ -13,36 +13,36 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 from quengine.kernels.phase import Phase
 
 BlockTables: TypeAlias = Sequence[Sequence[int]]
-"""The block tables of one sequence: for each cache group, the blocks of its positions in order. In prefill the table of
-a group with a recurrent state is a `state_table`."""
+"""The block tables of one sequence: for each cache group, the blocks of its positions in order. In prefill, a group
+with a recurrent state has a `state_table` instead."""
 
 MOST_CHECKPOINTS = 2
-"""States of a sequence that a prefill step keeps beside the one that it ends with, at most."""
+"""Most states of a sequence that a prefill step keeps beside its last one."""
 
 STATE_ENTRIES = 1 + 2 * MOST_CHECKPOINTS
 """Entries of a `state_table`, padding included."""
 
 
 class StateCheckpoint(NamedTuple):
-    """A prefill step also writes a sequence's state after its first `position` tokens to block `block`; the step has
-    the row before that position."""
+    """Tells a prefill step to write a sequence's state after its first `position` tokens to block `block` as well. The
+    row before that position is in the step."""
 
     position: int
     block: int
 
 
 def state_table(slot: int, checkpoints: Sequence[StateCheckpoint]) -> list[int]:
-    """The block table of a prefill step in a group with a state: the slot, then for each checkpoint, in order of
-    position, the negative position and the block. No block is negative, so that other entries are no checkpoints."""
+    """A sequence's block table of a prefill step in a group with a state: the slot, then for each checkpoint, in order
+    of position, its negative position and its block. Padding is not negative, and so is told from checkpoints."""
     return [slot, *chain.from_iterable((-position, block) for position, block in checkpoints)]
 
 
 class PendingStates(Protocol):
-    """The states of a layer that a step of drafts has read, and not written."""
+    """The states of a layer that a step with drafts has read, but not yet written."""
 
     def advance(self, accepted: Tensor) -> None:
-        """Carries them over the rows that are right: of sequence b the first `accepted[b] + 1`. accepted: int32 [B], on
-        the device; the step has as many rows of each sequence, one sequence after the other."""
+        """Advances the state of sequence b over its first `accepted[b] + 1` rows. accepted: int32 [B], on the device.
+        The step has the same number of rows of each sequence, one sequence after the other."""
         ...
 
 
@@ -87,16 +87,15 @@ class ForwardBatch:
             has it.
         query_lens: in prefill, the number of rows of each sequence, which are concatenated; empty likewise.
         logits_rows: int64 [n] on the device: the rows to compute logits for; None: all.
-        shares_sequences: in decode, whether a sequence may have several rows, at consecutive positions. All keys and
-            values of the batch must then be written before any are read.
+        shares_sequences: in decode, whether a sequence may have several rows, at consecutive positions. The keys and
+            values of all rows must then be written before any are read.
         tiles: in a captured prefill step, the tiles of its rows; elsewhere the backend computes them.
-        embeds: in prefill, the rows that are given as embeddings. Their tokens are of the vocabulary, and not read.
-        angle_rows: int32 [T], the row of the rotary tables that each token is rotated by, on the device; None: its
-            position.
-        chunked: the step as layers see it whose attention is within chunks of positions (`with_chunks`); None: no
-            layer's is, or the backend's own steps tell the chunks from the positions.
-        pending: in a decode step that verifies drafts on the device, each layer with a state appends it here, and
-            leaves it as it was; None: layers write their states.
+        embeds: in prefill, the rows that are given as embeddings. Their token ids are valid, but not read.
+        angle_rows: int32 [T], on the device: the row of the rotary tables that rotates each token; None: its position.
+        chunked: the batch for layers whose attention is within chunks of positions (`with_chunks`); None: there are no
+            such layers, or the backend finds the chunks by the positions.
+        pending: in a decode step that verifies drafts on the device, layers with a state leave it as it was and append
+            it to this list; None: layers write their states.
         adapters: fp32 [M, T], on the device, contiguous: the scale of each LoRA adapter for each row
             (kernels/lora/low_rank.py); None: no row has any.
     """
@@ -124,13 +123,14 @@ class ForwardBatch:
         return self.token_ids.device
 
     def selected(self, rows: Tensor) -> "ForwardBatch":
-        """The step as operations see it whose rows are `rows`, int64 [n], of these: with their adapters."""
+        """The batch for operations on the rows `rows`, int64 [n], alone: with the adapters of these rows."""
         if self.adapters is None:
             return self
         return replace(self, adapters=self.adapters[:, rows].contiguous())
 
     def of_last_rows(self, rows: Tensor) -> "ForwardBatch":
-        """An eager prompt step of each chunk's last row alone, `rows` int64 [S], for layers that write no keys."""
+        """The batch of each chunk's last row alone, `rows` int64 [S], of an eager prefill step, for layers that write
+        no keys."""
         starts = tuple(start + length - 1 for start, length in zip(self.starts, self.query_lens, strict=True))
         return replace(
             self,
@@ -145,9 +145,9 @@ class ForwardBatch:
         )
 
     def with_chunks(self, length: int) -> "ForwardBatch":
-        """The step with `chunked`: where a position sees those before it in its chunk of `length`, each chunk is a
-        sequence of its own that begins at position 0. Its blocks are those of the chunk, and rows are rotated by their
-        true positions. `length` is a multiple of BLOCK_SIZE."""
+        """The batch with `chunked`, in which each chunk of `length` positions is a sequence of its own that begins at
+        position 0, with the chunk's blocks. Rows are still rotated by their true positions. `length` is a multiple of
+        BLOCK_SIZE."""
         device, (_, sequences, held) = self.device, self.block_tables.shape
         if self.phase == "decode":
             owners, firsts = torch.arange(sequences, device=device), self.positions.long() // length
@@ -177,7 +177,7 @@ class ForwardBatch:
         return replace(self, chunked=chunked)
 
     def one_earlier(self) -> "ForwardBatch":
-        """The step with each row one position earlier, the first position staying as it is."""
+        """The batch with each row one position earlier; rows at position 0 stay there."""
         tiles = self.tiles
         if tiles is not None:
             moved = tiles.tiles.clone()
@@ -195,11 +195,11 @@ class ForwardBatch:
         return self.block_tables[group][:, 0]
 
     def sequences(self, group: int, *parts: Tensor) -> Iterator[tuple[slice, int, int]]:
-        """In a group of layers that keep a state, of each sequence in prefill and of each row in decode: its rows, the
-        position of the first, and its slot.
+        """For each sequence in prefill, and each row in decode: its rows, the position of the first, and its slot in
+        `group`, a group of layers that keep a state.
 
-        A sequence comes in pieces that end at its checkpoints. Once a piece is computed, when the next one is
-        requested, the `parts` [slots, ...] of its state are copied.
+        A sequence with checkpoints comes in pieces that end at them. When the piece after a checkpoint is requested,
+        the state is copied to the checkpoint's block, in all `parts` [slots, ...].
         """
         if self.phase == "decode":
             slots = self.slots_of(group).tolist()
@@ -218,9 +218,9 @@ class ForwardBatch:
                 row += end - at
 
     def state_pieces(self, group: int) -> Iterator[tuple[slice, tuple[int, int] | None]]:
-        """The rows of a step in pieces that end at checkpoints of any sequence, in decode in one piece, for operations
-        that continue from the states that the preceding pieces have left; with each piece the slot whose state is
-        copied after it, and the block that it is copied to."""
+        """The rows of a step in pieces that end at the checkpoints of any sequence (in decode one piece), for
+        operations that continue from the states of the piece before. With each piece, (slot whose state is copied after
+        it, block that it is copied to), or None if it ends at no checkpoint."""
         if self.phase == "decode":
             yield slice(0, len(self)), None
             return
@@ -234,8 +234,8 @@ class ForwardBatch:
             yield slice(done, row), None
 
     def with_checkpoints(self, group: int) -> Iterator[tuple[int, int, int, list[StateCheckpoint]]]:
-        """For each sequence of a prefill step: the position of its first row, its rows, its slot in a group with a
-        state, and the checkpoints that are written."""
+        """For each sequence of a prefill step: the position of its first row, the number of its rows, its slot in
+        `group`, a group with a state, and its checkpoints."""
         tables = self.block_tables_of(group)[:, :STATE_ENTRIES].tolist()
         for start, length, (slot, *entries) in zip(self.starts, self.query_lens, tables, strict=True):
             pairs = zip(entries[::2], entries[1::2], strict=False)
@@ -251,7 +251,7 @@ class ForwardBatch:
 
 
 def _pieces(sequence: int, start: int, rows: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """(sequence, position of the first, rows) of `rows` rows from `start` on, cut where chunks of `length` end."""
+    """`rows` rows from position `start` on, cut where chunks of `length` end: (sequence, first position, rows) each."""
     end = start + rows
     while start < end:
         stop = min(end, (start // length + 1) * length)
@@ -265,7 +265,7 @@ def _copy(parts: Sequence[Tensor], slot: int, block: int) -> None:
 
 
 def _from(first: int, count: int, device: torch.device) -> Tensor:
-    """`count` positions from `first` on, int32; without values on the meta device, whose arange imports sympy."""
+    """`count` positions from `first` on, int32. Empty on the meta device: arange on it imports sympy."""
     if device.type == "meta":
         return torch.empty(count, dtype=torch.int32, device=device)
     return torch.arange(first, first + count, dtype=torch.int32, device=device)

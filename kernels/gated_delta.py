@@ -77,7 +77,7 @@ class GatedDeltaSpec:
         return self.channels, self.inner, self.value_heads, self.value_heads
 
     def of_value_heads(self, x: Tensor) -> Tensor:
-        """x [T, key_heads, d], for each value head that of its key head: [T, value_heads, d]."""
+        """x [T, key_heads, d] repeated for each value head that reads the key head: [T, value_heads, d]."""
         ratio = self.value_heads // self.key_heads
         return x.repeat(1, ratio, 1) if self.tiled else x.repeat_interleave(ratio, dim=1)
 
@@ -120,7 +120,7 @@ class PendingMemory:
 
 
 def _of_sequence(x: Tensor, start: int, spec: GatedDeltaSpec, history: Tensor, memory: Tensor) -> Tensor:
-    """The same of the rows of one sequence from position `start` on; history and memory: of its slot."""
+    """`gated_delta` of one sequence's rows, from position `start` on. history and memory: its slot's."""
     qkv, z, b, a = torch.split(x, list(spec.widths), dim=1)
     convolved = causal_conv(qkv, start, spec.conv, history)
     heads = convolved.view(len(x), -1, spec.head_dim)

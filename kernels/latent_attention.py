@@ -49,7 +49,7 @@ def latent_attention(
 
 
 def latent_rows(latent: Tensor, spec: LatentSpec, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rows to cache, [T, rank + rotated], of `latent`; cos, sin: of each token's position."""
+    """The rows [T, rank + rotated] to cache for `latent`. cos, sin: those of each token's position."""
     held = rms_norm(latent[:, : spec.rank], spec.norm, spec.eps)
     return torch.cat(
         [held, apply_rope(latent[:, None, spec.rank :], cos, sin, spec.rope_layout)[:, 0]], dim=1

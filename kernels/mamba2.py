@@ -78,7 +78,7 @@ class Mamba2Spec:
         return self.inner, self.channels, self.heads
 
     def of_heads(self, x: Tensor) -> Tensor:
-        """x [T, groups * n], for each head that of its group: [T, heads, n]."""
+        """x [T, groups * n] repeated for each head of a group: [T, heads, n]."""
         ratio = self.heads // self.groups
         return x.view(len(x), self.groups, self.state_dim).repeat_interleave(ratio, dim=1)
 
@@ -98,7 +98,7 @@ def mamba2(batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, history: Tensor, me
 
 
 def _of_sequence(x: Tensor, start: int, spec: Mamba2Spec, history: Tensor, memory: Tensor) -> Tensor:
-    """The same of the rows of one sequence from position `start` on; history and memory: of its slot."""
+    """`mamba2` of one sequence's rows, from position `start` on. history and memory: its slot's."""
     z, inputs, dt = torch.split(x, list(spec.widths), dim=1)
     convolved = causal_conv(inputs, start, spec.conv, history, spec.conv_bias)
     of_b = spec.groups * spec.state_dim

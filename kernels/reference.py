@@ -46,7 +46,7 @@ _ROWS_AT_A_TIME = 4096
 
 @dataclass(frozen=True)
 class ReferenceWeight:
-    """Matrices on one input, dequantized or as stored."""
+    """Matrices that multiply the same input. dense: their rows, dequantized; None: each matmul dequantizes them."""
 
     parts: tuple[QuantTensor, ...]
     dense: Tensor | None
@@ -66,7 +66,7 @@ class ReferenceWeight:
 
 @dataclass(frozen=True)
 class ReferenceExperts:
-    """The matrices of E experts, each with its bias. `bias`: [E, N]. share: which of a layer's they are; None: all."""
+    """The matrices of E experts. bias: [E, N]. share: which of the layer's experts they are; None: all."""
 
     experts: tuple[ReferenceWeight, ...]
     bias: Tensor | None
@@ -74,7 +74,7 @@ class ReferenceExperts:
 
     @property
     def numbers(self) -> range:
-        """Their numbers in a routing."""
+        """The numbers that a routing names these experts by."""
         return range(len(self.experts)) if self.share is None else self.share.numbers(len(self.experts))
 
     @property
@@ -104,6 +104,7 @@ class ReferenceBackend(PlainRows):
         return self._loaded(parts)
 
     def _loaded(self, parts: Sequence[QuantTensor]) -> ReferenceWeight:
+        """`weight` that no subclass replaces."""
         dense = torch.cat([self._dense(part) for part in parts]) if self.keep else None
         return ReferenceWeight(tuple(parts), dense)
 

@@ -61,8 +61,8 @@ def _qk_norms(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor
 
 
 def _qk_norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of heads [T, n, head_dim]: of each head for weights [head_dim], of a row's heads together for
-    [n * head_dim].
+    """RMSNorm of heads [T, n, head_dim]: of each head by itself if weight is [head_dim], of all heads of a row together
+    if it is [n * head_dim].
     """
     if weight.numel() == heads.shape[-1]:
         return rms_norm(heads, weight, eps)

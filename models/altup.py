@@ -19,7 +19,8 @@ from quengine.models.layers import LayerTensors
 
 
 class Streams:
-    """Makes the rows of tokens [N, T, W] of their embeddings [T, W], and the last hidden rows of those after layers."""
+    """Makes the N rows of each token, [N, T, W], from embeddings [T, W], and hidden rows [T, W] from the last
+    layer's."""
 
     def __init__(self, tensors: LayerTensors) -> None:
         self.backend = tensors.backend
@@ -69,7 +70,7 @@ class AltUpLayer(DecoderLayer):
         rows: Tensor | None = None,
         inputs: Hidden | None = None,
     ) -> Tensor:
-        """As of DecoderLayer, of the rows of each token."""
+        """As DecoderLayer, for all rows of each token."""
         altup, mixer, ffn, norm = self.backend.altup, self.mixer, self.ffn, self.norm
         assert mixer is not None and ffn is not None and norm is not None
         assert isinstance(self.input, LayerInputLayer)

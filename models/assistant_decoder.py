@@ -23,7 +23,8 @@ from quengine.models.rotation import Rotation
 
 
 class _Tables(LayerTables):
-    """Rotary tables whose row at a position is that of the position after. groups: the cache group of each layer."""
+    """Rotary tables shifted by one: the row at a position is that of the next one. groups: the cache group of each
+    layer."""
 
     def __init__(
         self, config: ModelConfig, device: torch.device, ctx_size: int, groups: Mapping[int, int]

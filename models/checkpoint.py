@@ -46,11 +46,11 @@ class Checkpoint(Protocol):
         ...
 
     def draft_tensors(self) -> "DraftTensors":
-        """Those of the layer that drafts tokens. Raises EngineError where there is none, or it is not computed."""
+        """The tensors of the layer that drafts tokens. Raises EngineError if there is none, or it is not supported."""
         ...
 
     def adapters(self) -> "Mapping[str, Mapping[str, LowRank]]":
-        """Of an encoder: task -> matrix by its GGUF name -> what it is changed by for that task. Raises EngineError."""
+        """An encoder's adapters: task -> GGUF name of a matrix -> its change for that task. Raises EngineError."""
         ...
 
     def release_pages(self) -> None:
@@ -67,7 +67,8 @@ class Checkpoint(Protocol):
 
 
 class PartOfCheckpoint:
-    """What a checkpoint that is a part of another one, or is opened beside it, has from that one: `whole`."""
+    """The part of a checkpoint's interface that one within or beside another checkpoint, `whole`, takes from that
+    one."""
 
     def __init__(self, whole: Checkpoint) -> None:
         self.whole = whole

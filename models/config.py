@@ -7,7 +7,7 @@
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isfinite
 from typing import Literal, NamedTuple
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
 
 
 class LayerSizes(NamedTuple):
-    """The sizes of one layer, as ModelConfig has them for all. head_dim: 0: the model's."""
+    """The sizes of one layer, of a model whose layers differ. head_dim 0: the model's."""
 
     head_count: int
     head_count_kv: int
@@ -47,10 +47,10 @@ class LayerSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerInputSizes:
-    """The sizes of what each layer gets of a token beside the residual stream (blocks/layer_input.py).
+    """The sizes of per-layer embeddings, which layers get beside the residual stream (blocks/layer_input.py).
 
-    length: elements of it for a layer. rows: of the table, whose first one is that of all later tokens; 0: each token
-    has its own.
+    length: elements for each layer. rows: rows of the table, the first of which is also that of every token id past its
+    end; 0: each token has its own.
     """
 
     length: int
@@ -61,7 +61,7 @@ class LayerInputSizes:
 class AltUpSizes:
     """The sizes of alternating updates (blocks/altup.py).
 
-    streams: rows of a token. rank: of the product beside attention. cutoffs: of the gates of each layer
+    streams: rows of a token. rank: rank of the product beside attention. cutoffs: each layer's cutoff of its gates
     (blocks/feed_forward.py).
     """
 
@@ -78,9 +78,9 @@ PROJECTIONS = ("dense_2", "dense_3")
 class EagleSizes:
     """What an EAGLE-3 draft model reads of another model, and what it drafts (models/eagle.py).
 
-    layers: numbers of the layers of the other model whose inputs it reads, the number of its layers being the output of
-    the last. width: columns of each. drafted: tokens of its vocabulary. normed_residual: its layer adds to the
-    normalized hidden row. own_embedding, own_output: it has these matrices, else it uses the other model's.
+    layers: numbers of the other model's layers whose inputs it reads; the number of all layers stands for the output of
+    the last. width: columns of each input. drafted: size of its own vocabulary. normed_residual: its layer's residual
+    is the normalized hidden row. own_embedding, own_output: it has these matrices, and does not use the other model's.
     """
 
     layers: tuple[int, ...]
@@ -93,11 +93,11 @@ class EagleSizes:
 
 @dataclass(frozen=True)
 class Ranker:
-    """Of a decoder that scores pairs of texts by a head, which reads the hidden row of the last position.
+    """The head of a decoder that scores pairs of texts. It reads the hidden row of the last position.
 
-    classes: outputs of the head, of `embedding_length` columns. softmax: the score is the share of the first output,
-    else that output as it is. tokens: those whose rows of the output matrix are the head; (): it is a tensor of its
-    own. template: the prompt of a pair, with {query} and {document}.
+    classes: outputs of the head, whose matrix is [classes, embedding_length]. softmax: the score is the softmax's first
+    value, else the first output as it is. tokens: the rows of the output matrix that are the head; (): the head is a
+    tensor of its own. template: the prompt of a pair, with {query} and {document}.
     """
 
     classes: int
@@ -117,8 +117,8 @@ class Ranker:
 
 
 class Task(NamedTuple):
-    """What texts are embedded for: its name, what texts then begin with, and the file of its adapter, "" for one
-    within the model's folder."""
+    """A purpose that texts are embedded for. prefix: put before each text. file: that of the task's adapter; "": the
+    adapter is in the model's folder."""
 
     name: str
     prefix: str
@@ -127,18 +127,18 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class EncoderSizes:
-    """What a model has whose positions all see each other, which makes embeddings and scores (blocks/encoder.py).
+    """The sizes of an encoder: all positions see each other, and it makes embeddings or scores (blocks/encoder.py).
 
-    token_types: rows of the table by kind of segment; 0: there is none. biases: its matrices have biases.
-    classes: outputs of a trained head, of `embedding_length` columns; 0: there is none.
-    head_dense: the head has a dense layer with `head_activation` in front, without bias where `head_bias` is false, and
-      where `head_normed` a LayerNorm of its result.
+    token_types: rows of the table of segment kinds; 0: there is no table. biases: its matrices have biases.
+    classes: outputs of a trained head, whose matrix is [classes, embedding_length]; 0: there is no head.
+    head_dense: the head begins with a dense layer and `head_activation`. head_bias: that layer has a bias.
+    head_normed: a LayerNorm follows it.
     head_pooling: what the head reads: the row of the first position, or the mean of all.
     rotates: queries and keys are rotated, and there is no table of positions.
     first_position: the row of the table of positions that a text begins with.
-    one_segment: all of a text is of the first kind of segments.
-    projections: (columns, rows) of matrices that multiply a pooled vector, one after the other.
-    tasks: those that adapters beside the file are for.
+    one_segment: every token is of the first segment kind.
+    projections: (columns, rows) of the matrices that multiply a pooled vector, one after the other.
+    tasks: the tasks that adapters beside the file are for.
     """
 
     token_types: int
@@ -157,7 +157,7 @@ class EncoderSizes:
 
     @staticmethod
     def problem_of(projections: tuple[tuple[int, int], ...], width: int) -> str | None:
-        """Why matrices do not follow one another, from `width` elements back to as many; None: they do."""
+        """Why matrices of these (columns, rows) do not lead from `width` elements back to `width`; None: they do."""
         if len(projections) > len(PROJECTIONS):
             problem = f"{len(projections)} matrices for the pooled vector"
             return f"{problem}, more than {len(PROJECTIONS)} are not implemented"
@@ -209,36 +209,44 @@ class Stage:
 class ModelConfig:
     """The shape of one decoder.
 
-    `embedding_length`, `feed_forward_length` and the rest carry GGUF's names. `head_count` query heads of `head_dim`
-    share `head_count_kv` key/value heads; the first `rope_dim` elements of a head are rotated. `layer_sizes`: of each
-    layer, where they differ; the fields of these names are then the largest. `sliding_window` W lets position i see
-    i-W+1 .. i in all layers but `full_attention_layers`; None is full attention everywhere. Layers with a window rotate
-    by `rope_freq_base_swa`, without scaling, where it is given, and `rope_dim_swa` elements of a head where that is.
-    `rope_axes`: of a model whose image rows have three positions, by which of them each frequency turns
-    (architectures/rope_axes.py). `keys_as_values`: layers whose values are their keys before norm and rotation.
-    `attention_scale` multiplies the scores; None is `head_dim ** -0.5`. `embedding_scale` multiplies the embedding,
-    `logit_scale` the logits. `attention_softcap` c, where not 0, makes of scaled scores s `c tanh(s / c)`,
-    `logit_softcap` the same of logits. `attention_temperature_scale` b, where not 0, multiplies the rotated query at
-    position p by `1 + b ln(1 + floor((p + offset) / attention_temperature_length))` (Ministral 3;
-    `attention_temperature_offset` is 1 in Llama 4, in layers that do not rotate). `attention_chunk`: positions of
-    the chunks within which layers with a window, of the same length, attend; 0: there are none.
-    `tied_output`: the output matrix is the embedding. `experts`: the mixture of experts, None in a
-    dense model. `draft_layers`: how many layers the files have after the `block_count`, which draft tokens further
-    ahead; the decoder passes them over. `pooling`: what a model that was made for embeddings makes of a text's hidden
-    rows; None: the files do not say. `unrotated_layers` have attention without rotary embedding. `recurrent_layers`
-    keep a state of one size in place of keys and values; `conv_taps`, `conv_channels`: of their short convolution
-    (blocks/short_conv.py); `gated_delta`, `mamba2`: the sizes of their mixer. `mixerless_layers` are a feed-forward
-    alone, and keep nothing. `latent`: the sizes of every layer's latent attention; `head_dim` is then that of queries
-    before their matrix is applied. `shared_kv_layers`: how many of the last layers have no keys and values of their own
-    (`kv_source`). `layer_input`: what layers get of each token beside the residual stream. `altup`: of several
-    rows of each token. `encoder`: of a model that generates no text (EncoderSizes).
-    `ranker`: of a decoder that scores pairs of texts. `output_norm`: GGUF's name of the
-    norm in front of the output matrix. `ranks`: how many processes share the model; the heads and feed-forward lengths
-    are then those of one of them (tensor_split.py). `stage`: which layers this process has, where processes have whole
-    ones (layer_split.py). `is_draft_layer`: a layer that drafts tokens, as a model of one layer (draft_layer.py);
-    `eagle`: one of a file of its own (eagle.py).
-    `target_width`: of the hidden rows of the model that this one drafts for, to whose keys and values its layers attend
-    (architectures/gemma4_assistant.py); 0: it does not.
+    Names are GGUF's where it has one. Fields whose name does not say all:
+
+        head_count, head_count_kv, head_dim: query heads, the key/value heads that they share, elements of each.
+        rope_dim: how many elements of a head are rotated, from the first on.
+        sliding_window: W lets position i see i-W+1 .. i in all layers but `full_attention_layers`; None: no windows.
+        rope_freq_base_swa: base of the layers with a window, which then rotate without scaling; None: as the others.
+        rope_dim_swa: `rope_dim` of these layers; None: as the others.
+        rope_axes: the position, of the three of an image row, that each frequency turns by
+            (architectures/rope_axes.py); (): rows have one position.
+        keys_as_values: layers whose values are their keys before norm and rotation.
+        attention_softcap, logit_softcap: a cap c replaces each scaled score, or logit, y by `c tanh(y / c)`; 0: none.
+        tied_output: the output matrix is the embedding.
+        attention_scale: multiplies the scores; None: `head_dim ** -0.5`.
+        embedding_scale, logit_scale: multiply the embedding, and the logits.
+        attention_temperature_scale, _length, _offset: a scale b multiplies the rotated query at position p by
+            `1 + b ln(1 + floor((p + offset) / length))` (Ministral 3; with offset 1 Llama 4, in layers that do not
+            rotate); 0: none.
+        attention_chunk: layers with a window, of the same length, attend within chunks of so many positions; 0: none.
+        experts: the mixture of experts; None: the model is dense.
+        draft_layers: layers in the files after the `block_count`, which draft tokens; the decoder does not run them.
+        pooling: how a model made for embeddings pools a text's hidden rows; None: the files do not say.
+        unrotated_layers: layers whose attention has no rotary embedding.
+        recurrent_layers: layers that keep a state of fixed size in place of keys and values.
+        conv_taps, conv_channels: sizes of their short convolution (blocks/short_conv.py).
+        gated_delta, mamba2: sizes of the mixers of this kind.
+        latent: sizes of every layer's latent attention; `head_dim` is then that of queries before `attn_k_b`.
+        shared_kv_layers: how many of the last layers use the keys and values of an earlier one (`kv_source`).
+        layer_input, altup, encoder, ranker: see their classes.
+        mixerless_layers: layers that are a feed-forward alone, and keep nothing.
+        output_norm: GGUF's name of the norm before the output matrix.
+        layer_sizes: sizes of each layer, if they differ; the fields of these names are then the largest.
+        ranks: how many processes share each layer; heads and feed-forward lengths are then one rank's
+            (tensor_split.py).
+        stage: the layers of this process, if processes have whole ones (layer_split.py).
+        is_draft_layer: the model is one layer that drafts tokens for another model (draft_layer.py).
+        target_width: width of the hidden rows of the model that this one drafts for, to whose keys and values its
+            layers attend (architectures/gemma4_assistant.py); 0: there is none.
+        eagle: sizes of an EAGLE-3 draft model (eagle.py).
     """
 
     architecture: str
@@ -298,11 +306,11 @@ class ModelConfig:
 
     @property
     def hidden_width(self) -> int:
-        """Elements of the target's hidden rows that a model which drafts reads; 0: it reads none."""
+        """Width of the target model's hidden rows, which this model reads to draft; 0: it reads none."""
         return self.target_width or (self.embedding_length if self.is_draft_layer else 0)
 
     def sizes(self, layer: int) -> LayerSizes:
-        """Those of a layer."""
+        """The sizes of a layer."""
         same = LayerSizes(self.head_count, self.head_count_kv, self.feed_forward_length)
         return self.layer_sizes[layer] if self.layer_sizes else same
 
@@ -336,8 +344,8 @@ class ModelConfig:
         return tuple(found)
 
     def kv_source(self, layer: int) -> int:
-        """The layer whose keys and values a layer attends to: itself; where it shares, the last of the same window that
-        has some."""
+        """The layer whose keys and values a layer attends to: itself, or the last one with the same window that has its
+        own."""
         owners, windows = self.block_count - self.shared_kv_layers, self.layer_windows
         if layer < owners:
             return layer
@@ -371,11 +379,7 @@ class ModelConfig:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yields (field, problem) for every value that is out of range or inconsistent with another."""
-        for field in fields(self):
-            low, high = LIMITS.get(field.name, (0, 0))
-            value = getattr(self, field.name)
-            if high and not low <= value <= high:
-                yield field.name, f"{value} is not from {low} to {high}"
+        yield from _outside({name: (getattr(self, name), *limits) for name, limits in LIMITS.items()}, "")
         yield from self._head_problems()
         if self.rope_dim > self.head_dim:
             yield "rope_dim", f"{self.rope_dim} is more than the head size, {self.head_dim}"
@@ -405,17 +409,14 @@ class ModelConfig:
             yield from _latent_problems(self.latent)
         if self.shared_kv_layers:
             yield from self._sharing_problems()
-        if self.layer_input is not None and not 1 <= self.layer_input.length <= LIMITS["embedding_length"][1]:
-            yield (
-                "layer_input.length",
-                f"{self.layer_input.length} is not from 1 to {LIMITS['embedding_length'][1]}",
-            )
-
+        if self.layer_input is not None:
+            length = (self.layer_input.length, *LIMITS["embedding_length"])
+            yield from _outside({"length": length}, "layer_input.")
         if self.altup is not None:
             yield from _altup_problems(self.altup, self.block_count)
 
     def _sharing_problems(self) -> Iterator[tuple[str, str]]:
-        """Problems of layers that share the keys and values of others."""
+        """Problems of `shared_kv_layers`."""
         shared, blocks = self.shared_kv_layers, self.block_count
         if not 0 < shared < blocks:
             yield "shared_kv_layers", f"{shared} is not from 0 to {blocks - 1}, the layers after the first"
@@ -440,7 +441,7 @@ class ModelConfig:
                 return
 
     def _problems_of_windows(self) -> Iterator[tuple[str, str]]:
-        """Problems of heads in layers with a window that have other sizes."""
+        """Problems of `rope_dim_swa`."""
         if self.rope_dim_swa is None:
             return
         sizes = [
@@ -500,6 +501,13 @@ def no_text(config: ModelConfig) -> str:
     return f"a {config.architecture} model makes embeddings, and generates no text: LLM.embed, POST /v1/embeddings"
 
 
+def _outside(limits: Mapping[str, tuple[int, int, int]], prefix: str) -> Iterator[tuple[str, str]]:
+    """A problem of every field, named `prefix` and its key, whose (value, least, most) has a value out of range."""
+    for name, (value, low, high) in limits.items():
+        if not low <= value <= high:
+            yield f"{prefix}{name}", f"{value} is not from {low} to {high}"
+
+
 def _gated_delta_problems(sizes: GatedDeltaSizes) -> Iterator[tuple[str, str]]:
     """As ModelConfig.problems, of a gated delta net."""
     most = LIMITS["head_count"][1]
@@ -509,9 +517,7 @@ def _gated_delta_problems(sizes: GatedDeltaSizes) -> Iterator[tuple[str, str]]:
         "head_dim": (sizes.head_dim, 8, 256),
         "taps": (sizes.taps, 1, 16),
     }
-    for name, (value, low, high) in limits.items():
-        if not low <= value <= high:
-            yield f"gated_delta.{name}", f"{value} is not from {low} to {high}"
+    yield from _outside(limits, "gated_delta.")
     if sizes.head_dim % 8:
         yield (
             "gated_delta.head_dim",
@@ -532,19 +538,15 @@ def _latent_problems(sizes: LatentSizes) -> Iterator[tuple[str, str]]:
         "plain": (sizes.plain, 1, LIMITS["head_dim"][1]),
         "values": (sizes.values, 1, LIMITS["head_dim"][1]),
     }
-    for name, (value, low, high) in limits.items():
-        if not low <= value <= high:
-            yield f"latent.{name}", f"{value} is not from {low} to {high}"
+    yield from _outside(limits, "latent.")
     if sizes.rank % 32:
         yield "latent.rank", f"{sizes.rank} is not a multiple of 32, which the decoder does not implement"
 
 
 def _altup_problems(sizes: AltUpSizes, blocks: int) -> Iterator[tuple[str, str]]:
     """As ModelConfig.problems, of alternating updates in `blocks` layers."""
-    if not 2 <= sizes.streams <= 16:
-        yield "altup.streams", f"{sizes.streams} is not from 2 to 16"
-    if not 1 <= sizes.rank <= LIMITS["embedding_length"][1]:
-        yield "altup.rank", f"{sizes.rank} is not from 1 to {LIMITS['embedding_length'][1]}"
+    limits = {"streams": (sizes.streams, 2, 16), "rank": (sizes.rank, *LIMITS["embedding_length"])}
+    yield from _outside(limits, "altup.")
     if len(sizes.cutoffs) != blocks:
         yield "altup.cutoffs", f"{len(sizes.cutoffs)} values for {blocks} layers"
     elif not all(cutoff < inf for cutoff in sizes.cutoffs):
@@ -561,9 +563,7 @@ def _mamba2_problems(sizes: Mamba2Sizes) -> Iterator[tuple[str, str]]:
         "state_dim": (sizes.state_dim, 8, 256),
         "taps": (sizes.taps, 1, 16),
     }
-    for name, (value, low, high) in limits.items():
-        if not low <= value <= high:
-            yield f"mamba2.{name}", f"{value} is not from {low} to {high}"
+    yield from _outside(limits, "mamba2.")
     for name in ("head_dim", "state_dim"):
         if (value := limits[name][0]) % 8:
             yield f"mamba2.{name}", f"{value} is not a multiple of 8, which the decoder does not implement"
@@ -575,16 +575,14 @@ def _expert_problems(experts: ExpertConfig, blocks: int, shared: bool) -> Iterat
     """`ModelConfig.problems` of a mixture of experts in `blocks` layers; `shared`: there must be a shared expert."""
     router, most = experts.router, LIMITS["feed_forward_length"][1]
     limits = {
-        "experts.count": (experts.count, 1, MOST_EXPERTS),
-        "experts.used": (router.used, 1, min(experts.count, MOST_EXPERTS_USED)),
-        "experts.feed_forward_length": (experts.feed_forward_length, 1, most),
-        "experts.shared_feed_forward_length": (experts.shared_feed_forward_length, int(shared), most),
-        "experts.groups": (router.groups, 1, experts.count),
-        "experts.groups_used": (router.groups_used, 1, router.groups),
+        "count": (experts.count, 1, MOST_EXPERTS),
+        "used": (router.used, 1, min(experts.count, MOST_EXPERTS_USED)),
+        "feed_forward_length": (experts.feed_forward_length, 1, most),
+        "shared_feed_forward_length": (experts.shared_feed_forward_length, int(shared), most),
+        "groups": (router.groups, 1, experts.count),
+        "groups_used": (router.groups_used, 1, router.groups),
     }
-    for name, (value, low, high) in limits.items():
-        if not low <= value <= high:
-            yield name, f"{value} is not from {low} to {high}"
+    yield from _outside(limits, "experts.")
     if router.groups > 0 and experts.count % router.groups:
         yield "experts.groups", f"{experts.count} experts do not make {router.groups} equal groups"
     elif router.used > router.groups_used * (experts.count // max(router.groups, 1)):

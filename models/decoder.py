@@ -48,7 +48,7 @@ class Decoder:
     """
 
     keeps_newest = False
-    """Of a sequence's rows in a step only the last hidden one is kept."""
+    """Whether `kept` gets only the last of a sequence's rows in a step."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Decoder:
         if config.encoder is not None:
             raise EngineError(f"a {config.architecture} model is an encoder: it computes no logits")
         self.chunk = config.attention_chunk if config.attention_chunk < ctx_size else 0
-        """Positions of the chunks within which layers attend; 0: none does, or the context is one."""
+        """Positions of an attention chunk; 0: no layer attends within chunks, or the context is a single one."""
         if self.chunk % BLOCK_SIZE:
             raise EngineError(
                 f"context of {ctx_size} tokens is more than a chunk of this {config.architecture} model's attention, "
@@ -76,9 +76,9 @@ class Decoder:
         self._stage = stage = config.stage or Stage(0, (0, config.block_count))
         self.token_embd: Any = top.weight("token_embd") if top.has("token_embd") else None
         self.kept: Tensor | None = None
-        """Where hidden rows are kept, for a layer that drafts tokens (kernels/hidden_rows.py)."""
+        """Hidden rows are written here for a layer that drafts tokens (kernels/hidden_rows.py); None: there is none."""
         self.fused: FusedRows | None = None
-        """What is kept of the layers' inputs, for an EAGLE-3 draft model."""
+        """Keeps what an EAGLE-3 draft model reads of the layers' inputs; None: there is no such model."""
         self.output: Any = None
         self.output_norm: Norm | None = None
         if stage.is_last:
@@ -106,7 +106,7 @@ class Decoder:
         self._step_bytes: dict[int, int] = {}
         self._next_norms = [*(block.norm for block in self.blk[1:]), last_norm]
         self._last_mixer = max((i for i, block in enumerate(self.blk) if block.mixer is not None), default=0)
-        # Layers after this one write no keys, so that of a prompt they compute only the rows whose logits are wanted.
+        # Layers after this one write no keys, so in prefill they compute only the rows whose logits are wanted.
         self.last_writer = self._last_mixer
         if config.shared_kv_layers:
             self.last_writer = config.block_count - config.shared_kv_layers - 1
@@ -114,7 +114,7 @@ class Decoder:
         self._handed = HandedRows(stage, backend, config.embedding_length)
 
     def _layer_tables(self, ctx_size: int) -> LayerTables:
-        """The tables that its layers share."""
+        """The tables that the layers share."""
         return LayerTables(self.config, self.backend.device, ctx_size, self.chunk_size, self.host_experts)
 
     def _of_layer(self, tensors: Mapping[str, QuantTensor], layer: int) -> LayerTensors:
@@ -162,11 +162,11 @@ class Decoder:
         return vector
 
     def scores(self, rows: Tensor) -> Tensor:
-        """Outputs of the trained head for the last of the hidden rows [T, embedding length], or their softmax where
-        that is the score: [classes].
+        """The trained head's outputs [classes] for the last of the hidden rows [T, embedding length]; their softmax
+        if the model's `Ranker` says so.
 
         Raises:
-            EngineError: there is none.
+            EngineError: the model has no such head.
         """
         if self._ranking_head is None or self.config.ranker is None:
             raise EngineError("the model has no trained head: it makes embeddings, and does not rank")
@@ -183,7 +183,7 @@ class Decoder:
         return self.backend.communicator.all_gather(logits, self._output_rows)
 
     def _keeps(self, _batch: ForwardBatch) -> bool:
-        """Whether the hidden rows of a step are kept, of all positions after the last layer."""
+        """Whether the last layers must compute all rows of a step, as a layer or a model that drafts reads them."""
         return self.kept is not None or (self.fused is not None and self.fused.last > self.last_writer)
 
     @property
@@ -192,14 +192,14 @@ class Decoder:
         return self.output_norm
 
     def _all_rows(self, batch: ForwardBatch, cache: Sequence[LayerState]) -> Hidden:
-        """The residual stream after the layers, of all rows, which are kept where a layer that drafts reads them."""
+        """The residual stream of all rows after the layers; a copy goes to `kept` if a layer that drafts reads it."""
         x = self._layers(batch, cache, None)
         if self.kept is not None and self._keeps(batch):
             self.backend.keep_hidden(batch, x, self.kept_norm, self.kept, self.keeps_newest)
         return x
 
     def _embedded(self, batch: ForwardBatch) -> Hidden:
-        """What the first layer reads."""
+        """The first layer's input."""
         return self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
 
     def _layers(self, batch: ForwardBatch, cache: Sequence[LayerState], rows: Tensor | None) -> Hidden:
@@ -233,19 +233,21 @@ class Decoder:
         return x if self.streams is None else self.streams.close(batch, x)
 
     def _gathers_at(self, batch: ForwardBatch, rows: Tensor | None) -> int | None:
-        """The layer after whose mixer only `rows` go on; None: all do."""
+        """The layer whose mixer is the last to see all rows: after it only `rows` are computed; None: there is none."""
         if rows is None or not self._stage.is_last:
             return None
         return self.last_writer if batch.starts else self._last_mixer
 
     def _of_last_stage(self, x: Tensor | None, rows: int, columns: int) -> Tensor:
-        """Broadcasts the last stage's x [rows, columns] to all stages; None: this is another stage."""
-        x = self._empty(rows, columns) if x is None else x.contiguous()
-        self.backend.communicator.broadcast(x, self._stage.count - 1)
+        """Broadcasts the last stage's x [rows, columns] to all stages; on the other stages x is None."""
+        backend = self.backend
+        x = (
+            torch.empty(rows, columns, dtype=backend.dtype, device=backend.device)
+            if x is None
+            else x.contiguous()
+        )
+        backend.communicator.broadcast(x, self._stage.count - 1)
         return x
-
-    def _empty(self, rows: int, columns: int) -> Tensor:
-        return torch.empty(rows, columns, dtype=self.backend.dtype, device=self.backend.device)
 
     @cached_property
     def bytes_per_token(self) -> int:

@@ -60,7 +60,7 @@ def feed_forward_layer(
 
 
 class DecoderLayer:
-    """One layer on a backend: a mixer, a feed-forward, or both: the mixer first, or both on the layer's input."""
+    """One layer on a backend: a mixer, a feed-forward, or both, one after the other or both on the layer's input."""
 
     def __init__(self, block: Block, tensors: LayerTensors, tables: LayerTables) -> None:
         mixer, ffn = block.mixer, block.feed_forward
@@ -99,8 +99,8 @@ class DecoderLayer:
         """Computes the layer on `x`, and returns the new residual stream.
 
         `next_norm`: the norm after this layer, the next layer's or the output's. `rows`: the rows to keep after the
-        mixer, or where there is none of x; None: all. `inputs`: what layers get beside the stream, where they do
-        (`Backend.layer_inputs`).
+        mixer, or of x if there is no mixer; None: all. `inputs`: the result of `Backend.layer_inputs`, for models with
+        per-layer embeddings.
         """
         if self.input is None:
             return self._parts(batch, x, cache, next_norm, rows)

@@ -77,7 +77,7 @@ def config_of_folder(
 ) -> ModelConfig:
     """The configuration in a parsed config.json of a folder with the tensors `held`, of which `fc` has this shape.
 
-    target_layers: of the model that it drafts for, of which the usual ones are read where the folder does not say.
+    target_layers: number of layers of the model that it drafts for; the usual ones are read if the folder names none.
     Raises EngineError as `config_of_gguf` does.
     """
     inner = keys.get("transformer_layer_config")  # of speculators

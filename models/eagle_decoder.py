@@ -54,7 +54,7 @@ class EagleDecoder(Decoder):
 
     @property
     def kept_norm(self) -> None:
-        """Its own rows are kept as they are."""
+        """None: the layer's own rows are kept without a norm."""
 
     def _keeps(self, batch: ForwardBatch) -> bool:
         return batch.phase == "decode"

@@ -107,7 +107,7 @@ class EncoderLayer:
         return backend.normed(total, self.output_norm)
 
     def adapted(self, batch: ForwardBatch, x: Tensor, changes: Mapping[str, LowRank], prefix: str) -> Tensor:
-        """The same of matrices with a task's changes, by name with this layer's `prefix`."""
+        """As a call, with a task's changes of the matrices, whose names begin with this layer's `prefix`."""
         backend = self.backend
 
         def product(name: str, rows: Tensor, weight: Any, bias: Tensor | None) -> Tensor:

@@ -21,12 +21,11 @@ from quengine.models.layers import FeedForwardEntry, LayerTensors
 class MixtureOfExperts:
     """After one norm, the weighted sum of the experts that the router selects for a row, plus a shared expert, if any.
 
-    A shared expert of the size and formats of the others is one of them: the last, which every row has.
+    A shared expert that has the size and formats of the others is computed as the last of them, which every row
+    selects. With expert parallelism a rank skips the experts of other ranks.
 
     Tensors of experts are `ffn_*_exps`, [E, rows, columns]. `host`: computes the experts that stay in host memory.
     `chosen`, int32 [T, k], ascending: the experts of a step's rows, which replace the router's selection.
-
-    With expert parallelism a rank has some of the experts, and computes nothing for those of other ranks.
     """
 
     chosen: Tensor | None = None
@@ -104,9 +103,9 @@ class MixtureOfExperts:
 def _joined_shared(
     declared: Experts, tensors: LayerTensors, experts: Sequence[Sequence[QuantTensor] | None]
 ) -> list[QuantTensor]:
-    """The matrices of the shared expert where it is one of the `experts`, by kind: gate, if they have one, up and down.
-    Empty where there is none, it has another size or format, or it reads other rows or is divided otherwise among
-    ranks."""
+    """The gate (if it has one), up and down matrices of a shared expert that is computed as one of the others, whose
+    matrices of each kind are `experts`. Empty if it has another size or format, reads other rows, is shared by ranks in
+    another way, or does not exist."""
     sizes, each = declared.experts, declared.each
     if (
         sizes.shared_feed_forward_length != sizes.feed_forward_length
@@ -141,7 +140,7 @@ def _gate_and_up(
     tensors: LayerTensors, count: int, rows: int, has_gate: bool
 ) -> tuple[list[QuantTensor] | None, list[QuantTensor]]:
     """The gate and up matrices [rows, K] of all experts; views of the merged tensor [E, 2 * rows, K] if it exists. The
-    gates: None where experts have none."""
+    gate matrices are None if experts have no gate."""
     if not has_gate:
         return None, _of_experts(tensors, "up", count)
     if not tensors.has("ffn_gate_up_exps"):

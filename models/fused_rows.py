@@ -14,12 +14,12 @@ class FusedRows:
     """The rows g that a target's steps keep for a draft model: `fc` of the inputs of some of its layers.
 
     Args:
-        layers: their numbers, in order; the number of layers is the output of the last.
-        weights: of each, the columns of `fc` that read it.
+        layers: numbers of these layers, in order; the number of all layers stands for the output of the last.
+        weights: for each of them, the columns of `fc` that multiply its input.
         kept: fp32 [rows, width], where the rows are kept (kernels/hidden_rows.py).
         backend: holds the weights.
 
-    `last`: the last one's number.
+    `last`: the largest of these numbers.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class FusedRows:
         return sum(int(weight.nbytes) for weight in self._weights.values())
 
     def add(self, batch: ForwardBatch, layer: int, x: Hidden, fused: Hidden | None) -> Hidden | None:
-        """`fused`, the sum over layers before, with this layer's input x; the last layer's is kept."""
+        """Adds the product of this layer's input x to `fused`, the sum over earlier layers; keeps the last sum."""
         if layer not in self._weights:
             return fused
         fused = self._backend.fused(batch, x, self._weights[layer], fused)

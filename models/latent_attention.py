@@ -50,7 +50,7 @@ class LatentAttentionLayer(MixerLayer):
 def _of_heads(
     declared: LatentAttention, tensors: LayerTensors
 ) -> tuple[list[QuantTensor], list[QuantTensor]]:
-    """The matrices of the heads' queries, [rank, plain] each, and of their values, [values, rank]."""
+    """Each head's attn_k_b, [rank, plain], and attn_v_b, [values, rank]."""
     if tensors.has("attn_k_b"):
         absorb, expand = tensors.take("attn_k_b", "attn_v_b")
         return absorb.matrices(), expand.matrices()
@@ -67,7 +67,7 @@ def _rows(tensor: QuantTensor, first: int, last: int) -> QuantTensor:
 
 
 def _transposed(tensor: QuantTensor) -> QuantTensor:
-    """A copy, the other way round; of a quantized one in F32, since its blocks lie along the other side."""
+    """A transposed copy; F32 if the tensor is quantized, since its blocks lie along rows."""
     stored = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(tensor.format.name)
     if stored is None:
         values, name = dequantize(tensor.format, tensor.data), "F32"

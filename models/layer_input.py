@@ -1,4 +1,4 @@
-"""What layers get of a token beside the residual stream, on a backend."""
+"""Per-layer embeddings, which layers get beside the residual stream, on a backend: see blocks/layer_input.py."""
 
 from dataclasses import replace
 from math import sqrt
@@ -15,11 +15,13 @@ from quengine.models.layers import LayerTensors
 
 
 class LayerInputs:
-    """Makes the inputs of all layers of a step's tokens, [T, layers * length]. tensors: those of no layer.
+    """Computes the inputs of all layers for a step's tokens, [T, layers * length].
 
-    A token's projected embedding is divided by the root of its width and normalized, its row of the table multiplied by
-    the root of `length`, and their sum divided by the root of 2: those factors are in the norm's weights, in its eps,
-    and in what multiplies the table's rows. vocabulary: tokens, of which those without a row have the first.
+    An input is the sum of two terms, divided by sqrt(2): the projection of the token's embedding, divided by
+    sqrt(width) and normalized, and the token's row of the table, times sqrt(length). The norm's weight and eps and the
+    table's scale contain these factors.
+
+    tensors: those outside of layers. vocabulary: number of tokens; those past the table's end use its first row.
     """
 
     def __init__(self, tensors: LayerTensors, width: int, length: int, vocabulary: int) -> None:
@@ -37,7 +39,7 @@ class LayerInputs:
         if self.table.rows < self._vocabulary:
             ids = ids.where(ids < self.table.rows, 0)
         if batch.embeds is not None:
-            # Rows of images have the first token's. -1 is no row, here the one after all.
+            # Image rows use the table's first row. -1, which stands for no row, marks the extra last entry.
             given = torch.zeros(len(batch) + 1, dtype=torch.bool, device=ids.device)
             given.scatter_(0, batch.embeds.rows.remainder(len(given)), True)
             ids = ids.masked_fill(given[:-1], 0)
@@ -53,7 +55,7 @@ class LayerInputs:
 
 
 class LayerInputLayer:
-    """The end of a layer with such an input, see blocks/layer_input.py."""
+    """The end of a layer with such an input."""
 
     def __init__(self, declared: LayerInput, tensors: LayerTensors) -> None:
         self.backend = tensors.backend
@@ -71,8 +73,8 @@ class LayerInputLayer:
         next_norm: Norm | None,
         residual: Hidden | None = None,
     ) -> Hidden:
-        """The new residual stream. `inputs`: of `LayerInputs`. `next_norm`: the norm that reads the result. `residual`:
-        what is added to; None: x."""
+        """The new residual stream. `inputs`: the result of `LayerInputs`. `next_norm`: the norm that reads the new
+        stream. `residual`: the rows that are added to; None: x."""
         gated = self.backend.input_glu(batch, x, self.gate, inputs, self.layer, self.activation)
         added_to = x if residual is None else residual
         return self.backend.linear_add(batch, gated, self.project, added_to, next_norm, self.post_norm)

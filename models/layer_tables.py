@@ -17,7 +17,7 @@ from quengine.models.config import ModelConfig
 from quengine.models.rotation import Rotation
 
 _STEP_ROWS = 4096
-"""Image rows of several sequences that a step may have, and more where a chunk is longer."""
+"""Image rows of a step that the rotary tables have room for; a longer chunk adds room for its rows."""
 
 
 class LayerTables:
@@ -64,7 +64,7 @@ class LayerTables:
         return self._host.of_layer(layer)
 
     def attention(self, layer: int, declared: Attention, eps: float) -> AttentionSpec:
-        """What a layer's attention is given, without tensors of its own. `eps`: of its norms."""
+        """The constants of a layer's attention, without the layer's own tensors. `eps`: that of its norms."""
         cos, sin = self._rotation(declared.rotation)
         window, chunk = (None, self._chunk) if declared.chunked else (declared.window, 0)
         return AttentionSpec(
@@ -88,7 +88,7 @@ class LayerTables:
         )
 
     def latent(self, layer: int, declared: LatentAttention) -> LatentSpec:
-        """What a layer's latent attention is given, without its tensors."""
+        """The constants of a layer's latent attention, without the layer's own tensors."""
         cos, sin = self._rotation(declared.rotation)
         sizes = declared.sizes
         return LatentSpec(
@@ -117,8 +117,8 @@ class LayerTables:
         return self._masks[window]
 
     def _rotation(self, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [ctx_size, dim / 2]; those of 0 change no bit. Of a model whose image rows have three
-        positions room for the rows of a step follows, which `turn_images` fills."""
+        """Cosines and sines, fp32 [ctx_size, dim / 2]; ones and zeros, which change no bit, where nothing rotates. If
+        image rows have three positions, room for the rows of a step follows, which `turn_images` fills."""
         if rotation not in self._rotations:
             if rotation.turns:
                 cos, sin = rope_table(
@@ -131,8 +131,8 @@ class LayerTables:
         return self._rotations[rotation]
 
     def turn_images(self, places: Tensor) -> None:
-        """Writes the angles of rows with three positions each, int64 [n, 3] on the device, after those of all
-        positions: row ctx_size + i of the tables is row i's. Raises EngineError if there is no room for them."""
+        """Writes the angles of image rows, whose three positions are `places`, int64 [n, 3] on the device, behind the
+        tables: those of row i to row ctx_size + i. Raises EngineError if there is no room for them."""
         if len(places) > self._turned:
             raise EngineError(
                 f"{len(places)} image rows in a step, and the rotary tables have room for {self._turned}"
@@ -145,7 +145,7 @@ class LayerTables:
                     table[self._ctx_size : self._ctx_size + len(places)] = table[at, pair]
 
     def _query_scale(self, temperature: tuple[float, int, int] | None) -> Tensor | None:
-        """What the query at each position is multiplied with, fp32 [ctx_size] (Ministral 3, Llama 4), or None."""
+        """The factor of the query at each position, fp32 [ctx_size] (Ministral 3, Llama 4), or None."""
         if temperature is not None and temperature not in self._query_scales:
             scale, length, offset = temperature
             steps = (torch.arange(self._ctx_size, dtype=torch.float64) + offset) // length

@@ -40,8 +40,10 @@ class LayerTensors:
         self.eps, self.kind = eps, kind
 
     def take(self, *names: str, kind: str = "weight") -> list[QuantTensor]:
-        """`kind`: weight, bias, or "" for tensors whose names have none. One that is named twice is fetched once, as it
-        can be taken only once on its way to a device."""
+        """The tensors `names`, in order. `kind`: the end of their names, weight or bias; "": they have none.
+
+        A name that is given twice is fetched once: a tensor on its way to a device can be taken only once.
+        """
         ends = f".{kind}" if kind else ""
         found = {name: self.tensors[f"{self.prefix}{name}{ends}"] for name in dict.fromkeys(names)}
         return [found[name] for name in names]
@@ -72,15 +74,16 @@ class LayerTensors:
         return LayerNorm(scaled("weight"), scaled("bias") if self.has(name, "bias") else None, self.eps)
 
     def rms_norm(self, name: str, there: bool = True) -> RMSNorm | None:
-        """`norm` where it is an RMSNorm in every architecture."""
+        """As `norm`, for a norm that is an RMSNorm in every architecture."""
         return RMSNorm(self.vector(name), self.eps) if there else None
 
     def last_norm(self, norms: Norms) -> RMSNorm | None:
-        """The norm of what a layer's last part adds, with the number that its sum is multiplied by."""
+        """The norm of the feed-forward's result (see `ending_norm`); None: there is none."""
         return self.ending_norm("post_ffw_norm", norms) if norms.of_results else None
 
     def ending_norm(self, name: str, norms: Norms) -> RMSNorm:
-        """The norm `name`, with the number that its sum is multiplied by where the layer ends with it."""
+        """The norm `name`, whose result a layer adds last. If `norms.scaled`, its weight and the residual are
+        multiplied by the layer's output scale."""
         norm = RMSNorm(self.vector(name), self.eps)
         if not norms.scaled:
             return norm
@@ -92,8 +95,9 @@ class LayerTensors:
 class MixerLayer:
     """`norm`, the projection `entry`, the mixing of positions, the projection `output`, the residual.
 
-    output: name of the matrix. partial: a rank has some of the heads or channels, and the results are summed over the
-    ranks. normed: there is a norm in front. post_norm: that of the result before the residual is added, or None.
+    output: name of the output matrix. partial: each rank has some of the heads or channels, and results are summed over
+    the ranks. normed: whether there is a norm before `entry`. post_norm: the norm of the result before the residual is
+    added, or None.
     """
 
     entry_bias: Tensor | None = None
@@ -110,8 +114,8 @@ class MixerLayer:
         self.output = tensors.weight(output)
 
     def mix(self, batch: ForwardBatch, x: Hidden, state: Any) -> Hidden:
-        """What `output` is given, from the rows x of `entry`. `state`: the layer's part of the cache, as declared by
-        `Mixer.state`; it is read and written."""
+        """The input of `output`, computed from x, the result of `entry`. `state`: the layer's part of the cache, as
+        declared by `Mixer.state`; it is read and written."""
         raise NotImplementedError
 
     def __call__(
@@ -171,7 +175,7 @@ def qkv_names(tensors: LayerTensors, kind: str, keys_as_values: bool = False) ->
 
 
 class SparseEntry:
-    """`FeedForwardEntry` of a layer whose gates count as far as they are above a cutoff of their row."""
+    """As `FeedForwardEntry`, with sparse gates: what a gate exceeds its row's cutoff by counts (kernels/altup.py)."""
 
     def __init__(self, declared: FeedForward, tensors: LayerTensors) -> None:
         self.weight = tensors.weight("ffn_gate", "ffn_up")

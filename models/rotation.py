@@ -17,9 +17,7 @@ def yarn_attention_factor(factor: float, log_multiplier: float = 0.0) -> float:
     `0.1 ln(factor) + 1` (Peng et al. 2023, section 3.4). If the model has a log multiplier m (`mscale_all_dim` in
     Hugging Face configurations, next to an `mscale` of 1), divided by `0.1 m ln(factor) + 1`.
     """
-    if factor <= 1.0:
-        return 1.0
-    return (0.1 * log(factor) + 1.0) / (0.1 * log_multiplier * log(factor) + 1.0)
+    return yarn_mscale(factor, 1.0) / yarn_mscale(factor, log_multiplier)
 
 
 def yarn_mscale(factor: float, multiplier: float) -> float:
@@ -39,11 +37,11 @@ def longrope_attention_factor(factor: float, original: int) -> float:
 class RopeScaling:
     """RoPE scaling: how rotary positions extend beyond the context of pre-training.
 
-    kind: "none"; "linear" divides every frequency by `factor`; "yarn" only the slow ones, blended between `beta_slow`
-      and `beta_fast` rotations over `original_context_length`; "llama3" divides each frequency by its entry of
-      `freq_factors`; "longrope" does so too, or by that of `long_freq_factors` if the run's context is longer than
+    kind: "none"; "linear" divides every frequency by `factor`; "yarn" divides only the slow ones, with a blend between
+      `beta_slow` and `beta_fast` rotations over `original_context_length`; "llama3" divides each frequency by its entry
+      of `freq_factors`; "longrope" does the same, or divides by `long_freq_factors` if the run's context is longer than
       `original_context_length`.
-    truncate: yarn's limits, as indices of frequencies, are rounded outwards to integers.
+    truncate: the limits of yarn's blend, which are indices of frequencies, are rounded outwards to integers.
     attention_factor: multiplies cos and sin, so attention scores grow by its square.
     freq_factors, long_freq_factors: rope_dim / 2 divisors each, or None.
     """
@@ -63,8 +61,8 @@ class RopeScaling:
 class Rotation:
     """The rotary embedding of a layer: how the first `dim` elements of each head turn with the position.
 
-    base, scaling: of the frequencies. layout: which elements turn together (kernels/rope.py). turns: False: by
-    an angle of 0 at every position. axes: as `ModelConfig.rope_axes`.
+    base, scaling: those of the frequencies. layout: which elements turn together (kernels/rope.py). turns: False makes
+    the angle 0 at every position. axes: as `ModelConfig.rope_axes`.
     """
 
     dim: int

@@ -147,7 +147,7 @@ class ModelSplit:
         return cut_of(tensor.name, self.whole, self.rank.by_expert)
 
     def _kept(self, name: str, cut: Cut) -> list[range]:
-        """Which rows or columns of a tensor the rank has, of each of the parts that follow one another."""
+        """The rank's rows, columns or experts in each part of a tensor."""
         layer = _LAYER.match(name)
         ranges = self._of_sizes[self.whole.sizes(int(layer[1]) if layer else 0)]
         start, kept = 0, list[range]()
@@ -158,7 +158,7 @@ class ModelSplit:
         return kept
 
     def _axis_ranges(self, sizes: LayerSizes) -> dict[Axis, tuple[range, int]]:
-        """What the rank has of each axis in a layer of these sizes, and how long the whole is."""
+        """Axis -> the rank's range of it and its whole length, in a layer of these sizes."""
         config, (number, count) = self.whole, (self.rank.number, self.rank.count)
         size, heads, kv_heads = sizes.head_dim or config.head_dim, sizes.head_count, sizes.head_count_kv
         own = shares(heads, 1, count)[number]
@@ -243,7 +243,7 @@ class ModelSplit:
     def _problem_of_layer(
         self, count: int, tensors: Mapping[str, QuantTensor], layer: int, sizes: LayerSizes
     ) -> str | None:
-        """The same of the layers of some sizes, of which `layer` is the first."""
+        """As `_problem`, for the layers of these sizes, of which `layer` is the first."""
         config, heads, kv_heads = self.whole, sizes.head_count, sizes.head_count_kv
         if config.splits_heads:
             if heads % count:
@@ -315,7 +315,7 @@ def _sizes(config: ModelConfig) -> Mapping[LayerSizes, int]:
 
 
 def _lengths(config: ModelConfig, sizes: LayerSizes) -> dict[Axis, int]:
-    """How long each axis is that is cut by columns, of feed-forwards and convolutions, in layers of these sizes."""
+    """Axis -> its length, for axes of feed-forwards and convolutions that are cut along columns."""
     lengths: dict[Axis, int] = {}
     experts = config.experts
     if experts is None or experts.dense_layers or config.block.experts.beside_dense:
@@ -330,7 +330,7 @@ def _lengths(config: ModelConfig, sizes: LayerSizes) -> dict[Axis, int]:
 
 
 def _units(config: ModelConfig, tensors: Mapping[str, QuantTensor], by_expert: bool) -> dict[Axis, int]:
-    """In what units each axis is cut that is cut by columns: blocks of all matrices along it."""
+    """Axis -> unit of its cuts, for axes along columns: whole blocks of all matrices along it."""
     units: dict[Axis, int] = dict.fromkeys(_lengths(config, config.sizes(0)), _GROUP)
     if by_expert:
         units.pop("expert_inner", None)

@@ -27,9 +27,9 @@ QUANT_TYPES = frozenset(
 MATRIX_TYPES = FLOAT_TYPES | QUANT_TYPES
 
 LOGIT_STD = 4.0
-"""Of synthetic models: enough that greedy choices are clear, as a trained model's are."""
+"""Standard deviation of synthetic models' logits: greedy choices are as clear as a trained model's."""
 
-# Ends of tensor names of layers that some model has and that change its result: never to be passed over.
+# Ends of layers' tensor names that change the result of some models: such a tensor is never ignored.
 _MEANINGFUL = (".bias", ".scale", "norm.weight", *attention.OPTIONAL, *experts.OPTIONAL)
 _MEANINGFUL_TOP = (
     "output.bias",
@@ -48,8 +48,8 @@ _ROWS = (".ffn_gate_inp_shexp.weight", ".exp_probs_b.bias")
 
 @lru_cache(32)
 def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
-    """Every tensor that a model of this configuration has, by name, layer by layer. Names in a Hugging Face folder of
-    tensors of no layer begin with {body} or {head} (`hf.hf_names`)."""
+    """Every tensor that a model of this configuration has, by name, layer by layer. Outside of layers, names in a
+    Hugging Face folder begin with {body} or {head} (`hf.hf_names`)."""
     if config.eagle is not None:
         return {**_of_layers(config), **_of_eagle(config, config.eagle)}
     if config.is_draft_layer:
@@ -76,14 +76,14 @@ def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
 
 
 def _of_draft(width: int) -> dict[str, TensorSpec]:
-    """Those of a layer that drafts tokens beside a layer's (draft_layer.py)."""
+    """The tensors that a layer that drafts tokens has beside any layer's (draft_layer.py)."""
     norm = TensorSpec((width,), draw=NORM)
     norms = {f"{name}.weight": norm for name in ("blk.0.nextn.enorm", "blk.0.nextn.hnorm", "output_norm")}
     return {"blk.0.nextn.eh_proj.weight": TensorSpec((width, 2 * width)), **norms}
 
 
 def _of_eagle(config: ModelConfig, sizes: EagleSizes) -> dict[str, TensorSpec]:
-    """Those of an EAGLE-3 draft model beside its layer's (eagle.py)."""
+    """The tensors of an EAGLE-3 draft model outside of its layer (eagle.py)."""
     width, logits = config.embedding_length, Draw(LOGIT_STD)
     found = {
         "fc.weight": TensorSpec((width, len(sizes.layers) * sizes.width), hf="fc.weight"),
@@ -112,8 +112,8 @@ def joined_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
 
 
 def adapted_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
-    """The tensors that a LoRA adapter may name: those of a model, those that hold several of these, and an output
-    matrix that is the embedding, which it changes as the output alone."""
+    """The tensors that a LoRA adapter may name: a model's, those that hold several of these, and, if the output matrix
+    is the embedding, "output.weight", whose change is not the embedding's."""
     specs = {**joined_specs(config), **tensor_specs(config)}
     if config.tied_output and "token_embd.weight" in specs and "output.weight" not in specs:
         shape = specs["token_embd.weight"].shape
@@ -127,9 +127,9 @@ def required_tensors(config: ModelConfig) -> dict[str, Shape]:
 
 
 def draft_tensors(config: ModelConfig, names: Iterable[str], body: str = "blk.") -> frozenset[str]:
-    """Those of `names` that belong to draft layers, without which the decoder computes (`ModelConfig.draft_layers`).
+    """Those of `names` that belong to draft layers, which the decoder ignores (`ModelConfig.draft_layers`).
 
-    body: what names of layers begin with, before the layer's number. Folders of Qwen have these layers beside them.
+    body: the start of layers' names, before the number. Folders of Qwen have draft layers under names of their own.
     """
     first = config.block_count
     layers = tuple(f"{body}{layer}." for layer in range(first, first + config.draft_layers))
@@ -137,8 +137,8 @@ def draft_tensors(config: ModelConfig, names: Iterable[str], body: str = "blk.")
 
 
 def keys_of_sharing_layers(config: ModelConfig) -> Mapping[str, str]:
-    """Tensors of keys and values that files may have of layers that use those of another layer: nothing reads them. By
-    name, with that of a folder below the layer."""
+    """Key and value tensors that files may have for layers that use those of another layer; nothing reads them. GGUF
+    name -> the name in a folder, below the layer."""
     modules = {"attn_k": "k_proj", "attn_v": "v_proj", "attn_k_norm": "k_norm"}
     return {
         f"blk.{i}.{name}.weight": f"self_attn.{module}.weight"
@@ -172,7 +172,7 @@ def check_tensors(file: TensorFile, config: ModelConfig, unread: Collection[str]
     Query, key and value rows are in three tensors or in one (`attn_qkv`). A layer's experts are in one tensor for each
     kind of matrix (`ffn_up_exps`), in one for gate and up together (`ffn_gate_up_exps`), or, in old files, in one per
     expert (`ffn_up.0`), all of the same type. Unused extra tensors are named in one warning of this module's logger;
-    extra tensors that would change the result raise. `unread`: those that may be there beside.
+    extra tensors that would change the result raise. `unread`: extra tensors that need no warning.
 
     Raises:
         GGUFError: a tensor is missing, its shape or type is wrong, or the decoder does not implement it.
@@ -200,7 +200,7 @@ def check_tensors(file: TensorFile, config: ModelConfig, unread: Collection[str]
 
 
 def tensor_scales(tensors: Mapping[str, GGUFTensor]) -> dict[str, str]:
-    """NVFP4 matrices that have a scale for the whole tensor, or one for each expert: names of both."""
+    """NVFP4 matrix -> its scale, names both; a scale is one number for the tensor, or for each expert."""
     scales = {}
     for name, tensor in tensors.items():
         scale = name.removesuffix(".weight") + ".scale"

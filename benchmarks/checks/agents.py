@@ -44,9 +44,9 @@ ANSWERS = ("First-answer.", "Second-answer.")
 BESIDE = "A-title."
 """The answer to a request beside the conversation, as for its title."""
 TIMEOUT = float(os.environ.get("AGENT_SECONDS", 300))
-"""Of a task; a machine with other work takes more."""
+"""Time limit of a task; a machine with other work takes longer."""
 KEPT = 0.99
-"""Of the prompt before, the part with which a client's next one begins; the newest message may be written anew."""
+"""Least share of a prompt that the client's next prompt begins with; the newest message may be rewritten."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def run(client: Client, model: Path) -> bool:
 
 
 def ask(client: Client, served: Served, task: str, again: bool, home: str, folder: str) -> str:
-    """What it prints, set up as `engine launch` does."""
+    """What a client prints, set up as `engine launch` does."""
     start = AGENTS[client.name].start(Endpoint(served.url, "none", "tiny", CONTEXT), Path(home))
     done = subprocess.run(
         [client.name, *start.arguments, *client.command(task, again, Path(folder))],

@@ -32,7 +32,7 @@ class TooSlowError(Exception):
 
 @dataclass
 class Result:
-    """Of some cases. `slowest`: seconds and the case."""
+    """The results of some cases. slowest: its seconds, and the case."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[dict[str, object]] = field(default_factory=list)

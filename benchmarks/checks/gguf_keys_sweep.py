@@ -38,7 +38,8 @@ from tests.transformers_models import our_logits
 
 COLUMNS = ("equal", "refused here", "refused there", "decided", "other", "failed")
 TOLERANCE = 1e-3
-"""Of the logits: llama.cpp's cache in fp16 and its fast exponentials make up to 1e-5. A key that counts makes more."""
+"""Largest error of logits that count as equal: llama.cpp's fp16 cache and fast exponentials make up to 1e-5, a key that
+counts more."""
 
 _PLAIN = "|".join(
     (
@@ -254,7 +255,7 @@ OF_MAMBA: Mapping[str, tuple[Any, ...]] = {
     "attention.layer_norm_epsilon": (1e-2, 0.5),
     "moe_latent_size": (16,),
 }
-"""The same of architectures with Mamba2 layers."""
+"""Key -> values to try, for architectures with Mamba2 layers."""
 
 SIZES: Mapping[str, Mapping[str, int]] = {
     "olmoe": {"kv_heads": 4},

@@ -48,7 +48,7 @@ MODEL_FLAGS = {"-m", "--model", "--draft-model", "--a", "--b"}
 NAMES_A_MODEL = {"show", "run", "chat"}
 SLICES = {"mistral-7b": "mistral-7b-2l", "qwen3-30b-a3b": "qwen3-30b-a3b-2l"}
 MOST = {"-n": 16, "-p": 512, "-d": 1024, "-r": 1}
-"""Of numbers in a list behind these flags, unless --full."""
+"""Largest number kept in a list behind each of these flags, unless --full."""
 NETWORK = {"pull", "rm", "ps", "stop"}
 FILES = {
     "city.json": '{"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}}',

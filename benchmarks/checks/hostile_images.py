@@ -31,7 +31,7 @@ from quengine.models.images.decode import FORMATS, MAX_PIXELS, ImageError, decod
 from quengine.models.images.limited_decoder import LIMITS, LimitedDecoder, decode_limited
 
 SIDE = 1 << 13
-"""Of the largest image that is read."""
+"""Side of the largest image that is read, in pixels."""
 
 
 def picture(width: int, height: int) -> Image.Image:

@@ -23,7 +23,7 @@ from quengine.platform.machine import cpu_model, physical_cores
 
 
 def our_tok_s(llm: LLM, batch: int, prompt: int, steps: int) -> float:
-    """Of `steps` steps of `batch` texts of `prompt` tokens."""
+    """Tokens a second in `steps` steps of `batch` texts of `prompt` tokens."""
     params = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
     prompts = [[100 + (7 * i + 31 * text) % 1000 for i in range(prompt)] for text in range(batch)]
     streams = [llm.stream(ids, params) for ids in prompts]

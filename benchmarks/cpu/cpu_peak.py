@@ -165,7 +165,7 @@ def compiled(code: str, name: str, *types: type) -> "tuple[llvm.ExecutionEngine,
 
 
 def seconds(function: "ctypes._CFuncPtr", arguments: Sequence[tuple[int, ...]], rounds: int) -> list[float]:
-    """Of each round of calls, each in a thread of its own."""
+    """Seconds of each round of calls, each call in its own thread."""
     times = []
     for _ in range(rounds):
         threads = [threading.Thread(target=function, args=of_thread) for of_thread in arguments]

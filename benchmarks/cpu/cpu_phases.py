@@ -114,7 +114,7 @@ def described(launch: threads.Launch) -> str:
 
 
 def stages(program: threads.Program) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Of each stage its name, the addresses of its launches' arguments, and those of kernels after the last task."""
+    """For each stage its name, the addresses of its launches' arguments, and those of kernels after the last task."""
     table, entry = program._table.buffer_info()[0], threads.LAUNCH_BYTES // 8
     groups: list[list[int]] = []
     for number, launch in enumerate(program._launches):
@@ -135,7 +135,7 @@ def stages(program: threads.Program) -> Iterator[tuple[str, list[int], list[int]
 
 
 def stage_times(logs: list[tuple[threads.Program, NDArray[np.int64]]], count: int) -> dict[str, StageTime]:
-    """Of the stages by name, from logged calls of `count` threads."""
+    """Times of the stages by name, from logged calls of `count` threads."""
     found: defaultdict[str, StageTime] = defaultdict(StageTime)
     rate = timed_team.cycles_a_second()
     for program, calls in logs:

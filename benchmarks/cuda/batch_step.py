@@ -50,7 +50,7 @@ def decoding(llm: LLM, batch: int, depth: int) -> list[Sequence]:
 
 
 def run(runner: ModelRunner, sequences: list[Sequence], count: int) -> None:
-    """That many steps, each launched before the tokens of the one before it are read."""
+    """Runs `count` steps, each launched before the tokens of the one before it are read."""
     in_flight = deque[StepPlan]()
     for number in range(count + 1):
         if number < count:

@@ -88,7 +88,7 @@ class Chain:
         return sum(routing.experts.unique().numel() for routing in found) / len(found)
 
     def profile(self) -> Profile:
-        """Of a layer."""
+        """The profile of a layer."""
         return profile_of(self.launches(), len(self.layers))
 
 

@@ -48,7 +48,7 @@ from quengine.kernels.gated_delta import GatedDeltaSpec, gated_delta
 
 TAPS = 4
 VECTORS = ("conv", "decay", "bias", "norm")
-"""Of a spec, on the device."""
+"""Fields of a spec that are tensors on the device."""
 
 BATCHES = (1, 8, 32, 64)
 PROMPTS = (512, 2048, 16384)
@@ -85,12 +85,12 @@ class Shape:
 
     @property
     def columns(self) -> int:
-        """Of the input."""
+        """Columns of the input."""
         return self.channels + self.width + 2 * self.value_heads
 
     @property
     def state_bytes(self) -> int:
-        """Of a sequence's S, which a step reads and writes; its history is a hundredth of that."""
+        """Bytes of a sequence's S, which a step reads and writes; its history is a hundredth of that."""
         return 4 * self.value_heads * self.head_dim**2
 
     def chunk_products(self, rows: int) -> int:
@@ -245,7 +245,7 @@ def fla_inputs(shape: Shape, batch: int, rows: int) -> dict[str, Tensor]:
 
 
 def fla_operation(name: str) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """One of flash-linear-attention's, where it is installed."""
+    """An operation of flash-linear-attention; None: the package is not installed."""
     try:
         operation: Callable[..., tuple[Tensor, Tensor]] = getattr(
             importlib.import_module("fla.ops.gated_delta_rule"), name

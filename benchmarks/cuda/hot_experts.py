@@ -33,10 +33,10 @@ from quengine.request.sampling_params import SamplingParams
 SETTLING = 256
 """Tokens that are generated before anything is timed."""
 LEAST_SECONDS, MOST_TOKENS = 0.33, 1024
-"""Of an answer that is timed: a step of all experts on the GPU takes a third of a millisecond, and what comes before
-the first is known to some milliseconds."""
+"""Limits of a timed answer: a step with all experts on the GPU takes 0.3 ms, and the time before the first step is only
+known to some milliseconds."""
 ALIKE, MOST_TURNS = 0.05, 12
-"""Two timings of a step that differ by less are those of one that compiles nothing any more."""
+"""If two timings of a step differ by less than this share, nothing is compiled any more."""
 
 
 def sampled(tokens: int, seed: int) -> SamplingParams:
@@ -50,7 +50,7 @@ def prompts(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
 
 
 def step_ms(llm: LLM, batch: int, seed: int) -> float:
-    """Milliseconds of a decode step of `batch` sequences: of those that a longer answer takes more than a shorter."""
+    """Milliseconds of a decode step of `batch` sequences: the difference of a long and a short answer, a step."""
 
     def seconds(tokens: int) -> float:
         began = time.perf_counter()

@@ -37,7 +37,7 @@ from quengine.kernels.rope import RopeSpec, rope_table
 DEVICE = torch.device("cuda")
 BATCHES, DEPTHS, PROMPTS = (1, 8, 64), (512, 8192), (512, 2048)
 CACHE_BYTES = 2 << 30
-"""Of the caches of all layers of a graph, at most: far more than the L2 cache holds."""
+"""Most bytes of the caches of all layers of a graph: far more than the L2 cache holds."""
 
 MOST_LAYERS = 16
 DECODE, PROMPT = 2e-7, 5e-6

@@ -59,7 +59,7 @@ def peer(programs: Path, path: Path, options: argparse.Namespace) -> dict[str, f
 
 
 def ours(path: Path, options: argparse.Namespace) -> dict[str, float]:
-    """The same of this engine, each batch beside a prompt of its own."""
+    """Results of this engine, each batch beside a prompt of its own."""
     command = [
         sys.executable,
         "-m",

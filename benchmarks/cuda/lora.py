@@ -52,7 +52,7 @@ def write_random_adapter(path: Path, checkpoint: GGUFCheckpoint, rank: int, seed
 
 
 def tokens_a_second(llm: LLM, scales: Sequence[dict[int, float]], tokens: int) -> float:
-    """Of a batch of as many sequences, once each has its first token; the best of two runs."""
+    """Tokens a second of a batch of len(scales) sequences, once each has its first token; the better of two runs."""
     prompts = [[(37 * i + n) % 1000 + 3 for i in range(16)] for n in range(len(scales))]
 
     def run(count: int) -> float:

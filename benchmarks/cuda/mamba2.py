@@ -39,7 +39,7 @@ from quengine.kernels.mamba2 import Mamba2Spec, mamba2
 
 TAPS, BATCHES, PROMPTS = 4, (1, 8, 64), (512, 2048)
 VECTORS = ("conv", "conv_bias", "decay", "bias", "skip", "norm")
-"""Of a spec, on the device."""
+"""Fields of a spec that are tensors on the device."""
 
 SWEPT_DECODE = tuple(TokenShape(*shape) for shape in ((16, 2), (16, 4), (32, 4), (32, 8), (64, 8)))
 SWEPT_CHUNKS = tuple(
@@ -69,12 +69,12 @@ class Shape:
 
     @property
     def columns(self) -> int:
-        """Of the input."""
+        """Columns of the input."""
         return self.inner + self.channels + self.heads
 
     @property
     def state_bytes(self) -> int:
-        """Of a sequence's S, which a step reads and writes; its history is a hundredth of that."""
+        """Bytes of a sequence's S, which a step reads and writes; its history is a hundredth of that."""
         return 4 * self.inner * self.state_dim
 
 

@@ -18,7 +18,7 @@ from quengine.kernels.mamba2 import Mamba2Spec
 
 DEVICE, HOST = torch.device("cuda"), torch.device("cpu")
 STATE_BYTES = 4 << 30
-"""Of the states of all layers that a decode step goes through, at most: far more than the L2 cache holds."""
+"""Most bytes of the states of all layers that a decode step goes through: far more than the L2 cache holds."""
 
 MOST_LAYERS = 32
 """Layers in a graph at most."""

@@ -102,7 +102,7 @@ def engine_flags(flags: argparse.Namespace, models: Path) -> list[str]:
 
 
 def llama_params(flags: argparse.Namespace, models: Path) -> Any:
-    """The same as llama.cpp's own parameters."""
+    """The flags as llama.cpp's own parameters."""
     import xllamacpp as llama
 
     params = llama.CommonParams()

@@ -132,7 +132,7 @@ def part_of_layer(model: str, ranks: int, q6: bool) -> dict[str, PackedWeight]:
 
 
 def layer_times(communicator: CudaCommunicator, pdl: bool) -> Iterator[Times]:
-    """Of a layer of each model: with the other ranks, and alone with the part of one."""
+    """Times of a layer of each model: with the other ranks, and alone with one rank's part."""
     memory = communicator.memory
     assert memory is not None
     for model in MODELS:

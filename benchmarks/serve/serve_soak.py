@@ -47,7 +47,7 @@ POOLED = 8
 """Threads that pools may still start after the warm-up."""
 LIMITS = ("--header-timeout", "3", "--read-timeout", "4", "--write-timeout", "5", "--idle-timeout", "12")
 STORED_BYTES = 1 << 20
-"""Of stored responses: few, for these are memory that grows."""
+"""Limit of stored responses; it is small, as stored responses are memory that grows."""
 SLOTS, QUEUE, CONTEXT = 32, 64, 512
 NEEDED = {"running": 0, "waiting": 0, "cache_used_tokens": 0}
 FUNCTION = {"name": "f", "parameters": SCHEMA}
@@ -123,7 +123,6 @@ class Soak:
     problems: list[str] = field(default_factory=list)
     longest: dict[str, str] = field(default_factory=dict)
     hostile_cases: list[Any] = field(default_factory=list)
-    leave_open: set[asyncio.StreamWriter] = field(default_factory=set)
 
     async def client(self, number: int) -> None:
         """One thing after another until the time is over."""

@@ -41,7 +41,7 @@ def serve(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
 
 
 def serve_requests(pipe: "Connection[Any, Any]", given: argparse.Namespace) -> None:
-    """Serve, as many requests at once as there are streams, each with its prompt and tokens; tells the port."""
+    """Serves as many requests at once as there are streams, and sends the port to `pipe`."""
     from quengine.platform import collector
     from quengine.serve.server import Server, bind
     from quengine.serve.settings import Limits, ServerSettings
@@ -179,7 +179,7 @@ def _seconds(pid: int) -> float:
 
 
 async def clients(port: int, pid: int, given: argparse.Namespace) -> list[dict[str, float]]:
-    """What each round came to; the first is that of a server that has just become ready."""
+    """Results of each round; the first is of a server that has just become ready."""
     rounds = []
     for number in range(100, 101 + given.rounds):
         bodies = [body(given, number, stream) for stream in range(given.streams)]

@@ -85,7 +85,7 @@ class Graphs:
         """Settings of a slot, which are sent once a sequence."""
 
     def set_adapters(self, *settings: Any) -> None:
-        """Those of a model without adapters."""
+        """Does nothing: the model has no adapters."""
 
 
 def measure(given: argparse.Namespace, streams: int) -> None:

@@ -18,7 +18,7 @@ from . import landlock, namespaces, privileges
 from .libc import CHILD_SUBREAPER, DEATH_SIGNAL, prctl
 
 _END_SECONDS = 5.0
-"""For what multiplies as fast as it is killed."""
+"""How long children are killed over and over: some may start new ones as fast."""
 
 
 def main() -> None:

@@ -72,7 +72,7 @@ def open_parts(folder: str) -> list[str]:
 
 
 def _allow(ruleset: int, path: str, of_folder: int, of_file: int) -> None:
-    """Of a path that is not there, or is out of reach, nothing is allowed."""
+    """Allows these accesses to `path`; ignored if the path does not exist or cannot be reached."""
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:

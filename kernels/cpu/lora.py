@@ -32,7 +32,7 @@ class AdaptedCpu(Adapted, CpuBackend):
     """See kernels/lora/adapted.py."""
 
     _back: tuple[Changes, QuantTensor] | None = None
-    """Of the token embedding's changes, A the other way round."""
+    """The token embedding's changes, and their A transposed."""
 
     def placed(self, changes: Changes) -> Changes:
         return changes.to(exact_dtype(changes))

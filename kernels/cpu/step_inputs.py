@@ -24,7 +24,7 @@ class StepInputs(Protocol):
         ...
 
     def tokens_within(self, rows: int) -> Tensor:
-        """int64 [rows], of tokens from `rows` on 0."""
+        """int64 [rows], with 0 for tokens from `rows` on."""
         ...
 
     def cache_rows(self, group: int, context: int, layer: KVLayer) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ class RunInputs:
         self.tables = torch.zeros(groups, rows, blocks, dtype=torch.int64)
         self.vocabulary, self.context = 0, blocks * BLOCK_SIZE
         self.within: dict[int, Tensor] = {}
-        """Rows of a table -> tokens, of which those without a row are 0."""
+        """Number of a table's rows -> the tokens, with 0 for those past its end."""
         self._visible: dict[tuple[int, int, Seen], Visible] = {}
 
     def tokens(self, vocabulary: int) -> Tensor:
@@ -126,7 +126,7 @@ class RunInputs:
         return self.angles
 
     def visible(self, group: int, context: int, seen: Seen) -> Visible:
-        """The same memory for all layers alike."""
+        """One `Visible` for all layers with the same arguments."""
         context = min(context, self.tables.shape[2] * BLOCK_SIZE)
         if (group, context, seen) not in self._visible:
             self._visible[group, context, seen] = Visible(seen.most(context), self.tables[group])

@@ -234,7 +234,7 @@ class StepRecorder:
     def _add_normed(
         self, product: Tensor, residual: Tensor, post_norm: RMSNorm, branch: Branch | None, y: Tensor
     ) -> None:
-        """y = post_norm(product) + residual, of a product that is written over."""
+        """y = post_norm(product) + residual; `product` is overwritten."""
         if branch is not None:
             self._add_branch(product, branch)
         self._then(rms_norm_launch(product, post_norm.weight, post_norm.eps, y))
@@ -502,7 +502,7 @@ class StepRecorder:
         row_scale: Tensor | None,
         branch: Branch | None,
     ) -> Tensor:
-        """What `linear_add` makes of a product with its bias, which is written over."""
+        """The result of `linear_add`, given its product with bias, which is overwritten."""
         width = product.shape[1]
         if row_scale is not None:
             self._then(scale_launch(product, row_scale, 0, width, width))
@@ -541,7 +541,7 @@ class StepRecorder:
         return self._scan(mamba2_launches(x, spec, layer, *self.inputs.states(spec.cache_group), out), out)
 
     def _scan(self, launches: tuple[Launch, Launch, Launch], out: Tensor) -> Tensor:
-        """`out`, after a layer's convolution, scan and output."""
+        """Adds the stages of a layer's convolution, scan and output, which write `out`."""
         convolution, scan, output = launches
         self._stage([convolution])
         self._stage([scan])
@@ -580,7 +580,7 @@ class StepRecorder:
         return out
 
     def _before(self, kept: Tensor) -> Tensor:
-        """The rows of the positions before, in one buffer."""
+        """The kept rows of the positions before the step's, in one buffer."""
         if not self.before:
             self.before.append((self._fp32("before", kept.shape[1]), kept))
         return self.before[0][0]
@@ -706,14 +706,14 @@ class StepRecorder:
 
 @dataclass(frozen=True, eq=False)
 class StepBatch(ForwardBatch):
-    """A batch whose operations are recorded, not run; their inputs have no values yet. used_adapters: those of
-    `adapters` whose scales may be other than 0."""
+    """A batch whose operations are recorded, not run; their inputs have no values yet. used_adapters: numbers of
+    the adapters whose scales may be other than 0."""
 
     recorder: StepRecorder = field(kw_only=True)
     used_adapters: Sequence[int] = field(default=(), kw_only=True)
 
     def with_chunks(self, length: int) -> StepBatch:  # noqa: ARG002 (attention tells its chunk when the step runs)
-        """The same: chunks follow from positions, which have no values yet."""
+        """The batch itself: chunks follow from positions, which have no values yet."""
         return self
 
     def one_earlier(self) -> StepBatch:

@@ -46,7 +46,8 @@ def round_scales(scales: Tensor) -> Tensor:
 
 
 def unpack_codes(codes: Tensor) -> Tensor:
-    """The codes of a q4_0 row, uint8 [..., head_dim / 2], as int8 [..., head_dim]; those of q8_0 are what they are."""
+    """The codes of q4_0 rows, uint8 [..., head_dim / 2], as int8 [..., head_dim]; codes of q8_0 are returned as they
+    are."""
     if codes.dtype == torch.int8:
         return codes
     packed = codes.reshape(*codes.shape[:-1], -1, CODE_GROUP // 2)

@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_SCALE = 1e9
-"""Of an adapter, and of alpha / r: products of both are far within fp32."""
+"""Largest scale of an adapter, and largest alpha / r: their product is far within fp32."""
 
 _MOST = 2.0**127
 """Near the largest number of fp32."""

@@ -20,10 +20,12 @@ RANKS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a model. count: their number, M. changes: of each matrix that any of them changes, by the
-    tensor's name, one entry an adapter; None: it leaves the matrix as it is. joined: of tensors that hold several of
-    these matrices, one below the other, their names and rows. tied: the output matrix is the embedding, which has
-    changes of its own as each."""
+    """The M adapters of a model. count: M.
+
+    changes: name of a changed tensor -> the change of each adapter; None: that adapter does not change it. joined: name
+    of a tensor that holds several of these matrices one below the other -> their names and rows. tied: the output
+    matrix is the embedding, but the two have separate changes.
+    """
 
     count: int
     changes: Mapping[str, Sequence[LowRank | None]]
@@ -101,8 +103,8 @@ def padded_rank(changes: Iterable[LowRank | None]) -> int:
 
 
 def stacked(changes: Sequence[Sequence[LowRank | None]], rows: Sequence[int], cols: int) -> Changes:
-    """The changes [P][M] of matrices [rows_p, cols], fp32; of those without data, on the meta device and of their type.
-    Raises ValueError where one does not fit its matrix."""
+    """The changes [P][M] of matrices [rows_p, cols], in fp32; changes on the meta device keep their dtype. Raises
+    ValueError if one does not fit its matrix."""
     rank = padded_rank(chain.from_iterable(changes))
     count, given = len(changes[0]), [each for each in chain.from_iterable(changes) if each is not None]
     device, types = given[0].a.device, {each.a.dtype for each in given}
@@ -126,7 +128,7 @@ def stacked(changes: Sequence[Sequence[LowRank | None]], rows: Sequence[int], co
 
 
 def add_changes(y: Tensor, x: Tensor, changes: Changes, scales: Tensor) -> Tensor:
-    """y [T, N] plus the changes of what x [T, K] is multiplied by; scales [M, T]: of each adapter for each row.
+    """y [T, N], the product of x [T, K], plus the changes of the matrix. scales [M, T]: each adapter's for each row.
 
     Computed in the dtype of x.
     """

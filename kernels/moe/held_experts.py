@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 FADING = 3
-"""At each look uses lose one part in 2**FADING."""
+"""Uses lose one part in 2**FADING at each look."""
 
 _RATIO, _MARGIN = 2, 8
-"""An expert replaces a held one that is used less than this: by a factor, and by a number of uses, beyond the noise of
-counts. Of a router that prefers no expert, nearly none is replaced."""
+"""How much more an expert must be used than the held one that it replaces: a factor, and a number of uses, beyond the
+noise of counts. With a router that prefers no expert, nearly none is replaced."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeldExperts:
-    """The held experts of a layer, as the device sees them.
+    """The device's table of a layer's held experts.
 
-    places: int32 [E], the place of each expert on the device, `count` for one that is not there. uses: int32 [E], how
-    often each was used, fading. count: places.
+    places: int32 [E], the place of each expert on the device; `count`: it is not there. uses: int32 [E], how often each
+    was used, fading. count: number of places.
     """
 
     places: Tensor
@@ -54,19 +54,19 @@ def replacements(uses: Sequence[int], held: Sequence[int]) -> list[Replacement]:
 
 
 def asking(uses: Tensor, held: Tensor) -> list[int]:
-    """The layers, by number, in which `replacements` finds some: uses int32 [layers, E], held bool [layers, E]."""
+    """The numbers of the layers that have `replacements`, given uses int32 [layers, E] and held bool [layers, E]."""
     most = uses.masked_fill(held, -1).amax(1)
     least = uses.masked_fill(~held, torch.iinfo(torch.int32).max // 4).amin(1)
     return (most > _RATIO * least + _MARGIN).nonzero().flatten().tolist()
 
 
 def most_used(uses: Sequence[int], count: int) -> list[int]:
-    """The `count` experts that are used most; of equal ones the first."""
+    """The `count` experts that are used most; of experts with equal uses, the first."""
     return sorted(range(len(uses)), key=lambda expert: (-uses[expert], expert))[:count]
 
 
 def places_of(held: Sequence[int], experts: int) -> Tensor:
-    """`HeldExperts.places` where `held[place]` are there: int32 [experts]."""
+    """`HeldExperts.places` for a device whose place p has expert `held[p]`: int32 [experts]."""
     places = torch.full((experts,), len(held), dtype=torch.int32)
     places[list(held)] = torch.arange(len(held), dtype=torch.int32)
     return places

@@ -32,7 +32,7 @@ class PlacedExperts(Protocol):
 
     @property
     def counts(self) -> ExpertCounts | None:
-        """Where experts are and how often they are used; None: the device holds none."""
+        """The experts' places and uses; None: the device holds none."""
         ...
 
     def of_layer(self, layer: int) -> Any:
@@ -46,11 +46,11 @@ class PlacedExperts(Protocol):
 
 @runtime_checkable
 class FollowedExperts(PlacedExperts, Protocol):
-    """Such experts, of which the host computes its part while a captured step runs on the device."""
+    """PlacedExperts whose host part is computed while a captured step runs on the device."""
 
     @property
     def last_uses(self) -> list[list[int]] | None:
-        """Uses of each layer's experts, where they are counted."""
+        """Uses of each layer's experts; None: they are not counted."""
         ...
 
     def begin_loading(
@@ -103,7 +103,7 @@ class HostExperts:
         return self
 
     def between_steps(self, rows: int) -> None:
-        """Nothing changes."""
+        """Does nothing."""
 
     def gate_up_experts(
         self,

@@ -14,10 +14,10 @@ from quengine.kernels.offload.matrices import ExpertPlaces, LayerMatrices
 
 
 class DeviceExperts:
-    """The experts of a layer on a device: those of `experts[place]`. uses: int32 [E], on the device.
+    """The experts of a layer on a device: place p holds expert `experts[p]`. uses: int32 [E], on the device.
 
-    held: what the device sees of it. gate_up, down: their weights. A replacement is begun, which empties a place;
-    copies weights; and is ended once they are there.
+    held: the device's table of them. gate_up, down: their weights. A replacement has three steps: it begins by emptying
+    a place, copies weights, and ends once they have arrived.
     """
 
     def __init__(self, of_file: LayerMatrices, experts: Sequence[int], uses: Tensor) -> None:
@@ -54,7 +54,7 @@ class DeviceExperts:
         self._load([each.expert for each in changes], [each.place for each in changes])
 
     def end(self, changes: Sequence[Replacement]) -> None:
-        """Steps that are launched from now on read the new experts."""
+        """Lets steps that are launched from now on read the new experts."""
         for change in changes:
             self.held.places[change.expert] = change.place
             self.experts[change.place] = change.expert

@@ -16,7 +16,7 @@ logger = logging.getLogger("quengine.experts")
 
 
 class Work:
-    """What is given to the thread. It is done once, unless it is withdrawn before it begins."""
+    """A piece of work for the thread, done once unless it is withdrawn before it begins."""
 
     def __init__(self, do: Callable[[], object]) -> None:
         self._do, self._lock, self._taken = do, Lock(), False
@@ -28,7 +28,7 @@ class Work:
             self._do()
 
     def withdraw(self) -> bool:
-        """Whether it had not begun, and never will."""
+        """Withdraws the work: True if it had not begun, and so never will."""
         return self._take()
 
     def _take(self) -> bool:
@@ -74,7 +74,7 @@ class Follower:
         return results[0]
 
     def finish(self) -> None:
-        """Returns once all that was given is done."""
+        """Waits until all work that was given is done."""
         self.call(lambda: None)
 
     def _put(self, work: Work) -> None:

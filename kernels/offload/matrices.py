@@ -28,7 +28,7 @@ _BYTES_AT_A_TIME = 64 << 20
 """Stored bytes of experts that are on a device beside the repacked ones, at most, or one expert's."""
 
 Allocate = Callable[[int], Tensor]
-"""uint8 of a number of bytes, on the device."""
+"""Allocates uint8 [bytes] on the device."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Matrices:
         return sum(kind[0].nbytes for kind in self.kinds)
 
     def tables(self, device: torch.device) -> list[RepackTable] | None:
-        """How each kind is repacked on a device; None where one is packed by torch."""
+        """The repacking tables of each kind on a device; None: some kind is packed by torch."""
         found = [
             repack_table(kind[0].format, kind[0].cols, device) if kind[0].format.is_quantized else None
             for kind in self.kinds
@@ -63,7 +63,7 @@ class Matrices:
         return tables if len(tables) == len(found) else None
 
     def bounds(self, device: torch.device) -> list[PartBounds]:
-        """Of each part of their weights on a device, over all experts."""
+        """The bounds of each part of the experts' weights on a device, over all experts."""
         found = [_bounds(kind, device) for kind in self.kinds]
         return [each.read() for each in ([found[0] | found[1]] if self.paired else found)]
 
@@ -91,7 +91,7 @@ class LayerMatrices:
 
     @property
     def count(self) -> int:
-        """Experts."""
+        """Number of experts."""
         return len(self.down.up)
 
     @property
@@ -105,8 +105,8 @@ class LayerMatrices:
 
 
 class ExpertPlaces:
-    """`count` places for experts of `matrices` on a device, all zeros at first. bounds: `Matrices.bounds`, of the layer
-    whose experts they have. share: see ExpertWeights; a routing names places."""
+    """`count` places for experts of `matrices` on a device, all zeros at first. bounds: `Matrices.bounds` of the
+    layer. share: see ExpertWeights; a routing names places, not experts."""
 
     def __init__(
         self,
@@ -197,12 +197,12 @@ def _follows(first: Tensor, other: Tensor, distance: int) -> bool:
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """Small values on the device, without waiting for what it does."""
+    """Copies small values to the device without waiting for its work."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def _padded_rows(matrix: QuantTensor, paired: bool) -> int:
-    """Rows of an expert in its part; of a kind that shares tiles."""
+    """Rows of an expert in its part, padded to whole tiles; gate and up share tiles if `paired`."""
     multiple = 1 if not matrix.format.is_quantized else TILE_ROWS // 2 if paired else TILE_ROWS
     return -(-matrix.rows // multiple) * multiple
 

@@ -15,7 +15,7 @@ from torch import Tensor
 logger = logging.getLogger("quengine.experts")
 
 _READ_ONLY = 8
-"""CU_MEMHOSTREGISTER_READ_ONLY: the mapping allows no writing."""
+"""CU_MEMHOSTREGISTER_READ_ONLY: the mapping may not be written."""
 
 
 def page_ranges(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -27,7 +27,7 @@ LOOK_AFTER, _LOOK_AFTER_ROWS = 64, 512
 """Steps, or rows of steps, after which uses are looked at."""
 
 _AT_ONCE = 8
-"""Experts of a layer that are copied between two steps."""
+"""Number of experts of a layer that are copied between two steps."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Replacing:
         self.counts = ExpertCounts()
 
     def begin_with(self, uses: Tensor) -> None:
-        """Sets the uses, before any step."""
+        """Sets the uses before the first step."""
         self._uses.copy_(uses)
         self._left.copy_(uses)
 
     @property
     def last_uses(self) -> list[list[int]] | None:
-        """Uses as of the last look; None before the first."""
+        """The uses at the last look; None before the first."""
         return self._seen.tolist() if self._has_looked else None
 
     def between_steps(self, rows: int) -> None:

@@ -25,7 +25,7 @@ class SideStream:
             yield
 
     def mark(self) -> Any:
-        """An event after all launches of this stream so far; None where there are no streams."""
+        """An event after all launches of this stream so far; None if the device has no streams."""
         if self._side is None:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -34,6 +34,6 @@ class SideStream:
 
     @staticmethod
     def wait(event: Any) -> None:
-        """Launches of the current stream from now on come after `event`."""
+        """Makes later launches of the current stream wait for `event`."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)

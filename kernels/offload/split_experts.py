@@ -49,8 +49,8 @@ from quengine.kernels.rms_norm import RMSNorm
 
 @dataclass(frozen=True)
 class SentRows:
-    """Rows that the host computes: `tokens` of them, for `gate_up` and its activation. gated, routing: of the experts
-    on the device, in its places; None: it holds none."""
+    """Rows that the host computes: `tokens` of them, for `gate_up` and its activation. gated, routing: results and
+    places of the experts on the device; None: it holds none."""
 
     tokens: int
     gate_up: CpuExperts
@@ -105,7 +105,7 @@ class SplitExperts:
         self._unanswered = False
 
     def of_layer(self, layer: int) -> LayerExperts:
-        """The operations of a layer, whose experts they load."""
+        """The operations of a layer, which also load its experts."""
         return LayerExperts(self, layer)
 
     def between_steps(self, rows: int) -> None:
@@ -130,7 +130,7 @@ class SplitExperts:
             self.streams &= self._pinned.whole
 
     def end_loading(self) -> None:
-        """Reserves the room for experts of prompts."""
+        """Reserves memory for the experts of prompts."""
         tables = (
             matrices.tables(self.device.device)
             for layer in self.of_file.values()
@@ -249,7 +249,7 @@ class SplitExperts:
         return exchange.rows[:tokens], Routing(exchange.experts[:tokens], exchange.weights[:tokens])
 
     def close(self) -> None:
-        """Ends the waiting of the CPU for a device that sends nothing more; after it nothing reads the file."""
+        """Ends the CPU's wait for a device that sends nothing more; from then on nothing reads the file."""
         self.exchange.stopped.fill_(1)
         FOLLOWER.finish()
         try:

@@ -23,7 +23,8 @@ SPREADS = (0.85, 1.1)
 PEAKS = (0.85, 1.0)
 """or its largest weight this multiple of the largest value; not where values are near -1, 0 and 1 alone (IQ1)."""
 UNIT_STEPS = range(-12, 5)
-"""By how many halves the largest scale of a block may exceed the largest multiple of d, or fall short of it."""
+"""Numbers of halves, tried in turn, by which the largest scale of a block lies above or below the largest multiple of
+d."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class _Fit:
     square: Tensor
 
     def or_else(self, other: "_Fit", better: Tensor) -> "_Fit":
-        """This fit in the groups of `better`, bool [M], elsewhere the other."""
+        """This fit in the groups where `better`, bool [M], is true, and the other fit elsewhere."""
         return _Fit(
             *(torch.where(better, a, b) for a, b in zip(self._tensors(), other._tensors(), strict=True))
         )
@@ -99,7 +100,7 @@ class _Groups:
         return torch.where(turned.view(cost.shape), -self._magnitude, self._magnitude)
 
     def negative(self, fit: _Fit) -> Tensor:
-        """The signs of the weights that a fit gives, bool [group, M]; that of a 0 may be turned too, to -0."""
+        """Which of the weights of a fit are negative, bool [group, M]; a 0 may become -0."""
         return (self.x < 0) ^ torch.signbit(fit.target)
 
     def nearest(self, scale: Tensor, target: Tensor) -> _Fit:

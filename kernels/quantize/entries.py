@@ -19,9 +19,9 @@ from quengine.kernels.quantize.layout import divided, total
 FARTHEST = 4
 """Vectors beyond this multiple of the largest level count as there."""
 _COLUMNS = 1 << 12
-"""Vectors at a time."""
+"""Number of vectors at a time."""
 _ENTRIES = 64
-"""Entries at a time."""
+"""Number of entries at a time."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from quengine.kernels.quantize.layout import by_group, by_number, root, total
 _DOUBLED = frozenset(
     ("Q3_K", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS", "IQ1_S", "IQ1_M", "IQ2_S", "IQ3_XXS", "IQ3_S")
 )
-"""Types whose mean square of a block counts twice beside a weight's own."""
+"""Types for which a block's mean square counts twice beside a weight's own square."""
 BY_IMPORTANCE_ALONE = frozenset(("Q6_K",))
-"""Types in which a larger weight counts no more."""
+"""Types for which a larger weight counts no more."""
 _LEAST = 1e-6
 """Least importance, as a share of the mean: a column that no activation met is still rounded to a near value."""
 
@@ -55,7 +55,7 @@ def weighted(fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> tuple
 
 
 def by_row_mean(fmt: BlockFormat) -> bool:
-    """Whether the mean square beside a weight's own is that of its row: in blocks of 32 weights of a uniform grid."""
+    """Whether a weight's importance uses the mean square of its row, as for blocks of 32 on a uniform grid."""
     return fmt.block == fmt.group and fmt.table is None
 
 
@@ -66,5 +66,5 @@ def mean_square_of_rows(fmt: BlockFormat, rows: Tensor) -> Tensor:
 
 
 def mean_factor(fmt: BlockFormat) -> float:
-    """What the sum of a block's squares is multiplied by before it is added to one of them: a power of two."""
+    """The factor, a power of two, of the sum of a block's squares before it is added to one of them."""
     return (2 if fmt.name in _DOUBLED else 1) / fmt.block

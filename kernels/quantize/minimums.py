@@ -98,7 +98,7 @@ def _codes(fit: RangeFit, scale: Tensor, low: Tensor) -> Tensor:
 
 
 def widenings(fmt: BlockFormat) -> list[float]:
-    """By how much the codes of a group's range may exceed the largest code, or fall short of it."""
+    """How far the codes of a group's range may exceed the largest code, or fall short of it."""
     if not fmt.sub_scale_bits:
         return [i * 0.05 for i in range(-20, 21)]
     return [i * 0.1 for i in range(-9, 10)] if fmt.bits == 2 else [i * 0.2 for i in range(-5, 6)]
@@ -132,9 +132,9 @@ def _solved(fit: RangeFit, sum_q: Tensor, sum_qq: Tensor, sum_qx: Tensor) -> tup
 
 
 NEIGHBOURS = ((1, 0), (-1, 0), (0, 1), (0, -1))
-"""By how many units of fp16 d and dmin of blocks of one group may be moved from the best of least squares."""
+"""Steps (d, dmin), in units of fp16, that are tried around the least-squares solution of blocks of one group."""
 LARGEST_BITS = 0x7BFF
-"""Of a finite fp16."""
+"""The bits of the largest finite fp16."""
 
 
 def _refined(fit: RangeFit, scale: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,7 +198,7 @@ def common_unit(values: Tensor, weights: Tensor, limit: int) -> Tensor:
 
 
 def unit_tops(limit: int) -> tuple[float, ...]:
-    """What the largest value of a block may be as a multiple of its unit."""
+    """Multiples of the unit that are tried for the largest value of a block."""
     return (limit - 0.4, limit - 0.2, limit, limit + 0.2, limit + 0.4, limit + 0.6)
 
 

@@ -42,7 +42,7 @@ def _quantize_minimum(fmt: BlockFormat, x: Tensor, count: int) -> Groups:
 
 
 def _with_scale(quantized: Callable[[BlockFormat, Tensor], tuple[Tensor, Tensor]]) -> "Formula":
-    """Of a function that gives d fp32 [n, 1] and codes [n, block] for x [n, block]."""
+    """The formula of a function that gives d fp32 [n, 1] and codes [n, block] for x [n, block]."""
 
     def formula(fmt: BlockFormat, x: Tensor, count: int) -> Groups:
         d, codes = quantized(fmt, x)
@@ -166,4 +166,4 @@ FORMULAS: Mapping[str, Formula] = MappingProxyType(
         "Q1_0": _with_scale(_signs),
     }
 )
-"""Of a format, blocks of its weights fp32 [n, block] and the number of rows that they are of."""
+"""(format, weights fp32 [n, block] in blocks, number of rows) -> the quantized blocks."""

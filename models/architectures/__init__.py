@@ -63,7 +63,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 """By the name that GGUF has for them."""
 
 DECLARED: Mapping[str, Architecture] = {**ARCHITECTURES, GEMMA4_ASSISTANT.name: GEMMA4_ASSISTANT}
-"""Those, and the ones that only draft tokens for another model."""
+"""ARCHITECTURES, and those that only draft tokens for another model."""
 
 MODEL_TYPES: Mapping[str, tuple[Architecture, ModelType]] = {
     name: (architecture, model_type)
@@ -77,17 +77,17 @@ BIDIRECTIONAL_TYPES: Mapping[str, tuple[Architecture, ModelType]] = {
     for architecture in ARCHITECTURES.values()
     for name, model_type in architecture.bidirectional_types.items()
 }
-"""The same, of those with `use_bidirectional_attention`."""
+"""As MODEL_TYPES, for a config.json with `use_bidirectional_attention`."""
 
 
 @lru_cache(32)
 def layers_of(config: ModelConfig) -> Sequence[Block]:
-    """The layers of a model, in order; with ranks those of one of them (tensor_split.py)."""
+    """The layers of a model, in order; for a rank's config, the rank's parts (tensor_split.py)."""
     return tuple(DECLARED[config.architecture].build(config))
 
 
 def attentions_of(config: ModelConfig) -> Sequence[Attention | LatentAttention]:
-    """Those of the layers that attend, in order."""
+    """The attentions of a model, in the order of its layers."""
     kinds = (Attention, LatentAttention)
     return [block.mixer for block in layers_of(config) if isinstance(block.mixer, kinds)]
 

@@ -1,4 +1,4 @@
-"""What a declaration of an architecture says: its names in both kinds of files, its blocks, and keys of its own."""
+"""The declaration of an architecture: its names in both kinds of files, its blocks, and keys of its own."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from quengine.models.gguf import GGUFFile
 
 Fields: TypeAlias = Mapping[str, Any]
-"""ModelConfig fields that replace those that were read before."""
+"""Fields of ModelConfig that replace those read so far."""
 
 Keys: TypeAlias = Mapping[str, Any]
 """A config.json, or the part of it that describes the text model, with the defaults of its model type."""
@@ -41,10 +41,10 @@ def no_layers(_keys: Keys, _blocks: int) -> Sequence[int]:
 class HFPart:
     """A tensor of a layer that a Hugging Face folder holds within another, the holder.
 
-    name: of the holder, below the layer; `hf.hf_parts` says how it may be packed. rows: which of the holder's rows, or
-    of a bias's elements, per expert. transposed: the holder's last two dimensions are exchanged; "by shape": where its
-    shape is not that of rows and columns, as `transformers` reads it. picks: of a matrix, how many rows the holder has
-    and which are the part's, in order, in place of `rows`.
+    name: the holder's, below the layer; `hf.hf_parts` says how it may be packed. rows: which rows of the holder, or
+    elements of a bias, are the part, for each expert. transposed: the holder's last two dimensions are exchanged; "by
+    shape": if its shape is not (rows, columns), as `transformers` reads it. picks: used in place of `rows` for a
+    matrix: the number of the holder's rows, and the part's rows in order.
     """
 
     name: str
@@ -57,9 +57,9 @@ class HFPart:
 class DraftNames:
     """What folders call the tensors of the layer that drafts tokens (models/draft_layer.py).
 
-    layer: what names of the layer's own tensors begin with; {body} is what the body's begin with, {number} the number
-    of layers before it. eh_proj, enorm, hnorm: the whole names of the projection of a token's embedding and a hidden
-    row, and of their norms, head_norm: of the norm before the output matrix, all without .weight.
+    layer: start of the names of the layer's own tensors; {body} is the start of the body's, {number} the number of
+    layers before it. The others are whole names without .weight: eh_proj, the projection of a token's embedding and a
+    hidden row; enorm and hnorm, the norms of these two; head_norm, the norm before the output matrix.
     """
 
     layer: str
@@ -73,25 +73,24 @@ class DraftNames:
 class ModelType:
     """A `model_type` of config.json, as `transformers` (release 5) reads it.
 
-    defaults: what it takes for keys that config.json lacks, where its classes differ.
-    tied_by_text: of a model with vision, `tie_word_embeddings` in its text part ties too.
-    text_models: for a model with vision, the types that its `text_config` may have, the default first.
-    own_text_models: those of them that are of another architecture, which is then the model's.
-    layer_kinds: the kind of each layer, where `reads_layer_types` is False or config.json has no `layer_types`.
-    reads_layer_types: of a model with vision, whether its text model does, where that does by itself.
-    reads_partial_rotary_factor: only that share of each head is rotated; other types pass the key over.
-    expert_keys: of a mixture of experts, ExpertConfig or RouterKind field -> key of config.json: `count`, `used` and
-        `feed_forward_length` at least; `shared_count` counts shared experts of that length. Empty: a dense model.
+    defaults: values of keys that config.json lacks, if this type's differ from the usual ones.
+    tied_by_text: in a model with vision, `tie_word_embeddings` of the text part also ties the output matrix.
+    text_models: in a model with vision, the types that its `text_config` may have, the default first.
+    own_text_models: those of `text_models` whose architecture is another one, which is then the model's.
+    layer_kinds: the kind of each layer, used if `reads_layer_types` is False or config.json has no `layer_types`.
+    reads_layer_types: `layer_types` is read. In a model with vision, both this type and its text model's must say so.
+    reads_partial_rotary_factor: only that share of each head is rotated; other types ignore the key.
+    expert_keys: field of ExpertConfig or RouterKind -> key of config.json: at least `count`, `used` and
+        `feed_forward_length`; `shared_count` counts shared experts of that length. Empty: the model is dense.
     experts_flag: the key that says whether a model of this type has experts; "": all of them have.
-    may_be_dense: 0 experts are none.
+    may_be_dense: a model with 0 experts is dense, and no error.
     dense_layers: the layers that have no experts.
-    quantization: the `quant_method` of folders that are read packed; those of others are refused.
-    size_keys: ModelConfig field -> the key of config.json that an error about it names, where others have another.
-    stands_for: gives config.json in the keys of another type, as which some of this one are published; None: it is not
-        one of them.
-    common_keys: gives config.json in the keys that `hf.config_hf` reads, where it has others.
-    fields: what follows from keys of its own; `rope_parameters` in them are complete. Both raise EngineError for values
-        that the decoder does not implement.
+    quantization: the `quant_method` of packed folders that can be read; other methods are refused.
+    size_keys: field of ModelConfig -> its key in config.json, for errors, if this type's key is not the usual one.
+    stands_for: rewrites a config.json that is really of another type in that type's keys; None: it is not such a one.
+    common_keys: rewrites config.json in the keys that `hf.config_hf` reads.
+    fields: the fields that follow from this type's own keys; `rope_parameters` of the keys that it gets are complete.
+        It and `common_keys` raise EngineError for values that the decoder does not implement.
     """
 
     defaults: Keys = field(default_factory=dict)
@@ -116,37 +115,38 @@ class ModelType:
 class Architecture:
     """A decoder by the name that GGUF has for it.
 
-    model_types: the Hugging Face models of this architecture.
-    adapts: adapters for tasks may lie beside its files (`EncoderSizes.tasks`).
-    projects: its files may have matrices for the pooled vector (`EncoderSizes.projections`).
-    bidirectional_types: those of them whose config.json has `use_bidirectional_attention`.
-    block: what each layer computes, from which its tensors follow.
+    model_types: the Hugging Face model types of this architecture.
+    block: the forms of a layer's parts, from which its tensors follow.
     build: the layers of a model, as `models.blocks` declares them.
-    router: how experts are chosen and weighted, where a file does not say; `used` is the file's. None: no experts.
-    rope_scalings: the kinds of rotary scaling that it has.
-    hf_modules: GGUF tensor of a block -> module of a Hugging Face layer, where others have another; a key with .weight
-        or .bias -> the whole name there (`hf.hf_names`). The same of the embedding, beside the layers.
-    hf_parts: GGUF tensor of a block, with .weight or .bias -> the tensor that holds it there, in folders where it has
-        none of its own.
-    hf_rows: vectors of a block that folders have as a matrix of one row.
-    top_tensors: the tensors of no layer, where they are others than a decoder's.
-    hf_layers: what names of layers in folders begin with, after the body's, before the layer's number.
-    hf_unused: what names of tensors begin with, after the body's, that folders may have and nothing here reads.
-    hf_rope_pairs: folders too have the elements of a head that rotate together as neighbours, where `block` does.
-    hf_norm_offset: what is added to norm weights of a Hugging Face folder; GGUF files have the sum.
-    hf_changes: GGUF tensor of a block, with .weight or .bias -> what GGUF files have of a folder's weights (fp32); of
-        a norm in place of the sum.
-    vocabulary: of synthetic models, byte-level BPE or SentencePiece.
+    router: how experts are chosen and weighted, unless the file says; `used` is always the file's. None: no experts.
+    rope_scalings: the kinds of rotary scaling that are supported.
+    hf_modules: GGUF tensor of a block -> module of a Hugging Face layer, if it is not the usual one; a key with .weight
+        or .bias -> the whole name (`hf.hf_names`). Also of the embedding, outside of layers.
+    hf_parts: GGUF tensor of a block, with .weight or .bias -> the folder's tensor that contains it, if it has no tensor
+        of its own.
+    hf_rows: vectors of a block that folders store as a matrix of one row.
+    top_tensors: the tensors outside of layers; None: those of a usual decoder.
+    hf_layers: the start of a layer's tensor names in folders, between the body's prefix and the layer's number.
+    hf_unused: starts of tensor names, after the body's prefix, that folders may have and nothing reads.
+    hf_rope_pairs: elements of a head that rotate together are neighbours in folders too, not only in GGUF files.
+    hf_norm_offset: added to norm weights of a Hugging Face folder; GGUF files contain the sum.
+    hf_changes: GGUF tensor of a block, with .weight or .bias -> function from a folder's weights (fp32) to the GGUF
+        file's. For a norm it replaces `hf_norm_offset`.
+    vocabulary: that of synthetic models: byte-level BPE or SentencePiece.
     synthetic: presets of synthetic models: name -> SyntheticModel fields that differ from Mistral 7B's, or from the
-        tiny model's where the name ends in "-tiny".
-    size_fields: what follows from the sizes, in files of both kinds and synthetic models.
+        tiny model's if the name ends in "-tiny".
+    size_fields: fields that follow from the sizes, in files of both kinds and in synthetic models.
     gguf_keys: metadata keys, without the architecture's prefix, that only `gguf_fields` reads.
-    gguf_fields: what follows from keys and tensors of its own. Raises GGUFError as a ModelType's functions do.
-    has_recurrent_layers: some layers have no attention, and 0 key and value heads in files.
-    latent: layers have latent attention: key and value lengths of GGUF files are those of the cache.
-    has_lone_parts: layers are a mixer or a feed-forward, and have 0 for the sizes of the other in files.
-    draft_names: of the layer that drafts tokens, where it is computed; None: files that have one run without it.
-    sizes_by_layer: GGUF files may give the numbers of heads and the length of the feed-forward for each layer.
+    gguf_fields: fields that follow from this architecture's own keys and tensors. Raises GGUFError for values that the
+        decoder does not implement.
+    has_recurrent_layers: some layers have no attention; files have 0 key and value heads for them.
+    latent: layers have latent attention; key and value lengths in GGUF files are those of cached rows.
+    has_lone_parts: a layer is a mixer or a feed-forward; files have 0 for the sizes of the other.
+    draft_names: names of the tensors of the layer that drafts tokens; None: such layers are not computed.
+    sizes_by_layer: GGUF files may have a number of heads and a feed-forward length for each layer.
+    bidirectional_types: model types whose config.json has `use_bidirectional_attention`.
+    projects: files may have matrices for the pooled vector (`EncoderSizes.projections`).
+    adapts: adapters for tasks may lie beside a model's files (`EncoderSizes.tasks`).
     """
 
     name: str

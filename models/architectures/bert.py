@@ -39,7 +39,7 @@ _DEFAULTS = {
 
 
 def encoder_layers(config: ModelConfig) -> Sequence[Block]:
-    """Attention and a feed-forward, alike in all layers, of the form that the architecture's block has."""
+    """Attention and a feed-forward, the same in all layers, with the forms of the architecture's block."""
     assert config.encoder is not None
     width, biases, form = config.embedding_length, config.encoder.biases, config.block
     attention = EncoderAttention(
@@ -55,7 +55,7 @@ def encoder_layers(config: ModelConfig) -> Sequence[Block]:
 
 
 def encoder_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
-    """Those of no layer: tables of tokens, positions and kinds of segments, the norm of their sum, a head."""
+    """The tensors outside of layers: tables of tokens, positions and segment kinds, the norm of their sum, a head."""
     sizes, width = config.encoder, config.embedding_length
     assert sizes is not None
     tables = {"token_embd.weight": (config.vocab_size, "word_embeddings")}

@@ -54,7 +54,7 @@ def _attention(config: ModelConfig, layer: int) -> LatentAttention:
 
 
 def _size_fields(config: ModelConfig) -> Fields:
-    """Sizes of a synthetic model that gives none; those of files replace them."""
+    """Sizes for synthetic models that give none; the sizes in files replace them."""
     if config.latent is not None:
         return {}
     rotated = config.head_dim // 2
@@ -67,7 +67,7 @@ def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
 
 
 def _common_keys(keys: Keys) -> Keys:
-    """The rotated elements in place of a head's, of which `hf.rope_hf` reads the frequencies."""
+    """config.json with `head_dim` as the number of rotated elements, which `hf.rope_hf` makes frequencies for."""
     rotated = integer(keys, "qk_rope_head_dim", 2, _SIZE)
     of_head = rotated + integer(keys, "qk_nope_head_dim", 1, _SIZE)
     expected = of_head if keys.get("model_type") == "mistral4" else rotated
@@ -230,7 +230,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 
 def _head_lengths(file: GGUFFile, prefix: str, rank: int, rotated: int) -> tuple[int, int]:
-    """Elements of a head's key and value; files of before April 2025 have them as those of the cache."""
+    """Elements of a head's key and value; files from before April 2025 have them at keys that now have the cache's."""
     head, values = (file.get_int(f"{prefix}.{key}", 1, _SIZE) for key in (_KEY, _VALUE))
     held = {
         key: file.get_int(f"{prefix}.attention.{key}", 1, _SIZE) for key in ("key_length", "value_length")

@@ -43,7 +43,7 @@ def gguf_attention_biases(file: GGUFFile, config: ModelConfig) -> Fields:
 
 
 def attention_biases(keys: Keys, config: ModelConfig) -> Fields:
-    """The same of a folder, whose `attention_bias` is of all projections. Raises EngineError."""
+    """As `gguf_attention_biases`, for a folder: `attention_bias` covers all projections. Raises EngineError."""
     biases = flag(keys, "attention_bias")
     return {"block": config.block.with_attention(qkv_bias=biases, output_bias=biases)}
 
@@ -54,7 +54,7 @@ def has_head_norms(kinds: frozenset[str]) -> bool:
 
 
 def without_drafts(file: GGUFFile, config: ModelConfig) -> Fields:
-    """The layers that a file counts include those that draft. Raises GGUFError where they are all."""
+    """`block_count` without a file's draft layers, which it counts too. Raises GGUFError if no others are left."""
     drafts = file.get_int(f"{config.architecture}.{DRAFTS}", 0, config.block_count - 1) or 0
     return {"block_count": config.block_count - drafts, "draft_layers": drafts}
 

@@ -1,9 +1,9 @@
-"""Gemma 3n (E2B, E4B), the text model: several rows of each token, of which a layer computes one (AltUp).
+"""Gemma 3n (E2B, E4B), the text model: a token has several rows, of which a layer computes one (AltUp).
 
-Layers are local, with a window, but every fifth; scores are not scaled, query and key heads have norms with weights,
-value heads one without. The last layers use the keys and values of earlier ones, and each gets a part of each token
-beside the stream (blocks/layer_input.py), which it adds to the rows that it does not compute (blocks/altup.py). In some
-layers gates count above a cutoff of their row alone (kernels/altup.py). Logits are soft-capped. Source:
+All layers but every fifth have a window; scores are not scaled, query and key heads have norms with weights, value
+heads one without. The last layers use the keys and values of earlier ones. Every layer has per-layer embeddings
+(blocks/layer_input.py), which it adds to the rows that it does not compute (blocks/altup.py). In some layers only the
+part of a gate above its row's cutoff counts (kernels/altup.py). Logits are soft-capped. Source:
 `Gemma3nTextModel` in the `transformers` library, whose cutoff llama.cpp takes for 1.645 and the first ten layers;
 llama.cpp's converter for the names of GGUF files.
 """

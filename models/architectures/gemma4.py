@@ -164,7 +164,7 @@ def _of_sizes(config: ModelConfig, sizes: Sequence[LayerSizes], windowed: Sequen
 
 
 def _scaling(share: float, dim: int, context: int) -> RopeScaling:
-    """p-RoPE: of the frequencies of `dim` elements the first `share` turn."""
+    """p-RoPE: only the first `share` of the frequencies of `dim` elements turn."""
     if not 0.0 <= share <= 1.0:
         raise config_error("rope_parameters", f"partial_rotary_factor {share} is not from 0 to 1")
     turned = int(share * dim // 2)

@@ -42,7 +42,8 @@ def _layers(config: ModelConfig) -> Sequence[Block]:
 
 
 def _attention(config: ModelConfig, layer: int) -> Attention:
-    """Attends to the positions before a draft: of a window one less than a token sees, which sees itself too."""
+    """Attention to the positions before a draft. A window is one position less, as a token of the target sees itself
+    too."""
     own = attention_of(config, layer)
     return replace(own, shared=True, window=None if own.window is None else own.window - 1)
 

@@ -55,7 +55,7 @@ def _scaled(
 
 
 def multipliers(keys: Keys, config: ModelConfig) -> Fields:
-    """Multipliers that are missing are 1; an attention's that is null is that of other models, as in `transformers`."""
+    """A missing multiplier is 1; a null one of attention gives other models' scale, as in `transformers`."""
     scales = {name: number(keys, key, 1.0) for name, key in HF_SCALES.items()}
     fields = _scaled(config, scales, lambda name, problem: config_error(HF_SCALES[name], problem))
     null = keys.get(HF_SCALES[_ATTENTION], 1.0) is None
@@ -69,7 +69,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 
 def gguf_multipliers(file: GGUFFile, config: ModelConfig) -> Fields:
-    """Multipliers that are 0 or missing are 1; the attention's scale is then that of other models."""
+    """A multiplier that is 0 or missing is 1; for attention it gives other models' scale."""
     prefix = config.architecture
     given = {name: file.get_float(f"{prefix}.{name}") for name in HF_SCALES}
     scales = {name: scale or 1.0 for name, scale in given.items()}

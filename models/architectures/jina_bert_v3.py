@@ -42,7 +42,7 @@ def _fields(keys: Keys, _config: ModelConfig) -> Fields:
 
 
 def _tasks(keys: Keys) -> tuple[Task, ...]:
-    """Those of a folder with adapters. Raises EngineError."""
+    """The tasks of a folder with adapters. Raises EngineError."""
     names, prefixes = keys.get("lora_adaptations") or [], keys.get("task_instructions") or {}
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise config_error("lora_adaptations", f"{names!r} is not a list of names")

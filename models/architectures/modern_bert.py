@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-import numpy as np
-
 from quengine.models.architectures.architecture import Architecture, Fields, Keys, LayerKind, ModelType
 from quengine.models.architectures.bert import CAUSAL, both_sides, classes_of, encoder_sizes
-from quengine.models.architectures.windows import LOCAL_BASE, PATTERN, rope_of_kinds
+from quengine.models.architectures.windows import LOCAL_BASE, PATTERN, full_layers_of_gguf, rope_of_kinds
 from quengine.models.blocks import AttentionForm, BlockForm, FeedForwardForm, Norms
 from quengine.models.blocks.block import BIAS, NORM, Block, Draw, TensorSpec
 from quengine.models.blocks.encoder import bidirectional_layers
@@ -36,7 +34,7 @@ def _layers(config: ModelConfig) -> Sequence[Block]:
 
 
 def _tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
-    """Those of no layer: the embedding and its norm, the last norm, a head."""
+    """The tensors outside of layers: the embedding and its norm, the last norm, a head."""
     sizes, width = config.encoder, config.embedding_length
     assert sizes is not None
     table = TensorSpec(
@@ -155,22 +153,10 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     return {
         "encoder": replace(sizes, token_types=found.token_types, biases=found.biases),
         "block": config.block.with_feed_forward(activation=_ACTIVATIONS[named]),
-        "full_attention_layers": _full_layers_of_gguf(file, config),
+        "full_attention_layers": full_layers_of_gguf(file, config, _PERIOD, _full_layers),
         "rope_freq_base_swa": _LOCAL_BASE if own is None else own,
         "pooling": config.pooling or ("rank" if found.classes else None),
     }
-
-
-def _full_layers_of_gguf(file: GGUFFile, config: ModelConfig) -> tuple[int, ...]:
-    """The file has their period, or for each layer whether it has a window, or neither. Raises GGUFError."""
-    key = f"{config.architecture}.{PATTERN}"
-    pattern = file.metadata.get(key)
-    if not isinstance(pattern, np.ndarray):
-        period = file.get_int(key, *LIMITS["block_count"]) or _PERIOD
-        return _full_layers(config.block_count, period)
-    if pattern.dtype.kind not in "biu" or len(pattern) != config.block_count:
-        raise file.error(key, f"is not a flag for each of {config.block_count} layers")
-    return tuple(np.flatnonzero(pattern == 0).tolist())
 
 
 MODERN_BERT = Architecture(

@@ -36,7 +36,7 @@ _PATTERNS = {
     "nemotron_h": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
     "nemotron_h_moe": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
 }
-"""Of Nemotron Nano 9B v2 and Nemotron 3 Nano: Mamba2, a feed-forward (-) or experts, attention (*)."""
+"""Layers of Nemotron Nano 9B v2 and Nemotron 3 Nano: Mamba2 (M), feed-forward (-), experts (E), attention (*)."""
 
 _LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 _OLD_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}

@@ -49,7 +49,7 @@ def _model_type(**defaults: int) -> ModelType:
 
 
 def _ranker_fields(keys: Keys, _config: ModelConfig) -> Fields:
-    """Of a classifier: the head is of a matrix of its own, and there is no output matrix."""
+    """The fields of a classifier: its head is a matrix of its own, and there is no output matrix."""
     if "Qwen3ForSequenceClassification" not in (keys.get("architectures") or ()):
         return {}
     return {"ranker": Ranker(classes_of(keys), False, RANK_TEMPLATE), "pooling": "rank", "tied_output": True}

@@ -48,7 +48,7 @@ def _common_keys(keys: Keys) -> Keys:
 
 
 def dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
-    """Those of `mlp_only_layers`, and all but each `decoder_sparse_step`th."""
+    """The dense layers: `mlp_only_layers`, and all but every `decoder_sparse_step`th."""
     step = integer(keys, "decoder_sparse_step", *LIMITS["block_count"])
     named = keys.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):

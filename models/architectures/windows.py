@@ -1,6 +1,6 @@
 """Models with a sliding window in some layers: which layers have it, and the rotary parameters of either kind."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -26,19 +26,25 @@ def from_max_window_layers(keys: Keys, blocks: int) -> Sequence[LayerKind]:
 
 
 def full_layers(blocks: int, period: int) -> tuple[int, ...]:
-    """The layers without a window, where that is every `period`th."""
+    """Every `period`th layer: those without a window."""
     return tuple(range(period - 1, blocks, period))
 
 
-def _full_layers_of_gguf(file: GGUFFile, config: ModelConfig, period: int) -> tuple[int, ...]:
-    """The layers without a window: the file has their period, or for each layer whether it has a window, or neither.
+def full_layers_of_gguf(
+    file: GGUFFile,
+    config: ModelConfig,
+    period: int,
+    of_period: Callable[[int, int], tuple[int, ...]] = full_layers,
+) -> tuple[int, ...]:
+    """The layers without a window: a file has their period, a flag for each layer with a window, or neither.
 
-    Raises GGUFError for another value.
+    period: used if the file has neither. of_period: the layers without a window, given `blocks` and a period. Raises
+    GGUFError for another value.
     """
     key = f"{config.architecture}.{PATTERN}"
     pattern = file.metadata.get(key)
     if not isinstance(pattern, np.ndarray):
-        return full_layers(config.block_count, file.get_int(key, *LIMITS["block_count"]) or period)
+        return of_period(config.block_count, file.get_int(key, *LIMITS["block_count"]) or period)
     if pattern.dtype.kind not in "biu" or len(pattern) != config.block_count:
         raise file.error(key, f"is not a flag for each of {config.block_count} layers")
     return tuple(np.flatnonzero(pattern == 0).tolist())
@@ -52,7 +58,7 @@ def gguf_fields(file: GGUFFile, config: ModelConfig, period: int, base: float | 
     own = file.get_float(f"{config.architecture}.{LOCAL_BASE}")
     return {
         "rope_freq_base_swa": base if own is None else own,
-        "full_attention_layers": _full_layers_of_gguf(file, config, period),
+        "full_attention_layers": full_layers_of_gguf(file, config, period),
     }
 
 

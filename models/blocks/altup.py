@@ -1,7 +1,7 @@
-"""Alternating updates around a layer (Gemma 3n), declared: the rows beside the one that the layer computes.
+"""Alternating updates around a layer (Gemma 3n), declared: a token has several rows, of which a layer computes one.
 
-A layer reads the first of several predicted rows of a token; beside its attention there is a product of low rank with a
-norm of its own ("LAuReL"). See kernels/altup.py. Sources: Baykal et al. 2023, "Alternating Updates for Efficient
+A layer predicts all rows of a token and reads the first; beside its attention there is a product of low rank with its
+own norm ("LAuReL"). See kernels/altup.py. Sources: Baykal et al. 2023, "Alternating Updates for Efficient
 Transformers"; Menghani et al. 2024, "LAuReL: Learned Augmented Residual Layer".
 """
 
@@ -12,7 +12,8 @@ from quengine.models.blocks.block import NORM, Draw, Part, TensorSpec
 from quengine.models.config import ModelConfig
 
 PROJECT, UNEMBED = "altup_proj", "altup_unembd_proj"
-"""Matrices of all rows but the first: from the embedding, and to what the output matrix reads."""
+"""Matrices of all rows but the first: those that make the rows of the embedding, and those applied before the
+output."""
 
 _SMALL = Draw(0.3, by_columns=False)
 
@@ -48,7 +49,7 @@ class AltUp(Part):
 
 
 def top_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
-    """Those of no layer, by name, for a model whose layers have such updates."""
+    """The tensors outside of layers, by name; empty for a model without alternating updates."""
     if config.altup is None:
         return {}
     shape = (config.altup.streams - 1, config.embedding_length, config.embedding_length)

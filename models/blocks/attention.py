@@ -21,7 +21,7 @@ from quengine.models.rotation import RopeLayout, Rotation
 
 _HEADS = Cut("columns", ("heads",))
 OPTIONAL = ("attn_qkv.weight", "attn_sinks.weight")
-"""Matrices and vectors that only some models have, and that change what they compute; beside biases and norms."""
+"""Tensors beside biases and norms that only some models have, and that change what is computed."""
 
 _ALL: tuple[Axis, ...] = ("queries", "keys", "keys")
 
@@ -32,17 +32,16 @@ class AttentionForm:
 
     rope_layout: which elements of a head rotate together (kernels/rope.py); GGUF converters permute the query and key
         rows of the llama family so that they are neighbours ("pairs").
-    qk_norm: a norm of queries and keys, of each "head" by itself, of each once it is rotated, or of a whole "row".
+    qk_norm: a norm of queries and keys: of each "head" by itself, of each "rotated head", or of all heads in a "row".
     qkv_bias: query, key and value projections have biases.
     output_bias: the output projection has a bias.
     sinks: each query head has a logit of its own in the softmax's denominator (kernels/attention.py).
-    gated: the result is multiplied by gates, whose rows follow each query head's (kernels/attention.py).
-    unit_norms: rotated queries and keys are normalized, each head by itself, without weights; those of layers that do
-        not rotate are not.
+    gated: the result is multiplied by gates; each query head's rows are followed by its gates' (kernels/attention.py).
+    unit_norms: each rotated query and key head is normalized without weights; layers without rotation do not do so.
     merged: one tensor `attn_qkv` holds query, key and value rows.
     v_norm: value heads are divided by their root mean square.
-    images_both_ways: the layers in which rows of an image attend to one another both ways, where its projector says
-        that they do: all, or those with a window.
+    images_both_ways: the layers in which rows of an image see later ones of it too, if its projector asks for that:
+        all, or those with a window.
     """
 
     rope_layout: RopeLayout = "halves"
@@ -61,14 +60,16 @@ class AttentionForm:
 class Attention(Mixer):
     """`heads` query heads of `head_dim` share `kv_heads` key and value heads.
 
-    form: what it has beside the projections. norms: of the layer. width: of the residual stream. scale: multiplies the
-    scores. window: positions that a token sees, its own among them; None: all before it. temperature: (scale, length,
-    offset), by which queries grow with the position (`ModelConfig.attention_temperature_scale`), or None. partial: a
-    rank has some of the heads. keys_as_values: values are keys before their norm and rotation, without a projection.
-    softcap: of the scores, or 0. shared: keys and values are those of an earlier layer, with heads of the same number
-    and size. joins_hidden: the projections read a token's embedding and a hidden row, each after a norm of its own,
-    side by side (models/eagle.py). chunked: the window begins at a multiple of its length, so that a token sees its own
-    chunk of positions alone.
+    norms: the layer's. width: that of the residual stream. scale: multiplies the scores.
+    window: how many positions a token sees, its own included; None: all before it.
+    temperature: (scale, length, offset) of `ModelConfig.attention_temperature_scale`, or None.
+    partial: each rank has some of the heads.
+    keys_as_values: values are keys before their norm and rotation, without a projection.
+    softcap: that of the scores; 0: none.
+    shared: keys and values are those of an earlier layer, which has as many heads of the same size.
+    joins_hidden: the projections read a token's embedding and a hidden row side by side, each after a norm of its own
+        (models/eagle.py).
+    chunked: a token sees only its own chunk of `window` positions, which begins at a multiple of `window`.
     """
 
     form: AttentionForm
@@ -154,7 +155,7 @@ class Attention(Mixer):
 
     @property
     def _rows_of_queries(self) -> int:
-        """Rows for each element of a query: output gates lie between the queries."""
+        """Rows for each element of a query: 2 if each query head is followed by its gates."""
         return 2 if self.form.gated else 1
 
     def _projections(self) -> dict[str, TensorSpec]:
@@ -174,8 +175,8 @@ class Attention(Mixer):
         return {**found, "attn_output.weight": TensorSpec(shape, cut, "self_attn.o_proj.weight")}
 
     def _three(self) -> Iterable[tuple[str, Axis, int, int]]:
-        """For query, key and value projection the letter, what ranks divide of it, its heads, and how many rows it has
-        for each of their elements."""
+        """(letter, axis that ranks divide, heads, rows for each element of a head) of the query, key and value
+        projections, without those that the layer lacks."""
         heads, each = (self.heads, self.kv_heads, self.kv_heads), (self._rows_of_queries, 1, 1)
         three = zip("qkv", _ALL, heads, each, strict=True)
         without = "kv" if self.shared else "v" if self.keys_as_values else ""

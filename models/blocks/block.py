@@ -17,17 +17,19 @@ Axis = Literal[
     "queries", "keys", "heads", "key_heads", "channels",
     "groups", "inner", "expert_inner", "experts", "shared_inner", "tokens",
 ]  # fmt: skip
-"""What ranks divide: elements of all query heads, of all key (or value) heads, query heads by number, key heads of a
-gated delta net by number, channels of a convolution, groups of a Mamba2 layer by number, the width of a feed-forward,
-of an expert's, experts by number, the width of the shared expert's, the vocabulary."""
+"""What ranks divide, in the order above: the elements of all query heads, the elements of all key (or value) heads, the
+query heads, the key heads of a gated delta net, the channels of a convolution, the groups of a Mamba2 layer, the width
+of a feed-forward, the width of each expert, the experts, the width of the shared expert, the vocabulary."""
 
 
 class Cut(NamedTuple):
-    """What a rank has of a tensor: a range of its "rows" (of each matrix, where there are several), of its "columns",
-    or all of it on the "first" rank and zeros on the others. `axes`: one for each of the parts that follow one another
-    along the rows or columns. `experts`: it has a matrix, or a row, for each expert, of which a rank has a range where
-    experts are shared whole, and zeros after them, for all experts of the others. `units`: rows or columns for each
-    element of an axis, in each of the parts; (): one.
+    """The part of a tensor that a rank has.
+
+    along: a range of its "rows" (of each matrix, if there are several), of its "columns", or of its "experts"; or all
+        of it on the "first" rank and zeros on the others.
+    axes: the axis of each of the tensor's parts, which follow one another along the rows or columns.
+    experts: the tensor has a matrix, or a row, for each expert. With expert parallelism a rank has a range of them.
+    units: rows or columns for each element of the axis, for each of the parts; (): one.
     """
 
     along: Literal["rows", "columns", "first", "experts"]
@@ -41,7 +43,7 @@ OUTPUT_CUT = Cut("rows", ("tokens",))
 
 
 class Draw(NamedTuple):
-    """Normal values, for synthetic models. std: for one column, if `by_columns`: of n columns it is by n ** -0.5, and
+    """Normal values, for synthetic models. With `by_columns`, std is multiplied by n ** -0.5 for n columns, so that
     products have the size of their input."""
 
     std: float = 1.0
@@ -63,10 +65,9 @@ class TensorSpec(NamedTuple):
     """A tensor of a layer.
 
     shape: rows first. cut: how ranks share it; None: every rank has all of it. hf: its usual name in a Hugging Face
-    folder, below the layer; "": it has none. hf_each: that of the matrix of one expert, {expert} being its number.
-    hf_shape: in a folder, where it differs; ().
-    rotated: of rows of heads that are rotated, how many heads, and how many elements of each. draw: what synthetic
-    models have.
+    folder, below the layer; "": it has none. hf_each: the name of one expert's matrix, {expert} being its number.
+    hf_shape: its shape in a folder; (): the same. rotated: (heads, rotated elements of each head), if its rows are
+    rotated heads; None: they are not. draw: its values in synthetic models.
     """
 
     shape: Shape
@@ -82,8 +83,8 @@ class TensorSpec(NamedTuple):
 class PagedKV:
     """Keys and values of every position that a layer attends to, in blocks of positions.
 
-    window: how many positions, the token's own among them, are kept; None: all. latent: values are the first elements
-    of keys, and not stored again.
+    window: how many of the last positions are kept, the token's own included; None: all. latent: values are the first
+    elements of keys, and are not stored again.
     """
 
     kv_heads: int
@@ -107,11 +108,11 @@ class PagedKV:
 class SlotState:
     """A fixed amount for each sequence, whatever its length: parts of fp32 values of these shapes.
 
-    Of a part [rows, channels] ranks divide the channels, of one of more dimensions the first: [heads, ...].
+    Ranks divide the channels of a part [rows, channels], and the first dimension of a part [heads, ...].
 
-    rewinds: a state serves to go on from that many positions before its newest one.
-    sections: of each part, how the divided dimension is parted, in relative lengths, into sections of each of which a
-        rank has its share, (2, 1) for two thirds and one; empty where none of the parts is.
+    rewinds: how many positions before its newest one a sequence can continue from with the same state.
+    sections: for each part, the relative lengths of the sections of the divided dimension, of each of which a rank has
+        its share: (2, 1) are two thirds and one third; (): no part has sections.
     """
 
     shapes: tuple[Shape, ...]
@@ -133,21 +134,21 @@ class Part(Protocol):
     """What mixers and feed-forwards have in common."""
 
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """By GGUF's name below the layer, with .weight or .bias."""
+        """Its tensors by GGUF's name below the layer, with .weight or .bias."""
         ...
 
     def joined(self) -> Mapping[str, TensorSpec]:
-        """Tensors that hold several of these, one after the other, in files that do not have those; most have none."""
+        """Tensors that some files have in place of several of these, concatenated; most parts have none."""
         return {}
 
     @property
     def traits(self) -> Sequence[str]:
-        """What it has beside what all of its kind have, for people; most have nothing."""
+        """What sets it apart from others of its kind, for people; most have nothing."""
         return ()
 
 
 class Mixer(Part, Protocol):
-    """The part of a layer in which positions see each other. `kind`: for people."""
+    """The part of a layer in which positions see each other. `kind`: its name, for people."""
 
     kind: str
 
@@ -162,7 +163,8 @@ class ChannelMixer(Part, Protocol):
 
     @property
     def every_row_length(self) -> int:
-        """The width between up and down of what computes every row; 0: there is no such thing."""
+        """The width between up and down of the dense feed-forward or shared expert, which computes every row; 0:
+        none."""
         ...
 
 
@@ -170,9 +172,9 @@ class ChannelMixer(Part, Protocol):
 class Block:
     """One layer of a model: a mixer, a feed-forward, or both.
 
-    parallel: the feed-forward reads the mixer's norm of the layer's input, not its result. input: what is added at the
-    layer's end of what it gets of each token beside the residual stream. around: what it does with rows of a token
-    that it does not compute.
+    parallel: the feed-forward reads the mixer's norm of the layer's input, not the mixer's result. input: per-layer
+    embeddings (layer_input.py), added at the layer's end. around: alternating updates (altup.py) of the rows of a token
+    that the layer does not compute.
     """
 
     mixer: Mixer | None
@@ -192,7 +194,7 @@ class Block:
         return STATELESS if self.mixer is None else self.mixer.state
 
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """Those of all parts."""
+        """The tensors of all parts."""
         return {name: spec for part in self.parts for name, spec in part.tensors().items()}
 
     @property

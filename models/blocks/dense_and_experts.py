@@ -1,9 +1,9 @@
 """A dense feed-forward and a mixture of experts side by side (Gemma 4), declared.
 
-Both read the residual stream, each through a norm of its own; each result has a norm, and a third one reads their sum
-before it is added to the stream. The router reads the stream divided by its root mean square, times a vector, divided
-by the root of its width; the weights of the chosen experts are multiplied by a number of each expert. Source:
-`Gemma4TextDecoderLayer` and `Gemma4TextRouter` in the `transformers` library.
+Both read the residual stream, each through its own norm. Each result is normalized, and so is their sum before it is
+added to the stream. The router reads the stream's RMSNorm, whose weight is a vector divided by sqrt(width); the weight
+of a chosen expert is multiplied by a number that the expert has. Source: `Gemma4TextDecoderLayer` and
+`Gemma4TextRouter` in the `transformers` library.
 """
 
 from collections.abc import Mapping, Sequence

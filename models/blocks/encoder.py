@@ -79,7 +79,7 @@ class EncoderAttention(Mixer):
 
 @dataclass(frozen=True)
 class EncoderFeedForward(ChannelMixer):
-    """GELU of `length` elements, or where it is `gated` SiLU of as many gates times them, then down to `width`."""
+    """gelu(up) of `length` elements, or if `gated` silu(gate) * up, then down to `width`."""
 
     width: int
     length: int
@@ -100,8 +100,8 @@ class EncoderFeedForward(ChannelMixer):
 
 @dataclass(frozen=True)
 class BidirectionalAttention(Mixer):
-    """A decoder's attention whose positions see those before and after them, of one with a window W those at most
-    W // 2 away. Nothing is kept of a text: the cache has no heads. normed: it has a norm in front."""
+    """A decoder's attention whose positions also see later ones: with a window W, those at most W // 2 away. Nothing is
+    kept of a text: the cache has no heads. normed: whether a norm comes before it."""
 
     causal: Attention
     normed: bool = True
@@ -117,7 +117,7 @@ class BidirectionalAttention(Mixer):
 
     @property
     def reach(self) -> int | None:
-        """How many positions away the farthest one is that a position sees; None: at an end of the text."""
+        """The distance of the farthest position that a position sees; None: it sees all of the text."""
         return None if self.causal.window is None else self.causal.window // 2
 
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -129,7 +129,7 @@ class BidirectionalAttention(Mixer):
 
 
 def bidirectional_layers(config: ModelConfig, first_normed: bool = True) -> Sequence[Block]:
-    """A decoder's layers with such an attention. first_normed: that of the first has a norm in front."""
+    """A decoder's layers with BidirectionalAttention. first_normed: whether the first layer's is normed."""
     layers = enumerate(uniform_layers(config))
     found = []
     for i, block in layers:

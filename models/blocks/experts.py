@@ -62,8 +62,8 @@ class ExpertsForm:
 
 @dataclass(frozen=True)
 class Experts(ChannelMixer):
-    """experts: their number and sizes. form: of the mixture. each: of an expert. width: of the residual stream.
-    partial: a rank has a part of the experts."""
+    """form: the mixture's. each: the form of an expert. width: that of the residual stream. experts: number and sizes.
+    partial: each rank has a part of the experts."""
 
     form: ExpertsForm
     each: FeedForwardForm

@@ -41,8 +41,8 @@ class FeedForwardForm:
 class FeedForward(ChannelMixer):
     """activation(gate) * up of `length` elements, or of a form without a gate activation(up), then down to `width`.
 
-    partial: a rank has some of the elements. cutoff: gates count as far as they are above the mean of their row plus so
-    many of its standard deviations (kernels/altup.py); -inf: all as they are.
+    partial: each rank has some of the elements. cutoff c: a gate counts by how far it exceeds mean + c * standard
+    deviation of its row (kernels/altup.py); -inf: gates count as they are.
     """
 
     form: FeedForwardForm

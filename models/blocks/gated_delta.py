@@ -1,8 +1,8 @@
 """The gated delta net (Qwen3-Next, Qwen3.5), declared.
 
-One projection gives the rows of queries, keys and values, which go through a causal convolution of each channel by
-itself, another a gate of each value, two more the strength and the decay of each value head. Each value head keeps a
-matrix, whose products with queries are normalized, gated and projected back (kernels/gated_delta.py). Source:
+One projection gives queries, keys and values, which go through a causal depthwise convolution; a second gives a gate z
+for each value, two more give beta (the strength of an update) and alpha (the decay) of each value head. Each value head
+keeps a matrix, whose products with queries are normalized, gated and projected back (kernels/gated_delta.py). Source:
 `Qwen3NextGatedDeltaNet` in the `transformers` library; llama.cpp's converter for the names and orders of GGUF files.
 """
 
@@ -25,8 +25,8 @@ _OF_VALUE_HEADS: Mapping[str, tuple[bool, int, Literal["rows", "columns"]]] = {
     "ssm_a": (False, 1, "columns"),
     "ssm_out.weight": (False, 0, "columns"),
 }
-"""Tensors with a part of each value head: whether queries and keys come first, the elements of a head, 0 being those of
-its values, and along which side."""
+"""Tensors that have a part for each value head: (whether queries and keys come before these parts, elements of a part,
+or 0 for `head_dim`, the side that the parts follow one another along)."""
 
 _DECAY = Uniform(-1.0, -0.02)
 """Draws for synthetic models: negative, so that a head's memory fades."""
@@ -36,9 +36,9 @@ _DECAY = Uniform(-1.0, -0.02)
 class GatedDeltaSizes:
     """The sizes of a gated delta net.
 
-    head_dim: of queries, keys and values. taps: positions that the convolution reads, the token's own among them.
-    tiled: as GatedDeltaSpec has it, how value heads are ordered. by_key_head: one tensor has the rows that make the
-    strength and the decay of value heads, those of each key head together.
+    head_dim: that of queries, keys and values. taps: positions that the convolution reads, the token's own included.
+    tiled: the order of value heads, see GatedDeltaSpec. by_key_head: one tensor has the rows of beta and alpha, those
+    of each key head together.
     """
 
     key_heads: int
@@ -67,8 +67,8 @@ class GatedDeltaSizes:
         return 2 * self.keys + self.values
 
     def tiled_order(self, tensor: str) -> tuple[list[int], Literal["rows", "columns"]] | None:
-        """Which rows or columns of a folder's `tensor` of a layer are those of a file, whose value heads are tiled over
-        the key heads; None: they are in the same order."""
+        """The order in which a GGUF file, whose value heads are tiled over the key heads, has the rows or columns of a
+        folder's `tensor`, and which of the two it is; None: the order is the same."""
         first, elements, along = _OF_VALUE_HEADS.get(tensor, (False, 0, "rows"))
         if self.by_key_head or tensor not in _OF_VALUE_HEADS or self.ratio == 1:
             return None
@@ -100,8 +100,8 @@ def _rows_by_part(parts: tuple[int, ...], heads: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class GatedDelta(Mixer):
-    """width: of the residual stream. sizes: of a rank those that it has. partial: a rank has some of the key heads, and
-    the value heads that read them."""
+    """width: that of the residual stream. sizes: this rank's. partial: each rank has some of the key heads, and the
+    value heads that read them."""
 
     width: int
     sizes: GatedDeltaSizes
@@ -152,7 +152,7 @@ class GatedDelta(Mixer):
         return {"ssm_in.weight": TensorSpec((rows, self.width), cut, f"{_HF}.in_proj_qkvz.weight")}
 
     def _gates(self) -> dict[str, TensorSpec]:
-        """The rows that make the strength and the decay of each value head."""
+        """The matrices of beta and alpha."""
         heads = self.sizes.value_heads
         if self.sizes.by_key_head:
             of_key_head = 2 * self.sizes.ratio
@@ -165,7 +165,7 @@ class GatedDelta(Mixer):
         }
 
     def _of_value_heads(self, elements: int) -> Shape:
-        """How many of a tensor's rows or columns a key head has in each part of them, with some of each value head."""
+        """The rows or columns that each key head has in the parts of a tensor with `elements` for each value head."""
         ratio = self.sizes.ratio
         return (elements,) * ratio if self.sizes.tiled else (ratio * elements,)
 

@@ -1,8 +1,8 @@
 """Latent attention (DeepSeek-V2 and what followed it), declared.
 
-One projection gives a latent, from which keys and values of all heads are made, beside key elements that are rotated
-and shared by all heads; another gives queries, or a latent of their own, from which they are made. A matrix of each
-head, `attn_k_b`, brings its query to the latent's elements, another, `attn_v_b`, makes its value of a sum of latents
+One projection gives a latent, from which the keys and values of all heads are made, and rotated key elements that all
+heads share. Another gives the queries, or a latent from which they are made. Each head has two matrices: `attn_k_b`
+maps its query to the latent's elements, `attn_v_b` maps a weighted sum of latents to its value
 (kernels/latent_attention.py). Source: `DeepseekV2Attention` in the `transformers` library; llama.cpp's converter for
 the names and orders of GGUF files.
 """
@@ -21,9 +21,9 @@ _HF = "self_attn"
 class LatentSizes:
     """The sizes of a latent attention.
 
-    query_rank: of the latent that queries are made of; 0: they are made of the hidden row. rank: of the latent that
-    keys and values are made of. plain, rotated: elements of a query that are not and that are rotated. values: elements
-    of a head's value. eps: of the norms of both latents.
+    query_rank: elements of the latent for queries; 0: queries are made of the hidden row. rank: elements of the latent
+    for keys and values. plain, rotated: elements of a query that are not rotated, and that are. values: elements of a
+    head's value. eps: that of the norms of both latents.
     """
 
     query_rank: int
@@ -63,7 +63,7 @@ class LatentAttention(Mixer):
 
     @property
     def rows(self) -> int:
-        """The most rows of the projections of a hidden row or of the queries' latent."""
+        """Rows of the larger one of the two projections: of the hidden row, and of the latent for queries."""
         sizes = self.sizes
         return max(self.query_rows, (sizes.query_rank or self.query_rows) + self.head_dim)
 
@@ -85,8 +85,8 @@ class LatentAttention(Mixer):
         }
 
     def joined(self) -> Mapping[str, TensorSpec]:
-        """The tensor that has for each head its keys' rows and then its values', of the latent: attn_k_b, which it has
-        the other way round, and attn_v_b. In folders, and in GGUF files of before April 2025."""
+        """The tensor that has, for each head, the transposed rows of attn_k_b and then those of attn_v_b: in folders,
+        and in GGUF files from before April 2025."""
         rows = self.heads * (self.sizes.plain + self.sizes.values)
         return {"attn_kv_b.weight": TensorSpec((rows, self.sizes.rank), hf=f"{_HF}.kv_b_proj.weight")}
 

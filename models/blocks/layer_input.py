@@ -1,8 +1,8 @@
-"""What a layer gets of each token beside the residual stream (Gemma 4 E2B and E4B: per-layer embeddings), declared.
+"""Per-layer embeddings, which a layer gets beside the residual stream (Gemma 4 E2B and E4B), declared.
 
-A table has a row for each token, with `length` elements for each layer; a projection of the token's embedding, each
-layer's part normalized, is added to it (kernels/backend.py: `layer_inputs`). At its end a layer multiplies what a gate
-makes of the stream by its part, and adds a norm of the projection of that to the stream. Source: `Gemma4TextModel` and
+A table has a row for each token, with `length` elements for each layer. A projection of the token's embedding,
+normalized for each layer, is added to it (kernels/backend.py: `layer_inputs`). At its end a layer adds
+`norm(project(activation(gate(stream)) * its part))` to the stream. Source: `Gemma4TextModel` and
 `Gemma4TextDecoderLayer` in the `transformers` library.
 """
 
@@ -15,13 +15,13 @@ from quengine.models.blocks.norms import Norms
 from quengine.models.config import ModelConfig
 
 TABLE = "per_layer_token_embd"
-"""The table's name in GGUF files: of it steps read single rows."""
+"""The table's name in GGUF files; a step reads one row of it per token."""
 
 
 @dataclass(frozen=True)
 class LayerInput(Part):
-    """activation: of the gate. norms: of the layer, with the number at its end. width: of the residual stream. length:
-    elements for a layer."""
+    """activation: that of the gate. norms: the layer's, with its output scale. width: that of the residual stream.
+    length: elements for each layer."""
 
     activation: GateActivation
     norms: Norms
@@ -42,7 +42,7 @@ class LayerInput(Part):
 
 
 def top_tensors(config: ModelConfig) -> Mapping[str, TensorSpec]:
-    """Those of no layer, by name, for a model whose layers have such inputs."""
+    """The tensors outside of layers, by name; empty for a model without per-layer embeddings."""
     if config.layer_input is None:
         return {}
     width, length = config.embedding_length, config.layer_input.length

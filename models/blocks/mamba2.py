@@ -1,7 +1,7 @@
 """Mamba2's state space layer (Nemotron-H, Granite 4.0-H), declared.
 
-One projection gives a gate, the channels x, B and C, which go through a causal convolution of each channel by itself,
-and a step of time for each head. Each head keeps a matrix, whose products with C are gated, normalized by group and
+One projection gives a gate, the channels x, B and C, which go through a causal depthwise convolution, and a time step
+dt for each head. Each head keeps a matrix, whose products with C are gated, normalized by group and
 projected back (kernels/mamba2.py). Source: `NemotronHMamba2Mixer` and `GraniteMoeHybridMambaLayer` in the
 `transformers` library; llama.cpp's converter for the names and shapes of GGUF files.
 """
@@ -17,16 +17,16 @@ _HF = "mamba"
 """The module in a Hugging Face layer."""
 
 _DECAY, _STEP = Uniform(-1.0, -0.02), Uniform(-3.0, 0.0)
-"""Draws for synthetic models: negative, so that a head's memory fades; steps of time are mostly below 1."""
+"""Draws for synthetic models. The decay is negative, so that a head's memory fades; time steps are mostly below 1."""
 
 
 @dataclass(frozen=True)
 class Mamba2Sizes:
     """The sizes of a Mamba2 layer.
 
-    head_dim: elements of x in a head. groups: of B and C, each read by as many heads, and of the norm. state_dim:
-    elements of B and of C in a group. taps: positions that the convolution reads, the token's own among them. eps: of
-    the norm within it. conv_bias: the convolution has a bias. step_limits: the least and the largest step of time.
+    head_dim: elements of x in a head. groups: the groups of B and C, each read by the same number of heads, and of the
+    norm. state_dim: elements of B and of C in a group. taps: positions that the convolution reads, the token's own
+    included. eps: that of the norm. conv_bias: the convolution has a bias. step_limits: least and largest time step.
     """
 
     heads: int
@@ -50,14 +50,14 @@ class Mamba2Sizes:
 
     @property
     def rows(self) -> int:
-        """Rows of the projection to gate, channels and steps of time."""
+        """Rows of the projection to gate, channels and time steps."""
         return self.inner + self.channels + self.heads
 
 
 @dataclass(frozen=True)
 class Mamba2(Mixer):
-    """width: of the residual stream. sizes: of a rank those that it has. partial: a rank has some of the groups, and
-    the heads that read them."""
+    """width: that of the residual stream. sizes: this rank's. partial: each rank has some of the groups, and the heads
+    that read them."""
 
     width: int
     sizes: Mamba2Sizes

@@ -1,4 +1,4 @@
-"""The norms of a layer's residual stream, declared: of which kind, and where they stand."""
+"""The norms of a layer's residual stream, declared: their kind and places."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -44,11 +44,11 @@ class Norms:
         return {f"{self.ffn}.weight": norm} if self.before_ffn else {}
 
     def ffn_result(self, width: int) -> dict[str, TensorSpec]:
-        """The tensors of their result: of its norm, and the number that the layer's sum is multiplied by."""
+        """The tensors after a feed-forward, or experts: the norm of the result, and the layer's output scale."""
         norm = TensorSpec((width,), hf="post_feedforward_layernorm.weight", draw=NORM)
         return {**({"post_ffw_norm.weight": norm} if self.of_results else {}), **self.layer_scale()}
 
     def layer_scale(self) -> dict[str, TensorSpec]:
-        """The tensor of the number at the layer's end, where there is one."""
+        """The tensor of the layer's output scale, if there is one."""
         number = TensorSpec((1,), hf="layer_scalar", draw=Uniform(0.5, 1.0))
         return {"layer_output_scale.weight": number} if self.scaled else {}

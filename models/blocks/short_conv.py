@@ -1,7 +1,7 @@
 """The gated short convolution (LFM2), declared.
 
-`in_proj` gives each position three vectors b, c and x of `channels`; u = b * x goes through a causal convolution of
-each channel by itself over the last `taps` positions, and y = c * conv(u) through `out_proj`. Source: `Lfm2ShortConv`
+`in_proj` gives each position three vectors b, c and x of `channels`; u = b * x goes through a causal depthwise
+convolution over the last `taps` positions, and y = c * conv(u) through `out_proj`. Source: `Lfm2ShortConv`
 in the `transformers` library; "LFM2 Technical Report", Liquid AI 2025, section 2.
 """
 
@@ -14,8 +14,8 @@ from quengine.models.blocks.block import NORM, Axis, Cut, Mixer, SlotState, Tens
 
 @dataclass(frozen=True)
 class ShortConv(Mixer):
-    """width: of the residual stream. channels: of the convolution, of a rank those that it has. taps: positions that
-    the convolution reads, the token's own among them. partial: a rank has some of the channels."""
+    """width: that of the residual stream. channels: the convolution's channels on this rank. taps: positions that the
+    convolution reads, the token's own included. partial: each rank has some of the channels."""
 
     width: int
     channels: int

@@ -1,4 +1,4 @@
-"""Layers that differ in sizes and windows at most: attention, then a feed-forward, or experts where there are some."""
+"""Layers that differ only in sizes and windows: attention, then a feed-forward or a mixture of experts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ def _around(config: ModelConfig) -> AltUp | None:
 
 
 def layer_input(config: ModelConfig) -> LayerInput | None:
-    """What a layer adds at its end of what it gets beside the stream; None: nothing."""
+    """A layer's part in per-layer embeddings; None: the model has none."""
     if config.layer_input is None:
         return None
     form, width = config.block, config.embedding_length

@@ -25,12 +25,10 @@ from quengine.models.lora.peft import CONFIG, PeftAdapter
 
 
 class AdapterFile:
-    """What the file of the adapter in `folder` has: `config` of the base model, `alpha`, and `tensors`.
+    """The contents of the file of the adapter in `folder`: `config` of the base model, `alpha`, and `tensors`.
 
-    base: the folder of the base model, of which config.json alone is read; None: that which the adapter names.
-
-    Raises:
-        EngineError: there is no base model's folder, or the adapter is not one that is computed (`PeftAdapter`).
+    base: the folder of the base model, of which only config.json is read; None: the one that the adapter names. Raises
+    EngineError: there is no base model's folder, or the adapter is not supported (`PeftAdapter`).
     """
 
     def __init__(self, folder: Path, base: Path | None, kind: str) -> None:
@@ -57,7 +55,8 @@ def _base_config(adapter: PeftAdapter, base: Path | None) -> ModelConfig:
 
 
 def alpha_of(changes: Iterable[LowRank]) -> float:
-    """The scale times the rank of most changes, some of which have one; files have 0 for a scale of 1."""
+    """The most common product of scale and rank among changes with a scale other than 0, of which there is one; files
+    have 0 for a scale of 1."""
     found = Counter(change.scale * change.rank for change in changes if change.scale)
     return found.most_common(1)[0][0]
 

@@ -17,12 +17,10 @@ from quengine.models.hf.hf_headers import read_config
 
 
 class DraftFile:
-    """What the file of the draft model in `folder` has: `config`, the `keys` of its layer, and `tensors`.
+    """The contents of the file of the draft model in `folder`: `config`, the `keys` of its layer, and `tensors`.
 
-    Query and key rows, which folders have in halves of a head, are in pairs, as files of llama have them.
-
-    Raises:
-        EngineError: the folder is not that of a draft model, or does not fit the model in `target`.
+    Query and key rows, which folders have in halves of a head, are in pairs, as in files of llama. Raises EngineError:
+    the folder has no draft model, or it does not fit the model in `target`.
     """
 
     def __init__(self, folder: Path, target: Path, kind: str) -> None:
@@ -62,5 +60,5 @@ class DraftFile:
 
 
 def _heads(config: ModelConfig, name: str) -> int | None:
-    """Heads of rows that are rotated; None: of none."""
+    """Number of heads of a tensor of rotated rows; None: its rows are not rotated."""
     return {"blk.0.attn_q.weight": config.head_count, "blk.0.attn_k.weight": config.head_count_kv}.get(name)

@@ -27,7 +27,7 @@ from quengine.models.vision.settings import VisionSettings
 _OF_VISION = ("gemma4v",)
 """Projectors whose files may have another one for audio, and name both."""
 _IMAGE_SIZES = {"qwen2.5vl_merger": 560, "lfm2": 256, "gemma4v": 224}
-"""Of projectors that take any size, what files have all the same."""
+"""Image sizes that files state although the projector takes any size."""
 
 _SPLIT = ("qwen2.5vl_merger",)
 """Projectors whose files have queries, keys and values of a layer in three tensors, where folders have one."""

@@ -21,7 +21,7 @@ _UNNAMED = "LABEL_0"
 
 
 def _both_sides(source: Source) -> None:
-    """All positions see each other, so that there are as many heads of keys."""
+    """Non-causal attention, with as many key as query heads."""
     replace_key(source, "attention.head_count_kv", None)
     source.writer.add_causal_attention(False)
 
@@ -31,7 +31,7 @@ def _unrotated(source: Source) -> None:
 
 
 def _roberta_context(source: Source) -> None:
-    """Of a table of positions the rows up to the padding token's are none, also where a model has no table."""
+    """The context is shorter by the rows up to the padding token's, even if a model has no table of positions."""
     replace_key(source, "context_length", None)
     padding = source.keys.get("pad_token_id")
     first = 0 if padding is None else padding + 1
@@ -80,7 +80,7 @@ def _gemma(source: Source) -> None:
 
 
 def _ranker(source: Source) -> None:
-    """Of a causal model that ranks pairs by two rows of its output matrix (Qwen3-Reranker)."""
+    """The keys of a causal model that ranks pairs by two rows of its output matrix (Qwen3-Reranker)."""
     import gguf
 
     if source.config.ranker is None:

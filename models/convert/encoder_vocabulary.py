@@ -52,7 +52,8 @@ def add_encoder_vocabulary(writer: Writer, folder: Path, config: ModelConfig) ->
 
 
 def _add_wordpiece(writer: Writer, path: Path, parts: Mapping[str, Any], rows: int) -> None:
-    """The vocabulary as llama.cpp has it: what begins a word has a space's mark, what continues one has none."""
+    """The vocabulary as llama.cpp has it: tokens that begin a word have a space's mark, those that continue one have
+    none."""
     texts, types = [f"[PAD{i}]" for i in range(rows)], [TokenType.UNUSED] * rows
     _check_rows(path, parts, parts["model"]["vocab"].values(), rows)
     for text, i in parts["model"]["vocab"].items():
@@ -70,7 +71,7 @@ def _add_wordpiece(writer: Writer, path: Path, parts: Mapping[str, Any], rows: i
 
 
 def _add_normalizer(writer: Writer, normalizer: Any) -> None:
-    """What becomes of letters and accents, as newer releases of the `gguf` package write it."""
+    """Keys for the normalization of letters and accents, as newer releases of the `gguf` package write them."""
     given = normalizer or {}
     found = {"lowercase": given.get("lowercase"), "strip_accents": given.get("strip_accents")}
     if given.get("type") != "BertNormalizer":
@@ -122,7 +123,7 @@ def _add_unigram(writer: Writer, path: Path, parts: Mapping[str, Any], rows: int
 
 
 def _spaces(settings: Mapping[str, Any]) -> tuple[bool, bool]:
-    """What becomes of spaces, of a folder without SentencePiece's own file."""
+    """Keys for the treatment of spaces, for a folder without SentencePiece's own file."""
     return bool(settings.get("add_prefix_space", True)), bool(
         settings.get("clean_up_tokenization_spaces", False)
     )

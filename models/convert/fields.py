@@ -151,7 +151,7 @@ def _add_general(writer: Writer, folder: Path, tensors: list[FileTensor]) -> Non
 
 
 def _add_sizes(writer: Writer, config: ModelConfig, keys: Keys) -> None:
-    """What files of all architectures here have."""
+    """The keys that files of all architectures have."""
     writer.add_block_count(config.block_count + config.draft_layers)
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.embedding_length)

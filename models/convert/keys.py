@@ -20,8 +20,8 @@ Keys: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """What a part reads and where it writes: `keys` are those of the text model in config.json, with the defaults of
-    its type."""
+    """What a part reads, and the writer it writes to. keys: the text model's config.json, with its type's
+    defaults."""
 
     writer: Writer
     config: ModelConfig
@@ -31,17 +31,17 @@ class Source:
 Part: TypeAlias = Callable[[Source], None]
 
 _QWEN35_SECTIONS = (11, 11, 10)
-"""Frequencies of each axis where config.json does not say."""
+"""Frequencies of each axis, if config.json has none."""
 
 _LONGEST = 1 << 20
-"""Positions that files of hybrids have in their metadata, whatever the folder has."""
+"""Positions in the metadata of hybrids' files, whatever the folder says."""
 
 _RAISED = 1 << 18
-"""Positions of Hunyuan models whose base is raised."""
+"""Positions of Hunyuan models with a raised base."""
 
 
 def _rope(source: Source) -> Keys:
-    """What config.json says of the rotation, by its newer name or the older."""
+    """The rotary parameters of config.json, under their newer or older name."""
     return source.keys.get("rope_parameters") or source.keys.get("rope_scaling") or {}
 
 
@@ -223,7 +223,7 @@ def _add_ssm(source: Source, taps: int, state: int, groups: int, heads: int, inn
 
 
 def _kv_heads_by_layer(source: Source) -> None:
-    """0 in layers without attention."""
+    """Key and value heads of each layer, 0 in layers without attention."""
     none = {*source.config.recurrent_layers, *source.config.mixerless_layers}
     heads = [
         0 if layer in none else source.config.head_count_kv for layer in range(source.config.block_count)
@@ -232,7 +232,7 @@ def _kv_heads_by_layer(source: Source) -> None:
 
 
 def _lengths_by_layer(source: Source) -> None:
-    """Feed-forward lengths, 0 in layers without one."""
+    """The feed-forward length of each layer, 0 in layers without one."""
     lengths = [_inner(source.config, layer) for layer in range(source.config.block_count)]
     replace_key(source, "feed_forward_length", lengths)
 
@@ -244,7 +244,7 @@ def _inner(config: ModelConfig, layer: int) -> int:
 
 
 def _lone_lengths(source: Source) -> None:
-    """Feed-forward lengths of layers that are a feed-forward alone, 0 in the others."""
+    """The feed-forward length of each layer that is a feed-forward alone, 0 in the others."""
     lengths = [
         _inner(source.config, layer) if layer in source.config.mixerless_layers else 0
         for layer in range(source.config.block_count)
@@ -281,7 +281,7 @@ def _altup(source: Source) -> None:
 
 
 def _head_sizes_by_window(source: Source) -> None:
-    """Of layers without a window and of those with one."""
+    """Head sizes and rotated elements of layers without a window, and of those with one."""
     windows = source.config.layer_windows
     full = next((layer for layer, window in enumerate(windows) if window is None), None)
     seen = next((layer for layer, window in enumerate(windows) if window is not None), None)
@@ -298,14 +298,14 @@ def _head_sizes_by_window(source: Source) -> None:
 
 
 def _assistant(source: Source) -> None:
-    """Of a model whose layers all draft, and attend to another model's keys and values."""
+    """The keys of a model whose layers all draft, and attend to another model's keys and values."""
     source.writer.add_embedding_length_out(source.config.target_width)
     source.writer.add_nextn_predict_layers(source.config.block_count)
     source.writer.add_shared_kv_layers(source.keys["text_config"].get("num_kv_shared_layers", 0))
 
 
 def eagle(source: Source) -> None:
-    """Of an EAGLE-3 draft model."""
+    """The keys of an EAGLE-3 draft model."""
     sizes, prefix = source.config.eagle, source.config.architecture
     assert sizes is not None
     source.writer.add_array(f"{prefix}.target_layers", list(sizes.layers))
@@ -327,7 +327,7 @@ def _layered_lengths(source: Source) -> None:
 
 
 def _one_kv_head(source: Source) -> None:
-    """Latent attention has one head of keys, that of all."""
+    """Latent attention has one key head, shared by all query heads."""
     _drop(source, "attention.head_count_kv")
     source.writer.add_head_count_kv(1)
 
@@ -354,7 +354,7 @@ def _yarn_log(source: Source) -> None:
 
 
 def _temperature(source: Source) -> None:
-    """Of Ministral 3, whose files have the multiplier of YaRN's factor as it is."""
+    """The keys of Ministral 3, whose files have YaRN's log multiplier without the factor 0.1."""
     if source.config.rope_scaling.kind == "yarn":
         source.writer.add_rope_scaling_yarn_log_mul(_rope(source)["mscale_all_dim"])
     if source.config.attention_temperature_scale:
@@ -362,7 +362,7 @@ def _temperature(source: Source) -> None:
 
 
 def _raised_base(source: Source) -> None:
-    """A base that `alpha` raises: files have it raised, for the context that it is made for."""
+    """A rotary base that `alpha` raises: files have the raised base, for the context that it is made for."""
     if _rope(source).get("alpha") is None:
         return
     no_rope_scaling(source)
@@ -377,14 +377,14 @@ def _without_base(source: Source) -> None:
 
 
 def replace_key(source: Source, key: str, values: Sequence[int] | None) -> None:
-    """Another value of a key that files of all architectures have; None: it is left out."""
+    """Replaces the value of a key that files of all architectures have; None: removes the key."""
     _drop(source, key)
     if values is not None:
         source.writer.add_array(f"{source.config.architecture}.{key}", values)
 
 
 def _drop(source: Source, key: str) -> None:
-    """Takes back a key that files of all architectures have: the writer warns of one that is added twice."""
+    """Removes a key that files of all architectures have; the writer would warn of one that is added twice."""
     del source.writer.kv_data[0][f"{source.config.architecture}.{key}"]
 
 

@@ -24,7 +24,7 @@ class VocabularyPiece:
 
 
 def read_pieces(path: Path) -> list[VocabularyPiece]:
-    """The pieces in the order of their ids. Raises EngineError for a file that is no such thing, or not of BPE."""
+    """The pieces in the order of their ids. Raises EngineError for another kind of file, or a model that is not BPE."""
     pieces, kind = list[VocabularyPiece](), _UNIGRAM
     try:
         for number, value in _fields(path.read_bytes()):
@@ -60,7 +60,7 @@ def _piece(data: bytes) -> VocabularyPiece:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
-    """Number and value of each field. Raises IndexError or struct.error where the data end early."""
+    """(number, value) of each field. Raises IndexError or struct.error if the data end early."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)

@@ -25,7 +25,7 @@ from quengine.models.hf.hf_checkpoint import HFCheckpoint, HFTensors
 from quengine.models.hf.hf_headers import read_config
 
 TYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
-"""Types of matrices, by the names that the command has for them."""
+"""Tensor types of matrices, by the names that the command takes."""
 
 _EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
 _FLOAT = (
@@ -38,7 +38,7 @@ _FLOAT = (
     "token_types.weight",
 )
 _PACKED = "MXFP4"
-"""The type of folders that are read packed, which stays."""
+"""The tensor type of packed folders, which is kept."""
 _JOINED = ("gemma4", "mistral4")
 """Architectures whose files have gate and up of a layer's experts in one tensor, where folders do."""
 _ROWS_OF_ONE = {"ernie4_5-moe": "exp_probs_b.bias"}
@@ -58,7 +58,7 @@ class FileTensor:
     change: Callable[[Tensor], Tensor] | None = None
 
     def pieces(self) -> Iterator[QuantTensor]:
-        """Its parts as the folder stores them, read when they are taken."""
+        """The parts of the tensor as the folder stores them, read when they are taken."""
         if self.computed is not None:
             data = self.computed.float().reshape(-1, self.computed.shape[-1]).view(torch.uint8)
             yield QuantTensor(self.info.name, FORMATS["F32"], tuple(self.computed.shape), data)
@@ -101,7 +101,7 @@ def has_drafts(checkpoint: HFCheckpoint) -> bool:
 
 
 def _tensors(config: ModelConfig, held: HFTensors, kind: str, joined: bool = False) -> list[FileTensor]:
-    """Those of a model's layers and of none. joined: gate and up of all experts of a layer are one tensor."""
+    """All tensors of a model, in layers and outside. joined: gate and up of all experts of a layer are one tensor."""
     together: dict[str, list[str]] = {}
     # Of a model that ranks by rows of its output matrix a file has the rows alone.
     for name in held if config.ranker is None else [name for name in held if name != "output.weight"]:
@@ -122,7 +122,7 @@ def _tensors(config: ModelConfig, held: HFTensors, kind: str, joined: bool = Fal
 
 
 def _draft_tensors(checkpoint: HFCheckpoint, kind: str) -> list[FileTensor]:
-    """Those of the first layer that drafts tokens, after the model's layers."""
+    """The tensors of the first layer that drafts tokens, numbered after the model's layers."""
     config = checkpoint.config
     tensors = checkpoint.draft_tensors().tensors
     assert isinstance(tensors, HFTensors)
@@ -135,7 +135,7 @@ def _draft_tensors(checkpoint: HFCheckpoint, kind: str) -> list[FileTensor]:
 
 
 def _latent_tensors(config: ModelConfig, held: HFTensors, name: str, kind: str) -> list[FileTensor]:
-    """The matrices of heads that a folder has joined: of keys, the other way round, and of values."""
+    """attn_k_b, transposed, and attn_v_b, of the tensor that holds both in a folder."""
     sizes, heads = config.latent, config.head_count
     assert sizes is not None
     plain, rank = sizes.plain, sizes.rank

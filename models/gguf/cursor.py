@@ -1,6 +1,6 @@
 """A bounded little-endian cursor over a mapped file: every read is checked against the bytes that are there.
 
-It knows GGUF's strings (u64 length, then bytes) and its scalar value types, not keys or tensors.
+It reads GGUF's strings (u64 length, then bytes), scalar types and arrays; `header` reads keys and tensors.
 """
 
 import mmap

@@ -1,4 +1,4 @@
-"""The one error of the GGUF reader. It knows where in a file something is wrong, not how to repair it."""
+"""The one error of the GGUF reader, with the place in the file."""
 
 from pathlib import Path
 

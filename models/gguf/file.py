@@ -1,13 +1,14 @@
 """A GGUF model as one object, be it one file or a split: metadata with typed access, and tensors.
 
-It checks types and ranges that a caller names; what a key means for a model is `quengine.models.config`'s,
-`vocab_checks`' and `tensor_table`'s responsibility.
+Values are checked for the type and range that a caller names; `config_gguf`, `vocab_checks` and `tensor_table` check
+what they mean for a model.
 """
 
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from quengine.models.gguf.cursor import StringArray
 from quengine.models.gguf.errors import GGUFError, shown
 from quengine.models.gguf.header import Entry, GGUFTensor, Shard, Value
 from quengine.models.gguf.splits import read_shards
+
+T = TypeVar("T")
 
 
 class GGUFFile:
@@ -47,14 +50,14 @@ class GGUFFile:
         self.close()
 
     def close(self) -> None:
-        """Drops the tensors and metadata; the mapping goes with the last view that somebody holds."""
+        """Drops the tensors and metadata; the file stays mapped as long as any view of it exists."""
         self._buffers = []
         self.tensors = {}
         self.entries = {}
         self.metadata = MappingProxyType({})
 
     def release_pages(self) -> None:
-        """What has been read of the mapped files no longer counts as this process's memory, until it is read again."""
+        """Drops the mapped files' pages from this process's memory; they are read again when they are used."""
         for buffer in self._buffers:
             buffer.madvise(mmap.MADV_DONTNEED)
 
@@ -82,102 +85,72 @@ class GGUFFile:
     def _wrong_type(self, key: str, expected: str) -> GGUFError:
         return self.error(key, f"has type {self.entries[key].type_name}, must be {expected}")
 
-    def _missing(self, key: str) -> GGUFError:
-        return self.error(key, "missing from the metadata")
-
-    def get_int(self, key: str, low: int = 0, high: int = (1 << 31) - 1) -> int | None:
-        """The integer at `key`, or None where absent. Another type, or outside [low, high]: GGUFError."""
+    def _get(self, key: str, kind: type[T], expected: str) -> T | None:
+        """The value at `key`, or None where absent. Raises GGUFError if it is not of this type; a bool is no int."""
         value = self.metadata.get(key)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self._wrong_type(key, "an integer")
-        if not low <= value <= high:
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self._wrong_type(key, expected)
+        return value
+
+    def get_int(self, key: str, low: int = 0, high: int = (1 << 31) - 1) -> int | None:
+        """The integer at `key`, or None where absent. Another type, or outside [low, high]: GGUFError."""
+        value = self._get(key, int, "an integer")
+        if value is not None and not low <= value <= high:
             raise self.error(key, f"{value} is not from {low} to {high}")
         return value
 
     def require_int(self, key: str, low: int = 0, high: int = (1 << 31) - 1) -> int:
         """As `get_int`, and absence raises GGUFError."""
-        value = self.get_int(key, low, high)
-        if value is None:
-            raise self._missing(key)
-        return value
+        return self._required(key, self.get_int(key, low, high))
 
     def get_float(self, key: str) -> float | None:
-        """The float32 or float64 at `key`, or None where absent; not checked for being finite."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, float):
-            raise self._wrong_type(key, "float32 or float64")
-        return value
+        """The float32 or float64 at `key`, or None where absent; it may be infinite or NaN."""
+        return self._get(key, float, "float32 or float64")
 
     def get_bool(self, key: str) -> bool | None:
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, bool):
-            raise self._wrong_type(key, "bool")
-        return value
-
-    def get_bools(self, key: str) -> list[bool] | None:
-        """The array of bools at `key`, or None where absent."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, np.ndarray) or value.dtype.kind != "b":
-            raise self._wrong_type(key, "an array of bools")
-        return [bool(each) for each in value]
+        return self._get(key, bool, "bool")
 
     def get_str(self, key: str) -> str | None:
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bytes):
-            raise GGUFError(
-                self.entries[key].path, shown(key), "not valid UTF-8", self.entries[key].offset + 8
-            )
-        if not isinstance(value, str):
-            raise self._wrong_type(key, "a string")
-        return value
+        if isinstance(self.metadata.get(key), bytes):
+            entry = self.entries[key]
+            raise GGUFError(entry.path, shown(key), "not valid UTF-8", entry.offset + 8)
+        return self._get(key, str, "a string")
 
     def require_str(self, key: str) -> str:
-        value = self.get_str(key)
-        if value is None:
-            raise self._missing(key)
-        return value
+        return self._required(key, self.get_str(key))
 
     def get_strings(self, key: str) -> StringArray | None:
         """The array of strings at `key`, still undecoded, or None where absent."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, StringArray):
-            raise self._wrong_type(key, "an array of strings")
-        return value
+        return self._get(key, StringArray, "an array of strings")
 
     def require_strings(self, key: str) -> StringArray:
-        value = self.get_strings(key)
-        if value is None:
-            raise self._missing(key)
-        return value
+        return self._required(key, self.get_strings(key))
+
+    def get_bools(self, key: str) -> list[bool] | None:
+        """The array of bools at `key`, or None where absent."""
+        values = self._array(key, "b", "an array of bools")
+        return None if values is None else [bool(each) for each in values]
 
     def get_floats(self, key: str) -> NDArray[np.generic] | None:
         """The array of float32 or float64 at `key` as a view, or None where absent."""
-        value = self.metadata.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
-            raise self._wrong_type(key, "an array of floats")
-        return value
+        return self._array(key, "f", "an array of floats")
 
     def get_ints(self, key: str) -> NDArray[np.generic] | None:
         """The array of integers at `key` as a view, or None where absent."""
-        value = self.metadata.get(key)
+        return self._array(key, "iu", "an array of integers")
+
+    def _array(self, key: str, kinds: str, expected: str) -> NDArray[np.generic] | None:
+        """The array at `key`, whose numpy kind is one of `kinds`, or None where absent."""
+        values = self._get(key, np.ndarray, expected)
+        if values is not None and values.dtype.kind not in kinds:
+            raise self._wrong_type(key, expected)
+        return values
+
+    def _required(self, key: str, value: T | None) -> T:
         if value is None:
-            return None
-        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
-            raise self._wrong_type(key, "an array of integers")
+            raise self.error(key, "missing from the metadata")
         return value
 
 

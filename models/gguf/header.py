@@ -5,7 +5,7 @@ Layout, after the GGUF specification (ggml docs/gguf.md):
     per metadata entry: string key | u32 value type | value    (array: u32 element type | u64 n | elements)
     per tensor: string name | u32 dimensions | i64 ne[...] (columns first) | u32 type | u64 offset in the data
     padding to the alignment | tensor data
-It knows one file; `split.*` keys, and what the keys mean, are other modules' business.
+`splits` joins the files of a split model, and `config_gguf` reads the keys of a model's shape.
 """
 
 import mmap
@@ -37,7 +37,7 @@ _MIN_ENTRY_BYTES = 8 + 1 + 4 + 1
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 
 Value = int | float | bool | str | bytes | StringArray | NDArray[np.generic]
-"""What a key holds; `bytes` is a string that is not UTF-8, which only matters to who reads it."""
+"""What a key holds; `bytes` is a string that is not UTF-8, an error only once the key is read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,14 +91,8 @@ def map_file(path: Path) -> mmap.mmap:
     """Maps `path` read-only. Raises GGUFError for what is not a readable, non-empty regular file."""
     try:
         if not path.is_file():
-            problem = (
-                "is a folder"
-                if path.is_dir()
-                else "no such file"
-                if not path.exists()
-                else "not a regular file"
-            )
-            raise GGUFError(path, "file", problem)
+            other = "not a regular file" if path.exists() else "no such file"
+            raise GGUFError(path, "file", "is a folder" if path.is_dir() else other)
         with path.open("rb") as handle:
             if handle.seek(0, 2) == 0:
                 raise GGUFError(path, "file", "the file is empty; fetch or copy it again")

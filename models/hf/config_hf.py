@@ -103,7 +103,7 @@ def read_hf_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _as_other(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """config.json in the keys of another type, as which it was published; None: it is of the type that it names."""
+    """config.json rewritten for the type that it is really of; None: it is of the type that it names."""
     kind = MODEL_TYPES.get(str(config.get("model_type")))
     return None if kind is None else kind[1].stands_for(config)
 
@@ -142,7 +142,8 @@ def _text_model(config: Mapping[str, Any]) -> tuple[Architecture, ModelType, Map
 
 
 def _tied(config: Mapping[str, Any]) -> bool:
-    """Whether the output matrix is the embedding; a vision model's own flag decides, in most not its text model's."""
+    """Whether the output matrix is the embedding. A model with vision has a flag of its own, which in most decides over
+    its text model's."""
     _, model_type = MODEL_TYPES[config["model_type"]]
     value = config.get("tie_word_embeddings", model_type.defaults.get("tie_word_embeddings", False))
     text = config.get("text_config")
@@ -195,7 +196,7 @@ def _head_dim(text: Mapping[str, Any], embedding: int, heads: int) -> int:
 def _windows(
     text: Mapping[str, Any], model_type: ModelType, blocks: int
 ) -> tuple[int | None, tuple[int, ...]]:
-    """The sliding window, where any layer has it, and the layers that do not have it."""
+    """The sliding window, if any layer has it, and the layers that do not have it."""
     kinds: Any = text.get("layer_types") if model_type.reads_layer_types else None
     given = kinds is not None
     if not given:

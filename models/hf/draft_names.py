@@ -1,4 +1,4 @@
-"""What tensors of the layer that drafts tokens are called in a Hugging Face folder (models/draft_layer.py)."""
+"""Names of the tensors of the layer that drafts tokens in a Hugging Face folder (models/draft_layer.py)."""
 
 from collections.abc import Collection
 
@@ -10,7 +10,7 @@ from quengine.models.tensor_table import joined_specs, tensor_specs
 
 
 class DraftLayerNames(HFNames):
-    """Names in a folder that holds the tensors `held`, of the layer of a model that drafts for it."""
+    """Names of the draft layer's tensors in a folder that holds the tensors `held`."""
 
     def __init__(self, target: ModelConfig, held: Collection[str]) -> None:
         super().__init__(target, held)
@@ -26,7 +26,7 @@ class DraftLayerNames(HFNames):
         return self._beside.get(name) or super().__call__(name)
 
     def _whole(self, name: str) -> str:
-        """A declared name, after `model.` where the folder has it so."""
+        """A declared name, with `model.` in front if the folder has it so."""
         found = name.format(body=self.body, number=self._number)
         under = any(each.startswith(f"model.{found}") for each in self._held)
         return f"model.{found}" if under else found

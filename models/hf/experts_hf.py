@@ -18,7 +18,7 @@ COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys that count a model's experts."""
 
 _ALIASES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
-"""Of models that have one of these, `transformers` takes the other too, and may save it."""
+"""Key -> its other name, which `transformers` reads too, and may save."""
 
 
 def read_experts(
@@ -57,14 +57,15 @@ def read_experts(
 
 
 def expert_keys(keys: Keys, model_type: ModelType) -> Mapping[str, str]:
-    """`model_type.expert_keys`, with the name that config.json has for the number of experts."""
+    """`model_type.expert_keys`, with config.json's own key for the number of experts."""
     names = model_type.expert_keys
     other = _ALIASES.get(names.get("count", ""), "")
     return {**names, "count": other} if other in keys else names
 
 
 def _shared_length(keys: Keys, names: Mapping[str, str], length: int) -> int:
-    """The length of the shared experts, which lie side by side: their sum, or their number and that of an expert."""
+    """The length of the shared experts side by side: as config.json says, or their number times the length of an
+    expert."""
     if "shared_count" in names:
         return length * integer(keys, names["shared_count"], 0, MOST_EXPERTS, default=0)
     if "shared_feed_forward_length" in names:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from quengine.models.template.chat_template import ChatTemplate
 
 _CONVOLUTIONS = ("conv", "ssm_conv1d")
-"""Stored with a dimension of one more, by group."""
+"""Tensors that are stored with one more dimension, by group."""
 # Not in a checkpoint: the configuration gives these numbers.
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # In old checkpoints, a buffer of what the decoder computes.
@@ -125,7 +125,7 @@ class HFCheckpoint:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should know of how this model is held, one line each."""
+        """Notes for the user on how this model is held, one line each."""
         lines = []
         if self._untied:
             lines.append(
@@ -287,7 +287,7 @@ class HFTensors(Mapping[str, QuantTensor]):
         self.stored |= stored
 
     def _take_stack(self, name: str, shape: tuple[int, ...]) -> None:
-        """The matrices of `name`, [E, rows, columns], which a folder has one by one."""
+        """The matrices of `name`, [E, rows, columns], which a folder stores one by one."""
         names = [self._names.of_stack(name, number) for number in range(shape[0])]
         held = [self._shards.stored(each, shape[1:]) for each in names]
         if len(types := sorted({each.dtype for each in held})) > 1:
@@ -355,9 +355,9 @@ def permute_heads(tensor: Tensor, heads: int, rope_dim: int) -> Tensor:
 
 
 def _with_own_output(config: ModelConfig, shards: HFShards) -> ModelConfig:
-    """`config`, or where it ties an output matrix that is stored beside a different embedding, an untied one.
+    """`config`, untied if the folder has an output matrix that differs from the embedding.
 
-    So does `transformers`: a checkpoint that holds two different matrices was not trained with one.
+    `transformers` does the same: a checkpoint with two different matrices was not trained with one.
     """
     names = HFNames(config, shards.files.keys())
     embedding, output = names("token_embd.weight"), names.output

@@ -1,7 +1,7 @@
-"""What tensors of a Hugging Face folder are called, by their GGUF names: as the layers or the architecture declare it.
+"""Names of tensors in a Hugging Face folder, by their GGUF names, as the layers or the architecture declare them.
 
-Experts are stored one by one, as released folders have them, or all of a layer in one tensor, as `transformers` holds
-them: [E, 2F, H] with the gate's rows before those of up, and [E, H, F].
+Experts are stored one by one, as in released folders, or all of a layer in one tensor, as `transformers` holds them:
+[E, 2F, H] with the gate's rows before those of up, and [E, H, F].
 """
 
 from collections.abc import Collection
@@ -27,10 +27,10 @@ which makes embeddings."""
 
 
 class HFNames:
-    """Names in a folder that holds the tensors `held`, of a model of this configuration.
+    """Names in a folder that holds the tensors `held` of a model of this configuration.
 
-    prefix: one of PREFIXES; None: that under which the folder has the last norm.
-    output: that of the output matrix, which may be there where it is the embedding, too.
+    prefix: one of PREFIXES; None: the one under which the folder has the last norm. output: name of the output matrix,
+    which may exist even if it is tied to the embedding.
     """
 
     def __init__(
@@ -46,33 +46,30 @@ class HFNames:
         self.output = f"{self.head}lm_head.weight"
 
     def __call__(self, name: str) -> str:
-        """The name of the tensor that GGUF calls `name`.
-
-        That which the architecture declares, or where a folder lacks it and has the usual one, the latter:
-        `transformers` 5 saves Mixtral under either.
-        """
+        """The name of the tensor that GGUF calls `name`: the one that the architecture declares, or the usual one if
+        only that is in the folder, as `transformers` 5 saves Mixtral under either."""
         if not name.startswith("blk."):
             return self._usual_or_own(name).format(body=self.body, head=self.head)
         _, layer, tensor = name.split(".", 2)
         return self._in_layer(layer, self._own(tensor), self._specs[name].hf)
 
     def of_expert(self, name: str, expert: int) -> str:
-        """The name of the matrix of one expert, where GGUF calls that of all `name`."""
+        """The name of one expert's matrix; GGUF calls that of all experts `name`."""
         _, layer, tensor = name.split(".", 2)
         own = self._own(tensor.replace("_exps.", ".{expert}."))
         return self._in_layer(layer, own, self._specs[name].hf_each).format(expert=expert)
 
     def of_stack(self, name: str, number: int) -> str:
-        """The name of one matrix of a tensor of no layer that GGUF files hold together as `name`."""
+        """The name of one matrix of a tensor outside of layers that GGUF files hold together as `name`."""
         return self._specs[name].hf_each.format(body=self.body, head=self.head, expert=number)
 
     def _own(self, tensor: str) -> str:
-        """What the architecture declares for a tensor, with .weight or .bias; "": nothing."""
+        """The name that the architecture declares for a tensor, with .weight or .bias; "": none."""
         whole, (module, _, kind) = self._modules.get(tensor, ""), tensor.rpartition(".")
         return f"{self._modules[module]}.{kind}" if not whole and module in self._modules else whole
 
     def _usual_or_own(self, name: str) -> str:
-        """The name of a tensor of no layer, with {body} or {head}."""
+        """The name of a tensor outside of layers, with {body} or {head} filled in."""
         own = self._own(name)
         return f"{{body}}{own}" if own else self._specs[name].hf
 

@@ -66,7 +66,7 @@ class StoredPart:
         self.header = StoredTensor(name, shards.stored(name, whole).dtype, shape)
 
     def data(self) -> Tensor:
-        """Its rows as blocks of the header's format: uint8 [rows, row bytes], a view on the file or a copy."""
+        """The part's rows as blocks of the header's format: uint8 [rows, row bytes], a view on the file or a copy."""
         if self._packed:
             blocks, scales = (self._shards.tensor(name) for name in self.names)
             return gguf_blocks(blocks[..., self._rows, :, :], scales[..., self._rows, :])
@@ -78,10 +78,8 @@ class StoredPart:
 
 
 def gguf_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
-    """MXFP4 blocks, uint8 [E, rows, groups, 16], and scales, uint8 [E, rows, groups], as GGUF has them.
-
-    uint8 [E * rows, groups * 17].
-    """
+    """GGUF's MXFP4 blocks, uint8 [E * rows, groups * 17], of a folder's blocks, uint8 [E, rows, groups, 16], and
+    scales, uint8 [E, rows, groups]."""
     out = np.empty(scales.shape, _GGUF_BLOCK)
     out["scale"] = scales.numpy()
     for matrix, codes in zip(out, blocks.numpy(), strict=True):  # one by one, as a layer's take gigabytes
@@ -95,7 +93,7 @@ def gguf_blocks(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def _slice(part: HFPart, rows: int) -> slice:
-    """Those of the stored rows which are the part's `rows`."""
+    """The stored rows that `part.rows` means, as a slice."""
     return {
         "all": slice(None),
         "first half": slice(rows),

@@ -64,11 +64,8 @@ class HFShards:
             self._inner[f"{prefix}.{name}"] = name
 
     def stored(self, name: str, shape: tuple[int, ...], types: tuple[str, ...] = FLOAT_TYPES) -> StoredTensor:
-        """The header of tensor `name`, which must be there, of `shape` and of one of `types`.
-
-        Raises:
-            EngineError: it is not.
-        """
+        """The header of tensor `name`. Raises EngineError if it does not exist, or is not of `shape` and one of
+        `types`."""
         if name not in self.files:
             raise self.error(f"tensor {name!r} is missing: this model needs it, {len(self.files)} are there")
         header = self._slice(name)
@@ -80,7 +77,7 @@ class HFShards:
         return StoredTensor(name, dtype, shape)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """That of tensor `name`; None: it is not there."""
+        """The shape of tensor `name`; None: it does not exist."""
         if name not in self.files:
             return None
         return tuple(self._slice(name).get_shape())
@@ -121,7 +118,7 @@ class HFShards:
         return weight_map
 
     def _instead(self) -> str:
-        """What is wrong with a folder without the files that are read, and what to do."""
+        """Why a folder has none of the files that are read, and what to do."""
         what = "fetch it again, or take a GGUF file"
         if next(self.folder.glob("pytorch_model*.bin"), None):
             what = "save its pytorch_model*.bin as safetensors (save_pretrained of transformers)"

@@ -15,7 +15,7 @@ _STRETCHED = ("llama3", "yarn", "longrope")
 
 @dataclass(frozen=True)
 class HFRope:
-    """`dim` leading elements of a head turn with frequencies of `base`; `parameters` are config.json's, merged."""
+    """The first `dim` elements of a head turn with frequencies of `base`; `parameters`: config.json's, merged."""
 
     dim: int
     base: float
@@ -125,7 +125,7 @@ def _yarn(rope: Mapping[str, Any], base: float, dim: int, context: int, original
 
 
 def _check_yarn_range(scaling: RopeScaling, base: float, dim: int) -> None:
-    """Refuse betas between which no frequency lies: there `transformers` runs its ramp backwards."""
+    """Raises EngineError for betas with no frequency between them: there `transformers` runs its ramp backwards."""
     if not (base > 1.0 and 0.0 < scaling.beta_fast < inf and 0.0 < scaling.beta_slow < inf):
         return  # ModelConfig.problems says it
     low, high = (

@@ -75,11 +75,12 @@ _OTHER_FOLDERS = {
     "params.json": "a folder in Mistral's own format, without config.json; take one in Hugging Face's, or a GGUF file",
     "model_index.json": "a folder of a diffusion model, which is not supported",
 }
-"""File of a folder without config.json -> what such a folder is."""
+"""A file that a folder without config.json may have -> what such a folder is."""
 
 
 def hub_name(name: str) -> HubName:
-    """What an alias, an `hf:` name or an address of the Hub means. Raises ModelNameError for anything else."""
+    """The repository and files that an alias, an `hf:` name or an address of the Hub means. Raises ModelNameError for
+    other names."""
     name = own_name(name)
     if name.startswith("hf:"):
         return parse_hub_name(name)

@@ -102,7 +102,7 @@ def installed_models() -> list[InstalledModel]:
 
 
 def _installed() -> list[InstalledModel]:
-    """With projectors as models of their own."""
+    """As `cached_models`, with projectors listed as models."""
     if not cache_dir().is_dir():
         return []
     found = []
@@ -161,7 +161,7 @@ def remove_model(model: InstalledModel) -> int:
 
 
 def _own_projector(model: InstalledModel, snapshot: Path) -> list[str]:
-    """The projector of a model in a snapshot where no other has it."""
+    """The projector of a model in a snapshot, unless another model there has it too."""
     sets = gguf_sets(snapshot)
     there = [file for files in sets for file in files]
     others = [files[0] for files in sets if files != model.files and not is_companion(files[0])]

@@ -36,10 +36,10 @@ class HubName:
 
 
 def own_name(model: str) -> str:
-    """A model's name as it is written here, of one that begins with the Hub's address as links and Ollama's names do.
+    """Rewrites a name that begins with the Hub's address, as links and Ollama's names do, as an `hf:` name.
 
     `hf.co/user/repo:QUANT`, `https://huggingface.co/user/repo` and the address of a page or of a download of one file
-    become `hf:` names; all others are given back.
+    are rewritten; other names are returned as they are.
     """
     found = _HUB_ADDRESS.match(model)
     if found is None:
@@ -88,7 +88,7 @@ def file_sets(files: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def missing_shards(files: Sequence[str]) -> list[str]:
-    """The shards that a set's own names promise and that are not in it."""
+    """The shards that are missing from a set, by the count in its files' names."""
     shard = _SHARD.search(files[0])
     if shard is None:
         return []
@@ -98,12 +98,12 @@ def missing_shards(files: Sequence[str]) -> list[str]:
 
 
 def without_shard(file: str) -> str:
-    """A file's name without the number of its shard and the suffix."""
+    """A file's name without shard number and suffix."""
     return Path(_SHARD.sub(".gguf", file)).stem
 
 
 def quant_of(file: str) -> str:
-    """The quantization that a file's name tells ("Q4_K_M"), or an empty string."""
+    """The quantization in a file's name, as "Q4_K_M", or an empty string."""
     found = QUANT.findall(without_shard(file))
     return str(found[-1]) if found else ""
 

@@ -34,7 +34,7 @@ LISTING_TIMEOUT = 30.0
 
 
 class DigestError(EngineError):
-    """What was downloaded is not what the hub lists; it was deleted."""
+    """The downloaded file differs from what the hub lists; it was deleted."""
 
 
 class HubRefusedError(EngineError):
@@ -121,7 +121,7 @@ def pull_model(
 
 
 def _list_files(wanted: HubName, projector: bool) -> list[HubFile]:
-    """The model's files, in order, and with `projector` that of its projector."""
+    """The model's files, in order, and its projector if `projector`."""
     from huggingface_hub import HfApi
 
     with _hub_errors(f"hf:{wanted.repo}"):
@@ -234,7 +234,7 @@ def _download(file: HubFile, watch: Watch) -> None:
 
 
 def _transport_error() -> type[Exception]:
-    """The base of httpx's or httpx2's errors, whichever this release of huggingface_hub is built on."""
+    """The base class of errors of httpx or httpx2, whichever this release of huggingface_hub uses."""
     from huggingface_hub.errors import HfHubHTTPError
 
     base: type[Exception] = HfHubHTTPError.__bases__[0]

@@ -67,7 +67,7 @@ def read_stored(name: str) -> dict[str, Any]:
 
 
 def base_model(name: str) -> str:
-    """The model that a preset is made of; of another name the name itself."""
+    """The model of the preset `name`; `name` itself if there is no such preset."""
     table = synthetic_preset(name)
     return name if table is None else str(table["model"])
 
@@ -115,7 +115,8 @@ def _value(value: Any) -> str:
 
 
 def _text(text: str) -> str:
-    """A string; of several lines between three quotation marks, so that it can be read and edited."""
+    """A string in TOML; one of several lines stands between three quotation marks, so that it can be read and
+    edited."""
     escaped = text.replace("\\", "\\\\").translate(_CONTROL)
     if "\n" in text:
         return '"""\n' + escaped.replace('""', '"\\"') + '"""'

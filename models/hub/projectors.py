@@ -1,4 +1,4 @@
-"""Which file has the projector of a model (mmproj), by names alone: in a repository, and beside a model's file."""
+"""Finds the projector file of a model (mmproj), by names alone: in a repository, and beside a model's file."""
 
 import os
 import re
@@ -18,7 +18,7 @@ def is_projector(file: str) -> bool:
 
 
 def projector_name(model: str) -> str:
-    """The name that makes a projector that of the model `model` (a file's name without suffix) alone."""
+    """The name that a projector must have to belong to the model `model` (a file's name without suffix) alone."""
     return f"mmproj-{model}.gguf"
 
 
@@ -46,7 +46,8 @@ def choose_projector(model: str, files: Iterable[str]) -> str | None:
 
 
 def find_projector(model: Path) -> Path | None:
-    """`choose_projector` of a file, among the files beside it and, in the Hub's cache, those of its snapshot."""
+    """`choose_projector` for a model's file, among the files beside it and, in the Hub's cache, those of its
+    snapshot."""
     if model.is_dir():
         return None
     root = next(
@@ -74,7 +75,7 @@ def find_projector(model: Path) -> Path | None:
 
 
 def _common(model: str, projector: str) -> int:
-    """The length of the longest beginning of the model's name, up to its type, that is in the projector's."""
+    """The length of the longest prefix of the model's name, up to its type, that the projector's name contains."""
     wanted, given = _plain(model), _plain(projector)
     return max((n for n in range(len(wanted) + 1) if wanted[:n] in given), default=0)
 

@@ -32,14 +32,14 @@ IMPORTED = (
     *(MpoImagePlugin, TiffImagePlugin),  # JPEG files of several images, and EXIF
     *(ImageColor, ImagePalette),
 )
-"""What Pillow imports for some files: nothing is left to be imported once the process has no files."""
+"""Modules that Pillow imports for some files; imported ahead, as the process later has no files."""
 MAX_BYTES = 64 << 20
 MAX_PIXELS = 1 << 26
-"""8192 x 8192: 192 MiB of RGB."""
+"""Most pixels of an image, 8192 x 8192: 192 MiB of RGB."""
 MAX_SIDE = 65_500
-"""JPEG's own limit."""
+"""Most pixels of a side: JPEG's own limit."""
 MAX_SCANS = 100
-"""Scans of a progressive JPEG, each of which is a pass over all pixels; encoders write about ten."""
+"""Most scans of a progressive JPEG, each of which is a pass over all pixels; encoders write about ten."""
 
 _OTHERS = (
     (b"BM", "BMP"),
@@ -119,7 +119,7 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
 
 
 def _found(data: bytes) -> str:
-    """What a file of none of the formats looks like."""
+    """A description, for the user, of a file in none of the formats."""
     start = data[:512].lstrip().lower()
     if start.startswith((b"<svg", b"<?xml", b"<!doctype svg")):
         return "SVG"

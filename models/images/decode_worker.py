@@ -24,12 +24,12 @@ from quengine.models.images.decode import FORMATS, ImageError, decode_image
 from quengine.models.template.limited_worker import LimitedWorker
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
-"""Of mallopt (malloc.h)."""
+"""Parameters of mallopt (malloc.h)."""
 
 
 def seal() -> str:
-    """Give up all but memory, time and open descriptors. Returns why the kernel does not refuse all other system calls;
-    "": it refuses them."""
+    """Gives up all but memory, time and open descriptors. Returns why the kernel does not refuse all other system
+    calls; "": it does."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if landlock.version() > 0:
         with suppress(OSError):
@@ -46,8 +46,8 @@ def seal() -> str:
 
 
 def keep_memory() -> None:
-    """Have glibc's malloc keep what an image of a few megapixels needs for the next one: pages that are given back and
-    taken again are most of the time that a small image takes."""
+    """Makes glibc's malloc keep the memory that an image of a few megapixels needs: giving pages back and taking them
+    again is most of the time of a small image."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, 32 << 20)

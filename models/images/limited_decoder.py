@@ -23,21 +23,22 @@ from quengine.models.template.limited_process import LimitedProcess, ProcessLimi
 logger = logging.getLogger(__name__)
 
 LIMITS = ProcessLimits(cpu_seconds=20.0, memory_bytes=3 << 30, patience_seconds=60.0)
-"""For one image: the largest that may be read takes half of it (`benchmarks/checks/hostile_images.py --times`)."""
+"""Limits for one image; the largest that may be read takes half of the time (`benchmarks/checks/hostile_images.py
+--times`)."""
 MOST_PROCESSES = 4
-"""At once."""
+"""Most processes at once."""
 _WORKER = Path(__file__).with_name("decode_worker.py")
 _MEMORY_BYTES = max(MAX_BYTES, 3 * MAX_PIXELS)
 _KEPT_BYTES = 16 << 20
-"""Of shared memory, between images."""
+"""Bytes of shared memory that are kept between images."""
 _LONGEST_ERROR = 300
 """Characters of an error's line."""
 
 
 class LimitedDecoder:
-    """One process, started with its first image. For one thread at a time.
+    """One process, started with its first image. Not safe for several threads.
 
-    Raises ImageError where this process has no more descriptors or addresses.
+    Raises ImageError if this process has no more descriptors or addresses.
     """
 
     def __init__(self, limits: ProcessLimits = LIMITS) -> None:
@@ -116,7 +117,7 @@ def _is_side(side: object) -> TypeGuard[int]:
 
 
 class LimitedDecoders:
-    """As many processes as there are threads that decode at once, up to MOST_PROCESSES; the others wait."""
+    """A process for each thread that decodes at the same time, up to MOST_PROCESSES; further threads wait."""
 
     def __init__(self) -> None:
         self._turns, self._lock = BoundedSemaphore(MOST_PROCESSES), Lock()
@@ -128,7 +129,7 @@ class LimitedDecoders:
             return decoder.decode(data)
 
     def start(self) -> None:
-        """Have a process for the first image, which starts meanwhile."""
+        """Starts a process for the first image, unless there is one."""
         with (
             suppress(ProcessStoppedError, ImageError),
             self._taken() as decoder,
@@ -169,10 +170,10 @@ def decode_limited(data: bytes) -> Image.Image:
 
 
 def start_decoder() -> None:
-    """Start a limited process, if there is none, so that the first image need not wait for it."""
+    """Starts a limited process, unless there is one, so that the first image need not wait for it."""
     _decoders.start()
 
 
 def stop_decoders() -> None:
-    """End this process's limited ones that decode nothing now."""
+    """Ends those of this process's limited processes that decode nothing now."""
     _decoders.stop()

@@ -1,4 +1,4 @@
-"""A LoRA adapter as a record: for each changed matrix of a model two of low rank, whose scaled product is added.
+"""A LoRA adapter as a record: for each changed matrix, two matrices of low rank, whose scaled product is added to it.
 
 Source: Hu et al. 2021, "LoRA": W + alpha / r * B A.
 """
@@ -30,9 +30,9 @@ class Adapter:
 
 
 def parse_lora(text: str) -> tuple[Path, float]:
-    """The path and scale of "FILE" or "FILE:SCALE"; 1 where there is none. Raises EngineError.
+    """Splits "FILE" or "FILE:SCALE" into path and scale, 1 by default. Raises EngineError.
 
-    A path that is there as it stands has no scale.
+    If a file has the whole text as its name, there is no scale.
     """
     path, colon, scale = text.rpartition(":")
     if text and (not colon or Path(text).exists()):

@@ -1,4 +1,4 @@
-"""What adapters add to the tensors of a file, in whatever form the file holds them."""
+"""What adapters add to the tensors of a file, which may hold several declared matrices in one tensor."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,15 @@ _EXPERT = re.compile(r"(blk\.\d+\.ffn_\w+)\.(\d+)\.weight")
 
 
 class Segment(NamedTuple):
-    """Rows of a file's tensor that one matrix of a layer's declaration has: their number, and all changes of it."""
+    """The rows of a file's tensor that come from one declared matrix: their number, and all changes of that matrix."""
 
     rows: int
     changes: list[LowRank]
 
 
 class Delta:
-    """What is added to a tensor, whose rows are those of the segments one after the other. device: where it is made."""
+    """What is added to a tensor, whose rows are those of `segments`, one after the other. device: where it is
+    computed."""
 
     def __init__(self, segments: Sequence[Segment], columns: int, device: torch.device) -> None:
         self._columns, self._device = columns, device
@@ -35,7 +36,7 @@ class Delta:
         ]
 
     def rows(self, first: int, count: int) -> Tensor:
-        """That of `count` rows from `first` on: fp32 [count, columns]."""
+        """The change of `count` rows from `first` on: fp32 [count, columns]."""
         total = torch.zeros(count, self._columns, device=self._device)
         start = 0
         for size, changes in self._segments:
@@ -90,7 +91,7 @@ class Deltas:
                 yield from part
 
     def _declared(self, name: str) -> list[str]:
-        """The tensors of the layers' declaration that the tensor `name` of a file holds, in order."""
+        """The declared tensors that the tensor `name` of a file holds, in order."""
         if name not in self._specs and (expert := _EXPERT.fullmatch(name)) is not None:
             return [f"{expert[1]}_exps.weight"]
         return self._parts.get(name, [name])

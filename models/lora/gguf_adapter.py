@@ -44,7 +44,7 @@ def check_adapter(file: GGUFFile, config: ModelConfig) -> list[str]:
 
 
 def _checked(file: GGUFFile, name: str, specs: Mapping[str, TensorSpec]) -> str:
-    """The matrix that the tensor `name` is a half of a change of."""
+    """The matrix that is changed by a product with the tensor `name`."""
     base, _, letter = name.rpartition(".lora_")
     other = f"{base}.lora_{'b' if letter == 'a' else 'a'}"
     if letter not in ("a", "b") or other not in file.tensors or base not in specs or base.endswith(".bias"):

@@ -90,7 +90,7 @@ def merge(
 def _plan(
     checkpoint: GGUFCheckpoint, kind: str | None, imatrix: str | Path | None, deltas: Deltas
 ) -> tuple[Plan, str]:
-    """What is written, and the name of the mix; "as stored" where the types stay."""
+    """The plan of the file, and the name of the mix; "as stored" if the types stay."""
     file, importance = checkpoint.file, None if imatrix is None else read_imatrix(Path(imatrix))
     if kind is not None:
         mix = mix_of(kind)

@@ -40,7 +40,7 @@ def open_adapter(path: Path, config: ModelConfig) -> Adapter:
 
 
 def _of_declared(config: ModelConfig, changes: Mapping[str, LowRank]) -> dict[str, LowRank]:
-    """The changes by the tensors that layers declare, of which some files hold several in one."""
+    """The changes by declared tensor; some files have the change of several in one."""
     specs, joined, found = adapted_specs(config), joined_specs(config), dict[str, LowRank]()
     for name, change in changes.items():
         if name not in joined or name in tensor_specs(config):
@@ -59,7 +59,7 @@ def _of_declared(config: ModelConfig, changes: Mapping[str, LowRank]) -> dict[st
 
 
 def of_latent(config: ModelConfig, name: str, change: LowRank) -> dict[str, LowRank]:
-    """Of keys and values that are made of a latent: those of each head, keys the other way round."""
+    """A change of attn_kv_b as changes of attn_k_b, transposed, and attn_v_b."""
     sizes = config.latent
     assert sizes is not None
     heads, rank = config.head_count, change.rank

@@ -57,7 +57,7 @@ _NOT_COMPUTED: Mapping[str, str] = {
 }
 """Keys of adapter_config.json that must be absent, null, false or empty."""
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initializations that change the base model's weights, so that the adapter is not one of the model as it was."""
+"""Initializations that change the base model's weights: their adapters do not fit the published model."""
 
 
 def is_peft(path: Path) -> bool:
@@ -113,7 +113,7 @@ class PeftAdapter:
         return {name: _ordered(config, name, change, file_order) for name, change in found.items()}
 
     def scale(self, module: str, rank: int) -> float:
-        """What multiplies the product of a module's halves."""
+        """The factor of the product of a module's two halves."""
         wanted = self._of_module(module, "rank_pattern", "r", 8)
         if wanted != rank:
             raise self.error(f"{module}: rank {rank}, and {CONFIG} gives {wanted:g}")
@@ -160,7 +160,8 @@ class PeftAdapter:
             raise self.error(f"{module}: A and B are {shapes}, not [r, columns] and [rows, r]")
 
     def _of_module(self, module: str, pattern_key: str, key: str, default: float) -> float:
-        """The value of `key` for a module: that of the first pattern that its name ends in, or the adapter's."""
+        """The value of `key` for a module: that of the first pattern that matches the end of its name, else the
+        adapter's."""
         path, given = self.folder / CONFIG, self.keys.get(key, default)
         if not isinstance(patterns := self.keys.get(pattern_key) or {}, dict):
             raise EngineError(f"{path}: {pattern_key}: must be an object, not {str(patterns)[:60]}")
@@ -177,7 +178,7 @@ class PeftAdapter:
         return float(given)
 
     def _placed(self, module: str, place: "_Place") -> LowRank:
-        """A module's change with the rows that the place has of it."""
+        """The part of a module's change that belongs to the place."""
         halves = self.modules[module]
         a, b = (halves[half].float() for half in sorted(halves))
         scale = self.scale(module, len(a))
@@ -193,7 +194,7 @@ class PeftAdapter:
         return LowRank(a.contiguous(), b.contiguous(), scale)
 
     def _whole(self, name: str, parts: dict[int | None, LowRank], spec: TensorSpec) -> LowRank:
-        """The change of a tensor, whose experts have a part each."""
+        """The change of a tensor, made of the parts of its experts."""
         if None in parts:
             change = parts[None]
         else:
@@ -257,7 +258,7 @@ def _under(config: ModelConfig, names: HFNames) -> Iterator[tuple[str, _Place]]:
 
 
 def _rows(config: ModelConfig, part: HFPart, spec: TensorSpec) -> tuple[int, Sequence[int]]:
-    """How many rows the holder has, and which are the part's."""
+    """(number of the holder's rows, the part's rows in order)."""
     if part.picks is not None:
         return part.picks(config)
     rows = spec.shape[0]
@@ -266,7 +267,7 @@ def _rows(config: ModelConfig, part: HFPart, spec: TensorSpec) -> tuple[int, Seq
 
 
 def _ordered(config: ModelConfig, name: str, change: LowRank, file_order: bool) -> LowRank:
-    """The change with its rows as GGUF has them: rotated elements of a head as neighbours, where the model's are."""
+    """The change with its rows in GGUF's order: rotated elements of a head are neighbours, if the model's are."""
     declared, spec = DECLARED[config.architecture], tensor_specs(config).get(name)
     pairs = config.block.attention.rope_layout == "pairs" and not declared.hf_rope_pairs
     if pairs and spec is not None and spec.rotated is not None:
@@ -275,7 +276,8 @@ def _ordered(config: ModelConfig, name: str, change: LowRank, file_order: bool) 
 
 
 def in_tiled_order(config: ModelConfig, name: str, change: LowRank, back: bool = False) -> LowRank:
-    """A change of a gated delta net whose value heads are in a folder's order in that of GGUF files; or `back`."""
+    """A change of a gated delta net with its value heads reordered from a folder's to GGUF's order; with `back`, the
+    other way."""
     sizes = config.gated_delta
     order = sizes.tiled_order(name.split(".", 2)[-1]) if sizes is not None else None
     if order is None:

@@ -23,17 +23,16 @@ from quengine.models.gguf.writer import Field, TensorInfo, file_bytes, header_by
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _KEYS = ("imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size")
 _FIRST, _ADDED = "imatrix.first_chunk", "imatrix.added_chunks"
-"""Keys of ours alone, in files whose first chunk is not that of the text, and in files with sums of others."""
+"""Keys that only quengine writes: in files whose first chunk is not that of the text, and in files with sums of
+others."""
 _ALIGNMENT = 32
 _MOST_CHUNKS = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Of a tensor: sums of squares, fp64 [experts or 1, columns], and the rows that they are of, int64 [experts or 1].
-
-    Experts have other rows each.
-    """
+    """A tensor's sums of squared inputs, fp64 [experts or 1, columns], and the numbers of rows added, int64 [experts or
+    1], as each expert has its own rows."""
 
     squares: NDArray[np.float64]
     counts: NDArray[np.int64]
@@ -43,7 +42,7 @@ class Sums:
         return Sums(self.squares + other.squares, self.counts + other.counts)
 
     def of_experts(self, experts: int) -> "Sums":
-        """The same with a count for each expert, where there may be one for all."""
+        """These sums by expert; a single count is repeated for all experts."""
         counts = np.broadcast_to(self.counts, (experts,))
         return Sums(self.squares.reshape(experts, -1), counts)
 
@@ -65,13 +64,13 @@ class ImatrixSums:
     added: int = 0
 
     def in_chunks_of(self, size: int) -> Mapping[str, Sums]:
-        """The sums, those of the older format as of chunks of this size."""
+        """The sums; those of the older format count as chunks of this size."""
         if self.chunk_size:
             return self.sums
         return {name: Sums(each.squares * size, each.counts * size) for name, each in self.sums.items()}
 
     def chunks_of(self, size: int) -> int:
-        """Chunks of this size that have the tokens of these, rounded up."""
+        """Number of chunks of this size that hold as many tokens as these, rounded up."""
         return -(-self.chunks * (self.chunk_size or size) // size)
 
     def goes_on_in(self, other: "ImatrixSums") -> bool:
@@ -164,7 +163,7 @@ def added_sums(files: Sequence[ImatrixSums], chunk_size: int | None = None) -> I
 
 
 def each_text(names: Iterable[str]) -> tuple[str, ...]:
-    """Each name once, where it stands last: the last text stays the last."""
+    """Each name once, at its last place: the last text stays the last."""
     return tuple(dict.fromkeys(reversed(list(names))))[::-1]
 
 
@@ -273,7 +272,8 @@ def _read_dat(path: Path) -> Imatrix:
 
 
 def _dat_sums(path: Path) -> ImatrixSums:
-    """Each tensor counts its own calls. The first files of this format end with the tensors."""
+    """The sums in the older format, in which each tensor counts its own calls. The first files of this format end with
+    the tensors."""
     dat, sums = _Dat(path), dict[str, Sums]()
     entries = dat.int()
     if entries < 1:

@@ -1,7 +1,7 @@
-"""Which tensor of a model gets which type in a mix such as Q4_K_M: llama.cpp's rules.
+"""The type of each tensor of a model in a mix such as Q4_K_M: llama.cpp's rules.
 
-A mix has a type for most matrices. More bits go to the output matrix (or the token embedding that stands for it), to
-attn_v, attn_output and ffn_down, of all layers or of some: "outer layers" are the first and last eighth and every third
+A mix has a type for most matrices. More bits go to the output matrix (or the token embedding that stands for it), and
+to attn_v, attn_output and ffn_down of all or some layers: "outer layers" are the first and last eighth and every third
 between. Models of 8 experts have attention matrices that are small beside the experts, and keep more bits of them. The
 result is compared with `llama-quantize`, tensor by tensor (`tests/models/quantize/test_mixes.py`).
 """
@@ -75,7 +75,7 @@ _LOWEST = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", *_IQ2_S)
 """Mixes of about two bits, whose rules are their own."""
 _NEEDS_IMPORTANCE = frozenset(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"))
 TYPES = WRITTEN
-"""Types that tensors can be given."""
+"""Types that a user can give to tensors."""
 
 _FALLBACKS = {
     "Q2_K": "Q4_0",
@@ -114,12 +114,12 @@ _KEPT = (
     ),
     *(".patch_merger", "a.rvq.codebook", "mm.a.code_embd"),
 )
-"""Parts of names of tensors that stay as they are: small, or read by operations that take floats."""
+"""Parts of the names of tensors that keep their type: they are small, or read by operations that take floats."""
 _WHOLE_KEPT = ("position_embd.weight", "token_types.weight")
 
 
 def mix_of(name: str) -> Mix:
-    """The mix of a name, in any case. Raises EngineError for one that there is not."""
+    """The mix of this name, in upper or lower case. Raises EngineError if there is none."""
     upper = name.upper()
     upper = _ALIASES.get(upper, upper)
     if upper in MIXES:
@@ -128,7 +128,7 @@ def mix_of(name: str) -> Mix:
 
 
 def type_named(name: str) -> str:
-    """The tensor type of a name, in any case. Raises EngineError as `mix_of`."""
+    """The tensor type of this name, in upper or lower case. Raises EngineError as `mix_of`."""
     upper = name.upper()
     if upper in TYPES:
         return upper
@@ -144,11 +144,11 @@ def needs_importance(name: str, kind: str, mix: str) -> bool:
 
 @dataclass(frozen=True)
 class Overrides:
-    """What the user decides of the types.
+    """The user's choices of types.
 
-    output, token_embedding: of output.weight and of the token embedding.
-    patterns: regular expressions found in names, with types; the first that is found decides.
-    pure: the mix's type for every matrix, without its rules.
+    output, token_embedding: types of output.weight and of the token embedding. patterns: regular expressions searched
+    for in names, with types; the first that is found decides. pure: every matrix gets the mix's type, without its
+    rules.
     """
 
     output: str | None = None
@@ -159,7 +159,7 @@ class Overrides:
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """What the rules look at: the number of layers, of experts (0: none), and of query heads for each KV head."""
+    """The numbers that the rules look at: of layers, of experts (0: none), and of query heads for each KV head."""
 
     architecture: str
     layers: int
@@ -266,7 +266,7 @@ def _type_of(tensor: GGUFTensor, mix: Mix, overrides: Overrides, rules: "_Rules"
 
 
 def fitting(tensor: GGUFTensor, kind: str) -> str:
-    """The type, or another that rows of this length fit."""
+    """The type, or the one that stands for it if rows of this length are not whole blocks of it."""
     columns = tensor.shape[-1]
     if columns % TYPE_BY_NAME[kind].block == 0:
         return kind

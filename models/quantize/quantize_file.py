@@ -34,7 +34,7 @@ from quengine.models.quantize.mixes import (
 from quengine.models.quantize.quantizer import Added, Quantizer, UnfitWeightsError
 
 QUANTIZATION_VERSION = 2
-"""Of the block formats (ggml.h, GGML_QNT_VERSION)."""
+"""Version of the block formats (ggml.h, GGML_QNT_VERSION)."""
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 
@@ -196,7 +196,7 @@ def _traits(file: GGUFFile) -> ModelTraits:
 
 
 def _first(file: GGUFFile, key: str) -> int:
-    """An integer, or the first layer's of an array."""
+    """The integer at a key, or the first layer's if it is an array."""
     value = file.metadata.get(key)
     if isinstance(value, np.ndarray) and value.size:
         return int(value[0])
@@ -250,7 +250,7 @@ def is_same(target: Path, source: Path) -> bool:
 
 
 def planned(plan: Plan, mix: str, target: Path | None) -> Quantization:
-    """The result of a plan that is written. mix: its name."""
+    """The result of a written plan. mix: its name."""
     infos = plan.infos
     tensors = tuple(
         QuantizedTensor(
@@ -277,7 +277,7 @@ def planned(plan: Plan, mix: str, target: Path | None) -> Quantization:
 
 
 def _needing_importance(plan: Plan, mix: str) -> list[str]:
-    """Tensors without importances whose types need them."""
+    """The tensors without importances whose types need them."""
     return [
         tensor.name
         for tensor in plan.order
@@ -331,9 +331,12 @@ def _write_tensor(
 
 
 def _importance(plan: Plan, tensor: GGUFTensor, kind: str, merged: bool) -> NDArray[np.float32] | None:
-    """Of a tensor's columns, [experts or 1, columns]. Without an imatrix those of a tensor that is quantized already
-    are equal: a formula of a block's extremes would miss the grid that its weights lie on, Q5_1's of Q4_1 with errors
-    that make all of them 2% larger."""
+    """The importance of each column of a tensor, fp32 [experts or 1, columns]; None: the format's plain formula is
+    used.
+
+    Without an imatrix, a tensor that is already quantized has equal importances: a plain formula, which goes by a
+    block's extremes, would miss the grid of its weights. Q5_1 made of Q4_1 would have 2% more error.
+    """
     found = None if plan.imatrix is None else plan.imatrix.of(tensor.name, tensor.shape)
     on_grid = FORMATS[tensor.type_name].is_quantized and not merged
     if found is None and on_grid and kind in SEARCHED_WITH_IMPORTANCE:

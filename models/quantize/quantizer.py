@@ -17,9 +17,9 @@ from quengine.kernels.cpu.runtime.scratch import keep_freed_memory
 from quengine.kernels.quantize.quantize import Quantizers, quantize
 
 _PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Weights of a piece."""
+"""Number of weights of a piece."""
 _PIECES_AHEAD = 4
-"""Pieces of each thread that are quantized before the first of them is written."""
+"""Number of pieces for each thread that are quantized before the first of them is written."""
 
 _LARGEST_HALF = 65504.0
 _LARGEST = {
@@ -28,14 +28,15 @@ _LARGEST = {
     "MXFP4": math.inf,
     "NVFP4": 448.0 * 6,
 }
-"""The largest weights of types whose scales are not in fp16, of which the largest number is the limit of all others."""
+"""The largest weights of types whose scales are not in fp16; the limit of all other types is the largest fp16
+number."""
 
 Added: TypeAlias = Callable[[int, int], Tensor]
 """What is added to rows: given the first one and their number, fp32 [rows, K] on the quantizer's device."""
 
 
 class UnfitWeightsError(ValueError):
-    """Weights that a type does not hold; the text goes after the tensor's name."""
+    """A type cannot hold the weights; the message follows the tensor's name."""
 
 
 def quantizers_on(device: torch.device) -> Quantizers:

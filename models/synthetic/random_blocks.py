@@ -114,7 +114,7 @@ def _odd_size(fmt: BlockFormat) -> float:
 
 
 def _put_d(blocks: Bytes, fmt: BlockFormat, d: NDArray[np.float64]) -> None:
-    """Super-scales [count, 1]; of IQ1_M in the upper four bits of four words."""
+    """Writes super-scales [count, 1] to blocks; in IQ1_M they are the upper four bits of four words."""
     if fmt.name != "IQ1_M":
         _put(blocks, fmt, "d", _half(d))
     else:
@@ -140,7 +140,7 @@ def _half(values: NDArray[np.float64]) -> Bytes:
 
 
 def _nibbles(low: Bytes, high: Bytes) -> Bytes:
-    """The low four bits of each, two to a byte."""
+    """The low four bits of each value, two to a byte."""
     return (low & 15 | (high & 15) << 4).astype(np.uint8)
 
 
@@ -250,7 +250,7 @@ class PooledRows:
 
 
 def _fill(matrix: NDArray[np.uint8], pool: NDArray[np.uint8], first: int) -> None:
-    """Rows of the pool from `first` on, round and round."""
+    """Rows of the pool from `first` on, which continue at its beginning after its end."""
     done = 0
     while done < len(matrix):
         part = pool[first : first + len(matrix) - done]

@@ -83,7 +83,7 @@ def synthetic_bytes(model: str | SyntheticModel) -> int:
 
 
 def _specs(config: ModelConfig) -> dict[str, TensorSpec]:
-    """Every tensor of the file, those of layers that draft last."""
+    """Every tensor of the file; those of draft layers come last."""
     return {**tensor_specs(config), **stored_specs(config)}
 
 
@@ -155,7 +155,7 @@ def _write(
 
 
 def add_metadata(writer: "GGUFWriter", metadata: Metadata) -> None:
-    """Gives a file its keys, each in the type that readers expect."""
+    """Writes the keys of a file, each in the type that readers expect."""
     for key, value in metadata.items():
         if isinstance(value, bool):
             writer.add_bool(key, value)
@@ -172,7 +172,7 @@ def add_metadata(writer: "GGUFWriter", metadata: Metadata) -> None:
 def _weights(
     spec: SyntheticModel, name: str, tensor: TensorSpec, kind: str, rng: np.random.Generator
 ) -> NDArray[np.uint8]:
-    """Drawn as the layers declare; frequency factors as given."""
+    """A tensor's values, drawn as the layers declare; frequency factors are the configuration's."""
     if name == "rope_freqs.weight":
         return np.array(spec.rope_freq_factors, "<f4").view(np.uint8)
     rows, cols, draw = prod(tensor.shape[:-1]), tensor.shape[-1], tensor.draw
@@ -343,7 +343,7 @@ def _expert_metadata(experts: ExpertConfig) -> Metadata:
 
 
 _NEUTRAL = {"embedding_length_per_layer_input": 0, "interleave_moe_layer_step": 1}
-"""What llama.cpp wants in files of architectures that have these keys, and ours do without."""
+"""Keys that llama.cpp needs in files of architectures that have them, and quengine does not."""
 
 _FLOAT = (
     *(".bias", "ffn_gate_inp.weight", "shortconv.conv.weight", "ssm_conv1d.weight"),
@@ -371,7 +371,7 @@ def tensor_type(spec: SyntheticModel, name: str, shape: Shape) -> str:
 
 
 _OF_OTHER_ROWS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""What llama.cpp takes where rows are not whole blocks of 256."""
+"""The type that llama.cpp takes for rows that are not whole blocks of 256."""
 
 
 def _of_q4_k_m(spec: SyntheticModel, name: str) -> str:

@@ -23,7 +23,7 @@ MISTRAL_V3 = "mistral_instruct_tokenizer_240323.model.v3"
 
 @dataclass(frozen=True)
 class SpmPieces:
-    """A SentencePiece vocabulary: pieces, scores and token types, id by id."""
+    """A SentencePiece vocabulary: the piece, score and token type of each id."""
 
     pieces: list[str]
     scores: list[float]

@@ -27,7 +27,7 @@ Message = Mapping[str, Any]
 _KEY = "tokenizer.chat_template"
 _NAME = re.compile(r"[^\W\d]\w*")
 _TEXT = re.compile(r"[{\s]")
-"""What a template has, and no name."""
+"""What a template contains, and a name does not."""
 # The template for conversations with tools, by the name that transformers and GGUF files have for it.
 _TOOL_USE = "tool_use"
 _WORKER = Path(__file__).with_name("template_worker.py")
@@ -37,7 +37,7 @@ _NULL_CONTENT = re.compile(r"\bNone|Undefined|no attribute 'content'")
 
 
 class ChatTemplateError(EngineError):
-    """A template cannot be used or refuses the messages. `line` is the template's, None where there is none."""
+    """A template cannot be used, or refuses the messages. line: the line in the template, or None."""
 
     def __init__(self, origin: str, problem: str, line: int | None = None) -> None:
         self.line = line
@@ -83,7 +83,7 @@ class ChatTemplate:
 
     @classmethod
     def from_hf(cls, folder: Path, name: str | None = None) -> "ChatTemplate | None":
-        """As `from_gguf`, of a Hugging Face checkpoint folder."""
+        """As `from_gguf`, for a Hugging Face checkpoint folder."""
         config = read_tokenizer_config(folder)
         found = read_templates(folder)
         given = _given_program(name, found)
@@ -93,7 +93,7 @@ class ChatTemplate:
         return cls(source, _token(config, "bos"), _token(config, "eos"), f"{folder}: chat template")
 
     def start(self) -> None:
-        """Let the process of the first rendering come up while other things are done."""
+        """Starts the process of the first rendering, so that it comes up in the meantime."""
         with suppress(ProcessStoppedError):  # `render` will try again, and say what is wrong
             self._process.start()
 
@@ -154,13 +154,14 @@ class ChatTemplate:
 
 
 def _with_content(message: Message, content: str | None) -> Message:
-    """`message` with `content` if it is an assistant's with tool calls and has none."""
+    """An assistant's `message` that has tool calls and no content, with `content`; other messages as they are."""
     calls = message.get("role") == "assistant" and message.get("tool_calls")
     return {**message, "content": content} if calls and message.get("content") is None else message
 
 
 def _given_program(name: str | None, found: Mapping[str, str]) -> str | None:
-    """The jinja2 program that `name` is itself, or the built-in one that it names; None: it is one of the model's."""
+    """The jinja2 program that `name` is, or the built-in one that it names; None: it names one of the model's
+    templates."""
     if name is None or name in found:
         return None
     return name if _TEXT.search(name) else NAMED_TEMPLATES.get(name)
@@ -176,8 +177,8 @@ def _choose(found: Mapping[str, str], name: str | None, origin: str) -> str | No
 
 
 def _default(found: Mapping[str, str]) -> str | None:
-    """The default template. With one for tools beside it, the program of both: the latter where tools are given, as
-    transformers and llama.cpp choose."""
+    """The default template. If there is one for tools beside it, a program that chooses between both: the latter if
+    tools are given, as transformers and llama.cpp do."""
     default, with_tools = found.get(DEFAULT_TEMPLATE), found.get(_TOOL_USE)
     if default is None or with_tools is None:
         return default
@@ -241,7 +242,7 @@ def encode_chat(
 
 
 def _map_text(value: Any, change: Callable[[str], str], change_key: Callable[[str], str]) -> Any:
-    """A JSON value with every string changed, keys by a function of their own, but not the value of "role"."""
+    """A JSON value with every string but the value of "role" changed; keys are changed by a function of their own."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -257,7 +258,7 @@ def _map_text(value: Any, change: Callable[[str], str], change_key: Callable[[st
 
 
 def _texts(value: Any, but_keys: Callable[[str], bool] = lambda _: False) -> Iterator[str]:
-    """The strings that `_map_text` changes, keys too but those for which `but_keys` holds."""
+    """The strings that `_map_text` changes, without the keys for which `but_keys` is true."""
     found: list[str] = []
 
     def note(text: str) -> str:
@@ -305,7 +306,7 @@ class _Hiding:
         return found
 
     def stays(self, key: str) -> bool:
-        """Whether the template's source names this key, and it is no control token's text."""
+        """Whether the template's source contains this key, and the key is not a control token's text."""
         return key in self._names and not self.places(key, edges=False)
 
     def hide_key(self, key: str, edges: bool) -> str:

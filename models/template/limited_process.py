@@ -24,13 +24,13 @@ Answer: TypeAlias = dict[str, Any]
 
 
 class ProcessStoppedError(Exception):
-    """The process died or was stopped; the message says why."""
+    """The process died or was stopped, for the reason in the message."""
 
 
 @dataclass(frozen=True)
 class ProcessLimits:
-    """What a worker may use: seconds of processor time for one answer, bytes of address space; and the seconds that an
-    answer is waited for, None: PATIENCE_SECONDS."""
+    """Limits of a worker: seconds of processor time for one answer, bytes of address space, and seconds to wait for an
+    answer; None: PATIENCE_SECONDS."""
 
     cpu_seconds: float
     memory_bytes: int
@@ -38,7 +38,7 @@ class ProcessLimits:
 
 
 class _PythonJson:
-    """A decoder that takes what `json.dumps` gives for any value, half a surrogate pair among them."""
+    """A JSON decoder for all that `json.dumps` writes, lone surrogates included."""
 
     def decode(self, buf: bytearray, /) -> Answer:
         answer: Answer = json.loads(buf)
@@ -46,10 +46,10 @@ class _PythonJson:
 
 
 class LimitedProcess:
-    """Asks a worker again and again; its process starts with the first question.
+    """Sends questions to a worker, whose process starts with the first one.
 
-    worker: a Python file, run with a `LimitedWorker`, which gets `setup`, and answers each question. descriptors: that
-    it has open, under their numbers.
+    worker: a Python file that runs a `LimitedWorker`, which gets `setup` and answers each question. descriptors: those
+    that stay open in the process, under their numbers.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LimitedProcess:
                 raise
 
     def start(self) -> None:
-        """Starts the process now, so that it is up when the first question comes."""
+        """Starts the process now; without this it starts with the first question."""
         with self._lock:
             if self._process is None:
                 self._process = self._start()

@@ -27,7 +27,7 @@ class LimitedWorker:
         self.setup: Any = json.loads(next(self.requests()))
 
     def requests(self) -> Iterator[bytes]:
-        """Those that come, until the other end is closed."""
+        """The requests, until the other end is closed."""
         while length := self._channel.read(8):
             yield self._channel.read(int.from_bytes(length, "little"))
 

@@ -64,12 +64,12 @@ def tojson(
 
 
 def raise_exception(message: str) -> NoReturn:
-    """For templates that refuse what they are given."""
+    """`raise_exception`, which templates call to refuse messages."""
     raise TemplateError(message)
 
 
 def strftime_now(form: str) -> str:
-    """The time now, for templates that tell the model the date."""
+    """`strftime_now`, which templates call to tell the model the date."""
     return datetime.now().strftime(form)
 
 

@@ -1,6 +1,6 @@
-"""Whether a tokenizer.json is made only of parts whose time is linear in a text and whose memory follows its length.
+"""Whether a tokenizer.json has only parts whose time is linear in a text and whose memory follows its length.
 
-Anything that is not known to be so counts as not: such a file still works, in a process with limits.
+A part that is not known to be bounded counts as unbounded: such a file still works, in a process with limits.
 """
 
 import json
@@ -77,7 +77,7 @@ def _is_bounded(parts: Mapping[str, Any]) -> bool:
 
 
 def _components(part: Any, inner: str) -> Iterator[Any]:
-    """The components of a sequence, or the one there is; at most one more than MAX_COMPONENTS."""
+    """The components of `part` if it is a sequence, else `part` alone; at most MAX_COMPONENTS + 1 of them."""
     if isinstance(part, dict) and part.get("type") == "Sequence":
         given = part.get(inner)
         yield from given[: MAX_COMPONENTS + 1] if isinstance(given, list) else [given]
@@ -146,7 +146,7 @@ def _model_is_bounded(model: Any) -> bool:
 
 
 def _unigram_is_bounded(vocab: Any) -> bool:
-    """At each place of a text pieces are tried as long as one goes on."""
+    """Whether a Unigram model is bounded: at each place of a text, it tries pieces as long as one continues."""
     return (
         isinstance(vocab, list)
         and len(vocab) <= MAX_TOKENS

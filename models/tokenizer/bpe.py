@@ -20,10 +20,10 @@ from quengine.models.tokenizer.vocabulary import TokenizerError, Vocabulary
 def mergeable(
     vocabulary: Vocabulary, merges: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Text to id of the tokens that merging may give, and the merges that lead to them, the best first.
+    """The tokens that merging may give, text -> id, and the merges that lead to them, best first.
 
-    A control token is none of them, so that no text becomes one unasked. The exception is one that the file calls
-    normal, that is a control token by its text alone, and that the merges make: `</s>` in Qwen's vocabulary.
+    Control tokens are excluded, so that no text becomes one unasked. The exception is a token that is a control token
+    only by its text, which the file calls normal, and which the merges make: `</s>` in Qwen's vocabulary.
     """
     hidden = set(vocabulary.control_tokens)
     ordinary = {vocabulary.texts[i] for i in vocabulary.normal_controls}
@@ -52,7 +52,8 @@ def merge_model(
 
 
 def _byte_alphabet() -> list[str]:
-    """Printable Latin-1 bytes stand for themselves; the other 68 take code points 256, 257, ... in order."""
+    """GPT-2's character for each byte: printable Latin-1 bytes stand for themselves, the other 68 for code points 256,
+    257, ... in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     rest = (b for b in range(256) if b not in printable)
     stand_in = {b: chr(256 + n) for n, b in enumerate(rest)}

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 MOST_BYTES = 16 << 20
 LONGEST_REPLACEMENT = 255
-"""Bytes: SentencePiece's own maps have up to 33."""
+"""Most bytes of a replacement: SentencePiece's own maps have up to 33."""
 
 _AT_A_TIME = 4096
 _LABEL, _HAS_VALUE, _VALUE = (1 << 31) | 0xFF, 1 << 8, (1 << 31) - 1
 
 
 def charsmap_problem(raw: bytes) -> str | None:
-    """Why a map leads outside of itself, or makes of a character more than it may; None: it does not."""
+    """Why a map leads outside of itself, or turns a character into more than it may; None: it does not."""
     size = int.from_bytes(raw[:4], "little")
     if len(raw) > MOST_BYTES:
         return f"{len(raw)} bytes, more than {MOST_BYTES}"
@@ -34,7 +34,7 @@ def charsmap_problem(raw: bytes) -> str | None:
 
 
 def _trie_problem(units: NDArray[np.int64], replacements: bytes) -> str | None:
-    """Of every unit that some text leads to."""
+    """What is wrong with a unit that some text leads to; None: nothing."""
     starts = np.frombuffer(replacements, np.uint8) & 0xC0 != 0x80  # where a character begins
     seen = np.zeros(len(units), np.bool_)
     found = np.zeros(1, np.int64)

@@ -147,7 +147,8 @@ def _unigram(file: GGUFFile) -> TokenizerParts:
 
 
 def _pair_gap(file: GGUFFile, vocabulary: Vocabulary, by_default: bool) -> tuple[int, ...]:
-    """A separator after the end token, where the file asks for both; `by_default`: where it does not say."""
+    """The separator token after the end token, if the file asks for both; `by_default`: whether it does if it does not
+    say."""
     said = file.get_bool(_PREFIX + "add_sep_token")
     separator = file.get_int(_PREFIX + "seperator_token_id", high=(1 << 32) - 1)
     if separator is None or separator >= len(vocabulary) or not vocabulary.add_eos:
@@ -199,7 +200,7 @@ def _vocabulary(
     roles: Mapping[str, int],
     to_bytes: Callable[[str], bytes],
 ) -> Vocabulary:
-    """`add_bos` and `roles` are what holds where the file does not say."""
+    """The vocabulary of `file`. `add_bos`, `roles`: defaults for a file that does not say."""
     types = file.get_ints(TOKEN_TYPE)
     named = {role: i for role, i in roles.items() if i < len(texts)}
     for role, key in _ROLES.items():
@@ -230,7 +231,7 @@ def _suppressed(file: GGUFFile, size: int) -> frozenset[int]:
 
 
 def _with_strips(file: GGUFFile, vocabulary: Vocabulary) -> Vocabulary:
-    """`vocabulary` with the tokens beside which white space goes.
+    """`vocabulary` with the ids of tokens that take the white space beside them.
 
     GGUF has no key for that attribute of added tokens; llama.cpp finds the models that have it by their names.
     """

@@ -49,7 +49,7 @@ class LimitedEngine:
     """A tokenizer.json in a process with limits."""
 
     def __init__(self, path: str, text: str | None = None) -> None:
-        """As LibraryEngine's, but nothing is read before the first question."""
+        """As `LibraryEngine`, but the file is not read before the first request."""
         self._process = LimitedProcess(_WORKER, {"path": path, "json": text}, _LIMITS)
 
     def describe(self) -> dict[str, Any]:
@@ -120,7 +120,8 @@ def engine_for(path: Path, parts: Mapping[str, Any]) -> TokenizerEngine:
 
 
 def describe(path: Path, engine: TokenizerEngine) -> Described:
-    """What `engine` says of its tokens. Raises TokenizerError: it does not work, or has too large an id."""
+    """The description that `engine` gives of its tokens. Raises TokenizerError: it does not work, or has too large an
+    id."""
     try:
         found = engine.describe()
     except (ValueError, ProcessStoppedError) as failure:
@@ -185,7 +186,7 @@ def _stripping(parts: Mapping[str, Any], side: str) -> frozenset[int]:
 
 
 def _rows(folder: Path) -> int:
-    """Rows of the model's embedding, which may be more than there are tokens."""
+    """Number of rows of the model's embedding, which may be more than there are tokens."""
     path = folder / "config.json"
     config = read_json(path) if path.is_file() else {}
     inner = config.get("text_config")
@@ -224,7 +225,7 @@ def _first_of_all(described: Described, texts: Sequence[str], ends: Set[int]) ->
 
 
 def _adds_bos(described: Described, config: Mapping[str, Any], bos: int | None) -> bool:
-    """As the configuration says, else as the post-processor does with an empty text."""
+    """Whether BOS begins a text: as the configuration says, else as the post-processor does with an empty text."""
     said = config.get("add_bos_token")
     if bos is None or isinstance(said, bool):
         return bool(said) and bos is not None
@@ -232,7 +233,7 @@ def _adds_bos(described: Described, config: Mapping[str, Any], bos: int | None) 
 
 
 def _adds_eos(described: Described, config: Mapping[str, Any], eos: int | None) -> bool:
-    """The same of the end token: whether it follows a text."""
+    """Whether the end token follows a text."""
     said = config.get("add_eos_token")
     if eos is None or isinstance(said, bool):
         return bool(said)
@@ -240,7 +241,7 @@ def _adds_eos(described: Described, config: Mapping[str, Any], eos: int | None) 
 
 
 def _pair_gap(described: Described) -> tuple[int, ...]:
-    """What the post-processor puts between a whole text and the second of a pair, whose end it repeats."""
+    """Ids that the post-processor puts between the first text of a pair, with its end, and the second."""
     one, both = list(described.empty), list(described.pair)
     return tuple(both[len(one) : -1]) if len(one) > 1 and both[: len(one)] == one else ()
 
@@ -263,7 +264,8 @@ def _ids(path: Path, key: str, size: int) -> frozenset[int]:
 
 
 def _puts_space_first(parts: Mapping[str, Any]) -> bool:
-    """A `Prepend` of the space sign, or a `Metaspace` whose scheme is not "never"."""
+    """Whether a space is put before a text: by a `Prepend` of the space sign, or a `Metaspace` whose scheme is not
+    "never"."""
     if _find(parts.get("normalizer"), "Prepend") is not None:
         return True
     metaspace = _find(parts.get("pre_tokenizer"), "Metaspace")
@@ -274,7 +276,7 @@ def _puts_space_first(parts: Mapping[str, Any]) -> bool:
 
 
 def _find(part: Any, kind: str) -> Mapping[str, Any] | None:
-    """The first component of tokenizer.json of that type, in a sequence or not."""
+    """The first component of this type in tokenizer.json, within a sequence or alone."""
     if isinstance(part, dict) and part.get("type") == kind:
         return part
     inner = part if isinstance(part, list) else list(part.values()) if isinstance(part, dict) else []

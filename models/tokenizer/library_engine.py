@@ -40,10 +40,9 @@ class LibraryEngine:
             raise _refusal(failure) from None
 
     def describe(self) -> dict[str, Any]:
-        """`vocab`: text -> id of every token. `added`: (id, text, whether special) of those matched by their text.
-
-        `empty`: the ids of an empty text with what the file puts around one; `pair`: of two of them.
-        """
+        """vocab: text -> id of every token. added: (id, text, whether special) of each token that is matched by its
+        text. empty: the ids of an empty text with the tokens that the file puts around a text; pair: those of two empty
+        texts."""
         try:
             added = self._engine.get_added_tokens_decoder()
             return {

@@ -1,7 +1,7 @@
-"""What a tokenizer is made of, which readers of both kinds of files give, and the encoder of whole texts.
+"""The parts of a tokenizer, which the readers of both kinds of files make, and the encoder of whole texts.
 
-Added tokens, which are matched by their text and never merged, are cut out of a text first. The order is llama.cpp's
-(`tokenizer_st_partition`): all places of the longest token first, then those of the next in what is left.
+Added tokens are matched by their text, never merged, and cut out of a text first. The order is llama.cpp's
+(`tokenizer_st_partition`): all places of the longest token first, then those of the next longest in what is left.
 """
 
 from collections.abc import Callable
@@ -45,10 +45,8 @@ class AddedTokenEncoder:
 
 
 def partition(text: str, vocabulary: Vocabulary, user_defined: bool, control: bool) -> list[str | int]:
-    """Pieces of `text` in order: ids where a token's text stood, strings between. No string is empty.
-
-    `user_defined` and `control` say which tokens of `vocabulary` are matched.
-    """
+    """`text` in pieces, in order: an id where a token's text stood, and the non-empty strings between. `user_defined`,
+    `control`: which tokens of `vocabulary` are matched."""
     wanted = [(vocabulary.user_defined_tokens, user_defined), (vocabulary.control_tokens, control)]
     present = [pair for tokens, asked in wanted if asked for pair in tokens.items() if pair[0] in text]
     present.sort(key=lambda item: -len(item[0].encode()))

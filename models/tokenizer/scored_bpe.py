@@ -95,7 +95,7 @@ class ScoredBPE:
         return tuple(ids)
 
     def _fallback(self, character: str) -> list[int]:
-        """A character without a token, as its UTF-8 bytes or else as the unknown token."""
+        """The ids of a character without a token: its UTF-8 bytes', or else the unknown token."""
         ids = [self._byte_ids.get(byte) for byte in character.encode()]
         whole = [i for i in ids if i is not None]
         if len(whole) == len(ids):

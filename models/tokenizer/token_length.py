@@ -1,6 +1,7 @@
-"""The most bytes of a text that one token can stand for, by which a text is found too long before it is tokenized.
+"""The most bytes of a text that one token can stand for: a text that must have too many tokens is refused before it is
+tokenized.
 
-A bound holds for every text, whatever it is made of.
+A bound holds for every text.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,45 +23,45 @@ _KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation"
 
 @dataclass(frozen=True)
 class TokenLength:
-    """How long tokens are at most.
+    """The bound on tokens.
 
-    Attributes:
-        longest: bytes of UTF-8.
-        dropped: bytes that the vocabulary lacks, which give no token.
+    Attributes: longest: most bytes of UTF-8 that a token stands for. dropped: bytes that the vocabulary lacks, which
+    give no token.
     """
 
     longest: int
     dropped: bytes = b""
 
     def least_tokens(self, text: str) -> int:
-        """Tokens that `text` has at least."""
+        """The least number of tokens that `text` has."""
         raw = text.encode(errors="ignore")
         size = len(raw.translate(None, self.dropped)) if self.dropped else len(raw)
         return -(-size // self.longest)
 
 
 def of_gguf(vocabulary: Vocabulary, byte_level: bool) -> TokenLength | None:
-    """Of a vocabulary with byte-level merges, or else one that spells characters; None where special tokens take the
-    white space beside them, of which there may be any amount."""
+    """The token length of a GGUF vocabulary, with byte-level merges or else spelling characters; None if special tokens
+    take the white space beside them, which may be of any length."""
     if vocabulary.lstrip_ids or vocabulary.rstrip_ids:
         return None
     return of_byte_level(vocabulary) if byte_level else of_scored(vocabulary)
 
 
 def of_byte_level(vocabulary: Vocabulary) -> TokenLength:
-    """Of byte-level BPE."""
+    """The token length of byte-level BPE."""
     longest = max(1, *map(_bytes_of_byte_level, vocabulary.texts, vocabulary.types))
     missing = (byte for byte, char in enumerate(BYTE_TO_CHAR) if char not in vocabulary.ids)
     return TokenLength(longest, bytes(missing))
 
 
 def of_scored(vocabulary: Vocabulary) -> TokenLength:
-    """Of SentencePiece's BPE, whose tokens spell a space with the three bytes of U+2581, as a text may too."""
+    """The token length of SentencePiece's BPE. Its tokens spell a space as U+2581, three bytes, which a text may
+    too."""
     return TokenLength(max(_LONGEST_CHARACTER, *(len(text.encode()) for text in vocabulary.texts)))
 
 
 def of_pipeline(vocabulary: Vocabulary, parts: Mapping[str, Any]) -> TokenLength | None:
-    """Of a tokenizer.json, `parts`; None where a step of it may drop text, or is not known to keep it."""
+    """The token length of a tokenizer.json, `parts`; None if one of its steps may drop text."""
     normalizers, splits = _steps(parts.get("normalizer")), _steps(parts.get("pre_tokenizer"))
     added = [token for token in parts.get("added_tokens") or () if isinstance(token, Mapping)]
     if (

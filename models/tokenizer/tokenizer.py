@@ -95,12 +95,12 @@ class Tokenizer:
 
     @property
     def pair_gap(self) -> tuple[int, ...]:
-        """Tokens between a pair's first text, with its end token, and the second, which begins with none."""
+        """The tokens between the end token of a pair's first text and its second text, which begins with no BOS."""
         return self._vocabulary.pair_gap
 
     @property
     def control_texts(self) -> list[str]:
-        """What `encode` turns into control tokens if it parses them, longest first."""
+        """The texts that `encode` turns into control tokens if it parses them, longest first."""
         return list(self._vocabulary.control_tokens)
 
     def control_id(self, text: str) -> int | None:
@@ -113,7 +113,7 @@ class Tokenizer:
 
     @cached_property
     def token_length(self) -> "TokenLength | None":
-        """How much of a text one token can stand for; None where that has no bound."""
+        """The bound on what one token can stand for; None: there is none."""
         return self._length()
 
     def token_text(self, token_id: int) -> str:
@@ -143,10 +143,10 @@ class Tokenizer:
         return self._with_bos(ids) if bos else ids
 
     def encode_hidden(self, text: str, restore: Callable[[str], str], bos: bool = False) -> list[int]:
-        """As `encode` with special, of a text in which something is hidden that is not to be a control token.
+        """As `encode` with special, for a text with hidden parts that must not become control tokens.
 
-        The control tokens that are in sight are cut out first; `restore` then gives the text between them back
-        as it is to be read.
+        The control tokens in sight are cut out first; then `restore` turns each text between them back into the
+        original.
         """
         encoder = self._text_encoder()
         ids: list[int] = []

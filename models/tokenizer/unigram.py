@@ -20,9 +20,9 @@ _MATCHED = (TokenType.NORMAL, TokenType.BYTE)
 class Unigram:
     """Cuts a piece of ordinary text (no added tokens in it) into ids.
 
-    scores: of each token, its logarithmic probability. charsmap: as charsmap.py has it, sound; empty: text stays as it
-    is. merges_spaces: spaces at the ends and beside others are dropped. space_prefix: the first word has a space in
-    front.
+    scores: the logarithm of each token's probability. charsmap: the map of normalizations, already checked
+    (charsmap.py); empty: text stays as it is. merges_spaces: spaces at the ends and repeated ones are dropped.
+    space_prefix: a space is put before the first word.
     """
 
     def __init__(

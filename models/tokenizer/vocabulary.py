@@ -85,14 +85,15 @@ _MESSAGE_ENDS = ({"<|return|>", "<|call|>", "<|end|>"}, {"<|call|>", "<|flush|>"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`texts[id]` and `types[id]` of every token, and the ids with a role.
+    """The tokens of a model, and the ids that have a role.
 
-    `named_ids` holds the roles that the file assigns: bos, eos, eot, eom, unk, pad and so on. `add_bos` is
-    whether a prompt begins with `bos`; `to_bytes` turns a normal token's text into the bytes it stands for;
-    `eos_ids` end a generation; `ids` follow from `texts`. White space before a token of `lstrip_ids`, or after one of
-    `rstrip_ids`, goes where the token is matched by its text. `normal_controls` are control tokens by their text
-    alone, which the file calls normal. `pair_gap`: what lies between the end token of a pair's first text and the
-    second text, which begins with none. `suppressed_ids` are never generated.
+    texts, types: of every token, by id. named_ids: the roles that the file assigns: bos, eos, eot, eom, unk, pad and so
+    on. add_bos, add_eos: whether the file asks for BOS before, or EOS after, a text. to_bytes: turns a normal token's
+    text into the bytes that it stands for. eos_ids: tokens that end a generation. ids: text -> id, made of `texts` if
+    not given. lstrip_ids, rstrip_ids: tokens that, matched by their text, take the white space before or after them.
+    normal_controls: control tokens by their text alone, which the file calls normal. pair_gap: the tokens between the
+    end token of a pair's first text and the second text, which begins with no BOS. suppressed_ids: tokens that are
+    never generated.
     """
 
     texts: Sequence[str]
@@ -165,10 +166,8 @@ def byte_value(text: str) -> int:
 
 
 def control_texts(vocabulary: Container[str], named_roles: Container[str]) -> set[str]:
-    """The texts of `vocabulary` that are control tokens by what they say, whatever type a file gives them.
-
-    `named_roles` are those whose token the file names itself.
-    """
+    """The texts of `vocabulary` that mark control tokens, whatever type a file gives them. `named_roles`: roles whose
+    token the file names itself."""
     found = {text for text in END_OF_GENERATION | _FIM_TEXTS if text in vocabulary}
     for role, texts in _FIM_ENDS.items():
         if role not in named_roles:

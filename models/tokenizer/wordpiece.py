@@ -36,10 +36,10 @@ class WordPiece:
 
 
 def _own_spelling(text: str) -> str:
-    """Of a token that begins a word its letters, of another `##` and its letters."""
+    """BERT's spelling of a token: its letters if it begins a word, else `##` and its letters."""
     return text[len(SPACE) :] if text.startswith(SPACE) else f"##{text}"
 
 
 def word_bytes(text: str) -> bytes:
-    """What a token stands for: a space before what begins a word."""
+    """The bytes of a token, with a space before one that begins a word."""
     return text.replace(SPACE, " ").encode()

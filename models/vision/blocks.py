@@ -1,7 +1,7 @@
-"""The parts that vision encoders are made of, over torch's operations.
+"""The parts of vision encoders, over torch's operations.
 
-Rows between the parts are fp32 (fp64 in tests); matrices may be fp16, and then multiply rows in fp16 with fp32
-accumulation. Inputs that no norm bounds are brought below 1 by a power of two for each row before, which keeps products
+Rows between the parts are fp32 (fp64 in tests). Matrices may be fp16; they multiply rows in fp16, with fp32
+accumulation. Rows that no norm bounds are first scaled below 1 by a power of two for each row, which keeps products
 within fp16.
 """
 
@@ -33,7 +33,7 @@ def rotation_of_halves(*angles: Tensor) -> PatchRotation:
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """matrix: [N, K] as stored; bias: [N] or None. kind: the type of its products."""
+    """A matrix [N, K] as stored, with a bias [N] or None. kind: the dtype of its products."""
 
     matrix: Matrix
     bias: Tensor | None
@@ -58,7 +58,7 @@ class Linear:
 
 @dataclass(frozen=True, eq=False)
 class ClippedLinear(Linear):
-    """A matrix with inputs and outputs that are clamped. bounds: of inputs, low and high, then of outputs: scalars."""
+    """A matrix whose inputs and outputs are clamped. bounds: low and high of inputs, then of outputs, scalars."""
 
     bounds: tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -69,7 +69,7 @@ class ClippedLinear(Linear):
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Matrices of the same rows, their results side by side."""
+    """Matrices that multiply the same rows, with their results side by side."""
 
     parts: tuple[Linear, ...]
 
@@ -104,10 +104,10 @@ class Mlp:
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """Squares of an image's rows that attend to one another alone.
+    """Square windows of an image's rows; rows attend only to those of their own window.
 
-    index: [W, S], the rows of each; seen: [W, S], False where a window at an edge has fewer; back: [rows], where each
-    row is among those of all windows.
+    index: [W, S], the rows of each window. seen: [W, S], False past the rows of a window at an edge, which has fewer.
+    back: [rows], the place of each row among those of all windows.
     """
 
     index: Tensor
@@ -139,8 +139,8 @@ class Windows:
 class UnitGrid:
     """A unit of `height` x `width` patches, and what follows from its size alone.
 
-    positions: added to the embedded patches, [height, width, encoder's width]; rotation: of queries and keys; windows:
-    of layers without full attention.
+    positions: [height, width, encoder's width], added to the embedded patches. rotation: that of queries and keys.
+    windows: those of layers without full attention.
     """
 
     height: int
@@ -158,8 +158,8 @@ class UnitGrid:
 class VisionAttention:
     """Attention of all rows of a unit, or of a window, to one another.
 
-    qkv: [3 * heads * head_dim, width], queries first. norms: of each head's values, or of all heads' at once.
-    scale: of scores; None: 1 / sqrt(head_dim).
+    qkv: [3 * heads * head_dim, width], queries first. norms: of queries, keys and values; of each head by itself if
+    `norm_heads`, else of all heads at once. scale: that of scores; None: 1 / sqrt(head_dim).
     """
 
     qkv: Linear | Joined
@@ -205,7 +205,7 @@ def linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
 
 
 def joined(parts: tuple[Linear, ...]) -> Linear | Joined:
-    """Matrices of the same rows as one, without bias, or side by side where they clamp their results."""
+    """Matrices that multiply the same rows, as one matrix without bias; side by side if one has a bias or clamps."""
     if all(type(part) is Linear and part.bias is None for part in parts):
         kind = parts[0].kind
         return Linear(joined_matrices([part.matrix for part in parts], kind), None, kind)
@@ -241,16 +241,16 @@ def norm(weights: Weights, name: str, size: int, eps: float, centred: bool = Tru
     return Norm(weights.tensor(f"{name}.weight", size), bias, eps, centred)
 
 
-def patch_linear(weights: Weights, width: int, patch: int, name: str = "v.patch_embd.weight") -> Linear:
+def patch_linear(weights: Weights, width: int, patch: int) -> Linear:
     """The patch embedding [width, 3, patch, patch] as a matrix over a patch's values in that order."""
     shape = (width, 3, patch, patch)
     bias = weights.tensor("v.patch_embd.bias", width) if weights.has("v.patch_embd.bias") else None
-    matrix = weights.tensor(name, *shape, dtype=weights.matrix).flatten(1)
+    matrix = weights.tensor("v.patch_embd.weight", *shape, dtype=weights.matrix).flatten(1)
     return Linear(matrix, bias, weights.matrix)
 
 
 def patch_linear_of_two(weights: Weights, width: int, patch: int) -> Linear:
-    """The patch embedding over two frames, which of an image are the same: the sum of both matrices."""
+    """The patch embedding over two frames. Those of an image are the same, so it is the sum of both matrices."""
     first = patch_linear(weights, width, patch)
     second = weights.tensor("v.patch_embd.weight.1", width, 3, patch, patch, dtype=weights.matrix)
     both = first.weight.to(weights.vector) + second.flatten(1).to(weights.vector)
@@ -258,7 +258,8 @@ def patch_linear_of_two(weights: Weights, width: int, patch: int) -> Linear:
 
 
 def axial_angles(height: int, width: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Angles [height * width, head_dim / 2] of patches: head_dim / 4 frequencies by the row, as many by the column."""
+    """Angles [height * width, head_dim / 2] of patches: head_dim / 4 frequencies turn by the row, the same number by
+    the column."""
     size = head_dim // 2
     frequencies = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     down = torch.arange(height, dtype=torch.float32)[:, None, None] * frequencies

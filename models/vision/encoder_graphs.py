@@ -22,7 +22,7 @@ from quengine.models.vision.projector import ImageEncoder
 logger = logging.getLogger(__name__)
 
 CLASSES = 8
-"""Numbers and sizes of units whose graphs are kept; those used longest ago make room."""
+"""Most (number, size) of units whose graphs are kept; the least recently used make room."""
 
 Turn = Callable[[], AbstractContextManager[object]]
 """What each slice of layers is launched within."""
@@ -104,7 +104,7 @@ class EncoderGraphs:
         return captured.rows.clone()
 
     def _capture(self, shape: tuple[int, ...], grid: UnitGrid, layers: int) -> _Captured:
-        """The graphs of units [B, 3, H, W], of which some were encoded before: all kernels are loaded."""
+        """The graphs for units [B, 3, H, W]. Units of this size were encoded before, so all kernels are loaded."""
         host = torch.empty(shape, dtype=torch.float32, pin_memory=True)
         given = torch.empty(shape, dtype=torch.float32, device=self._device)
         if self._pool is None:
@@ -137,7 +137,7 @@ def in_slices(layers: Generator[None, None, Tensor], count: int, turn: Turn) -> 
 
 
 def advanced(layers: Generator[None, None, Tensor], count: int) -> Tensor | None:
-    """Launches `count` more layers; the rows after the last one."""
+    """Launches `count` more layers, and returns the rows after the last one."""
     for _ in range(count):
         try:
             next(layers)

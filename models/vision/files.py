@@ -20,17 +20,17 @@ from quengine.models.vision.settings import VisionSettings
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 _SAMPLE = 4096
-"""Bytes of each tensor that a file is recognized by."""
+"""Number of bytes of each tensor that the digest of a file includes."""
 
 Change = Callable[[Tensor, VisionSettings], Tensor]
-"""Makes the tensor as GGUF has it of the one as Hugging Face has it."""
+"""A function from a Hugging Face folder's tensor to GGUF's."""
 
 
 class TensorSource(Protocol):
     """Where an encoder's tensors are read from."""
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """That of tensor `name` in torch order; None: it is not there."""
+        """The shape of tensor `name` in torch order; None: it does not exist."""
         ...
 
     def tensor(self, name: str) -> Tensor:
@@ -108,8 +108,8 @@ class GGUFSource:
 class FolderSource:
     """Tensors of a Hugging Face folder.
 
-    names: GGUF name, {} for a layer's number -> Hugging Face's names, the first that is there being taken, with and
-    without `model.` before it. changes: by the GGUF name without its layer. parts: beginnings of the encoder's names.
+    names: GGUF name, with {} for a layer's number -> names in a folder, of which the first that exists is taken, with
+    or without `model.` before it. changes: by the GGUF name without its layer. parts: prefixes of the encoder's names.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class FolderSource:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """GGUF's names of the tensors that are there."""
+        """GGUF's names of the tensors in the folder."""
         return tuple(self._names)
 
     def embedding_row(self, token: int) -> Tensor:
@@ -190,8 +190,11 @@ class FolderSource:
 
 
 class Weights:
-    """Checked tensors of an encoder on a device. matrix: the dtype of products, of all else fp32 or wider. keeps:
-    matrices stay as stored, but for floats on a CUDA device, which are of type `matrix` there."""
+    """Checked tensors of an encoder on a device.
+
+    matrix: the dtype of products; all else is fp32 or wider. keeps: matrices stay as stored, except that floats become
+    `matrix` on a CUDA device.
+    """
 
     def __init__(
         self, source: TensorSource, device: torch.device, matrix: torch.dtype, keeps: bool = False

@@ -54,7 +54,7 @@ def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
 
 
 def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
-    """The image in the encoder's square, [1, 3, size, size], whatever its ratio."""
+    """The image resized to the encoder's square, [1, 3, size, size], whatever its ratio of sides."""
     size = settings.image_size
     image = resized(image, size, size, settings.resample)
     count = (size // settings.patch // settings.merge) ** 2

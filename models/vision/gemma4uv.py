@@ -18,7 +18,7 @@ from quengine.models.vision.projector import Projector
 from quengine.models.vision.settings import BICUBIC, Keys, VisionSettings, folder_settings, gguf_settings
 
 _EPS = 1e-5
-"""Of the norms before the last one, as torch's LayerNorm has it; no file names it."""
+"""eps of all norms but the last: the default of torch's LayerNorm, which no file names."""
 _PATCH = 16
 _PLAIN = {"layers": 0, "heads": 1, "feed_forward": 0}
 
@@ -57,8 +57,8 @@ def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
 
 @dataclass(frozen=True, eq=False)
 class Gemma4UV:
-    """The rows of squares. norms: of a square's pixels, of its row, and of the row with its place. positions: tables of
-    columns and of rows, [2, P, width]."""
+    """The encoder, which makes a row of each square. norms: those of a square's pixels, of its row, and of the row with
+    its position. positions: tables of columns and of rows, [2, P, width]."""
 
     settings: VisionSettings
     norms: tuple[Norm, Norm, Norm]

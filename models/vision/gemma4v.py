@@ -37,10 +37,10 @@ from quengine.models.vision.settings import BICUBIC, Keys, VisionSettings, folde
 from quengine.models.vision.vision_block import VisionBlock, through
 
 ROWS = 280
-"""Of an image, at most."""
+"""Most rows of an image."""
 _THETA = 100.0
 POOL = 3
-"""Patches of a side that become one row."""
+"""A square of POOL x POOL patches becomes one row."""
 _BOUND = "v.blk.0.attn_q.input_min"
 
 
@@ -88,10 +88,7 @@ def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
     Raises ImageError: a side has no pixels then, or more patches than the table has places.
     """
     step = settings.patch * settings.merge
-    rows = settings.features["rows"]
-    if settings.max_pixels:
-        rows = max(1, min(rows, settings.max_pixels // (step * step)))
-    height, width = _sized(image.height, image.width, step, rows)
+    height, width = _sized(image.height, image.width, step, settings.features["rows"])
     if (needed := max(height, width) // settings.patch) > (places := settings.features["positions"]):
         problem = f"need {needed} patches in a row, and the projector has places for {places}"
         raise ImageError(f"image: {image.width} x {image.height} pixels {problem}")
@@ -148,7 +145,8 @@ class Gemma4V:
         return self.project(self.project_norm(x))
 
     def _rotation(self, height: int, width: int) -> PatchRotation:
-        """The first half of a head by the column, the second by the row, each in halves."""
+        """Rotates the first half of each head by the patch's column, the second by its row; elements j and j + n of a
+        half turn together."""
         angles = axial_angles(
             height, width, self.settings.head_dim, self.settings.theta, self.positions.device
         )

@@ -29,7 +29,7 @@ from quengine.models.vision.blocks import (
 from quengine.models.vision.files import Weights
 from quengine.models.vision.pixels import normalized, resized
 from quengine.models.vision.projector import Arranged, Projector
-from quengine.models.vision.qwen3vl import ENDS, FRAMES, patch_names
+from quengine.models.vision.qwen3vl import ENDS, FRAMES, PATCH_NAMES
 from quengine.models.vision.qwen25vl import gated_block
 from quengine.models.vision.qwen_images import (
     QWEN_DEFAULTS,
@@ -42,9 +42,9 @@ from quengine.models.vision.settings import Keys, VisionSettings, folder_setting
 from quengine.models.vision.vision_block import VisionBlock, through
 
 MIN_PIXELS, MAX_PIXELS = 112 * 112 // 2, 28 * 28 * 6144
-"""Of a resized image in the released models, which count two frames of it."""
+"""Pixels of a resized image in the released models, which count each image as two frames."""
 _NORM_EPS = 1e-5
-"""Of the projector's LayerNorm, torch's own."""
+"""torch's default, which the projector's LayerNorm has."""
 
 
 def _gguf(file: GGUFFile) -> VisionSettings:
@@ -184,7 +184,7 @@ _NAMES = {
 
 def _hf_names(_: VisionSettings) -> dict[str, tuple[str, ...]]:
     names = {f"{ours}.{end}": (f"visual.{theirs}.{end}",) for ours, theirs in _NAMES.items() for end in ENDS}
-    return names | patch_names("visual.patch_embed.proj")
+    return names | PATCH_NAMES
 
 
 GLM4V = Projector(

@@ -7,7 +7,7 @@ the last unit is the whole image in one tile.
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from math import ceil, isqrt
+from math import ceil
 
 import torch
 from PIL import Image
@@ -40,7 +40,7 @@ from quengine.models.vision.siglip import SIGLIP_DEFAULTS, siglip_blocks, siglip
 from quengine.models.vision.vision_block import VisionBlock, through
 
 MAX_SIDE = 4096
-"""Pixels of the longest edge in any case."""
+"""Largest edge in pixels, whatever the settings say."""
 _FAKE, _GLOBAL = "<fake_token_around_image>", "<global-img>"
 
 
@@ -76,7 +76,7 @@ def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
 
 
 def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
-    """Tiles and the whole image, [tiles + 1, 3, tile, tile]; an image of one tile alone is that."""
+    """The tiles and the whole image, [tiles + 1, 3, tile, tile]; for an image of one tile only that tile."""
     tile = settings.tile
     rows = cols = 0
     image = resized(image, *_longest(image.height, image.width, settings), settings.resample)
@@ -93,11 +93,8 @@ def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
 
 def _longest(height: int, width: int, settings: VisionSettings) -> tuple[int, int]:
     """(height, width) with the longest edge that the settings have, the other one even, and at most MAX_SIDE."""
-    edge = settings.longest_edge
-    if settings.max_pixels:
-        edge = min(edge, max(settings.tile, isqrt(settings.max_pixels) // settings.tile * settings.tile))
     wide = width >= height
-    height, width = _at_edge(height, width, edge)
+    height, width = _at_edge(height, width, settings.longest_edge)
     height, width = (height + height % 2, width) if wide else (height, width + width % 2)
     height, width = max(height, 1), max(width, 1)
     return _at_edge(height, width, MAX_SIDE) if max(height, width) > MAX_SIDE else (height, width)
@@ -152,7 +149,8 @@ class Idefics3:
         return self.project(merged(x, self.settings.merge)).flatten(1, 2)
 
     def _position_ids(self, height: int, width: int) -> Tensor:
-        """[height, width]: positions of a grid of another size are those at the same fraction, in fp32 as there."""
+        """Positions [height, width] of a grid: for one of another size than the table, those at the same fraction,
+        computed in fp32 as in `transformers`."""
         side = self.settings.image_size // self.settings.patch
         boundaries = torch.arange(1 / side, 1.0, 1 / side)
         ids = []

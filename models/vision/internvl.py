@@ -35,7 +35,7 @@ from quengine.models.vision.vision_block import VisionBlock, through
 
 _MAX_TILES = 12
 _NORM_EPS = 1e-5
-"""Of the projector's LayerNorm, torch's own."""
+"""torch's default, which the projector's LayerNorm has."""
 _QK_EPS = 1e-6
 
 
@@ -80,7 +80,7 @@ def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
 
 
 def _side(vision: Keys, key: str) -> int:
-    """A size that is a number, or two that are equal."""
+    """A size, given as a number or as two equal ones."""
     value = vision.get(key)
     if (
         isinstance(value, list | tuple)
@@ -95,8 +95,6 @@ def _side(vision: Keys, key: str) -> int:
 def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
     """Tiles, and if there are several the whole image in one tile: [units, 3, tile, tile]."""
     tile, (least, most) = settings.image_size, settings.features["tiles"]
-    if settings.max_pixels:
-        most = max(1, min(most, settings.max_pixels // (tile * tile)))
     cols, rows = tile_counts(image.width, image.height, tile, min(least, most), most) if most > 1 else (1, 1)
     units = cut_tiles(image, cols, rows, tile, settings.resample)
     if len(units) > 1:
@@ -108,7 +106,7 @@ def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
 
 @dataclass(frozen=True, eq=False)
 class InternVL:
-    """The encoder. first: the row before those of patches, which takes part in attention and is left out after it."""
+    """The encoder. first: the class row before those of patches, which takes part in attention and is then dropped."""
 
     settings: VisionSettings
     embed: Linear

@@ -37,7 +37,7 @@ from quengine.models.vision.vision_block import VisionBlock, through
 _MIN_ROWS, _MAX_ROWS = 64, 256
 _TILE, _MIN_TILES, _MAX_TILES, _TOLERANCE = 512, 2, 10, 2.0
 _NORM_EPS = 1e-5
-"""Of the projector's LayerNorm, torch's own."""
+"""torch's default, which the projector's LayerNorm has."""
 
 
 def _gguf(file: GGUFFile) -> VisionSettings:

@@ -1,7 +1,6 @@
 """Finds and opens the vision part of a model: a GGUF projector file (mmproj), or a Hugging Face folder."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +31,31 @@ def find_vision(model_path: Path) -> Path | None:
     return find_projector(model_path)
 
 
-def load_processor(path: Path, max_pixels: int | None = None) -> ImageProcessor:
+def load_processor(path: Path) -> ImageProcessor:
     """The preprocessing of the projector in `path`, without weights; the process that decodes images starts meanwhile.
-
-    max_pixels: of a resized image, where the projector takes any size; None: the file's own limit.
 
     Raises:
         EngineError: no projector that is supported, or a file that is damaged.
     """
     start_decoder()
-    projector, settings, source = _opened(path, max_pixels)
+    projector, settings, source = _opened(path)
     try:
         return ImageProcessor(projector, settings, source.identity())
     finally:
         source.close()
 
 
-def load_vision(
-    path: Path, device: torch.device | str, max_pixels: int | None = None, dtype: torch.dtype | None = None
-) -> VisionModel:
+def load_vision(path: Path, device: torch.device | str, dtype: torch.dtype | None = None) -> VisionModel:
     """The vision encoder in `path`, a GGUF projector file or a Hugging Face folder, on `device`.
 
-    max_pixels: as `load_processor`. dtype: of the matrices and their products; None: matrices as stored, products fp16
-    on CUDA and fp32 on the CPU.
+    dtype: that of the matrices and their products; None: matrices as stored, products in fp16 on CUDA and in fp32 on
+    the CPU.
 
     Raises:
         EngineError: no projector that is supported, a file that is damaged, or tensors that are not applied.
     """
     device = torch.device(device)
-    projector, settings, source = _opened(path, max_pixels)
+    projector, settings, source = _opened(path)
     try:
         matrix = dtype or (torch.float16 if device.type == "cuda" else torch.float32)
         weights = Weights(source, device, matrix, keeps=dtype is None)
@@ -72,12 +67,8 @@ def load_vision(
     return VisionModel(processor, encoder, projector.deepstack(settings), device)
 
 
-def _opened(path: Path, max_pixels: int | None) -> tuple[Projector, VisionSettings, TensorSource]:
-    projector, settings, source = open_folder(path) if path.is_dir() else _open_gguf(path)
-    if max_pixels is not None:
-        limit = min(max_pixels, settings.max_pixels or max_pixels)
-        settings = replace(settings, max_pixels=limit, min_pixels=min(limit, settings.min_pixels))
-    return projector, settings, source
+def _opened(path: Path) -> tuple[Projector, VisionSettings, TensorSource]:
+    return open_folder(path) if path.is_dir() else _open_gguf(path)
 
 
 def _open_gguf(path: Path) -> tuple[Projector, VisionSettings, TensorSource]:

@@ -6,7 +6,7 @@ Mistral3MultiModalProjector). GGUF has rotated rows of queries and keys as neigh
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from math import floor, sqrt
+from math import floor
 
 import torch
 from PIL import Image
@@ -43,7 +43,7 @@ from quengine.models.vision.vision_block import VisionBlock, through
 
 _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
 _EPS = 1e-5
-"""Of the encoder's norms, which config.json does not have."""
+"""eps of the encoder's norms, which config.json does not have."""
 
 
 def _gguf(file: GGUFFile) -> VisionSettings:
@@ -90,8 +90,6 @@ def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
     step = settings.patch * settings.merge
     height, width = image.height, image.width
     ratio = max(height / settings.longest_edge, width / settings.longest_edge)
-    if settings.max_pixels:
-        ratio = max(ratio, sqrt(height * width / settings.max_pixels))
     if ratio > 1:
         height, width = floor(height / ratio), floor(width / ratio)
     rows, cols = max(1, (height - 1) // step + 1), max(1, (width - 1) // step + 1)
@@ -158,7 +156,7 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> VisionBlock
 
 
 def _merger(weights: Weights, settings: VisionSettings) -> Linear:
-    """Its columns go from channel by channel to patch by patch."""
+    """The patch merger's matrix, with its columns reordered from channel by channel to patch by patch."""
     size, count = settings.width, settings.merge**2
     matrix = weights.tensor("mm.patch_merger.weight", size, size * count, dtype=weights.matrix)
     return Linear(matrix.view(size, size, count).transpose(1, 2).flatten(1), None, weights.matrix)
@@ -181,7 +179,7 @@ def _encoder(weights: Weights, settings: VisionSettings) -> Pixtral:
 
 
 def _as_pairs(rows: Tensor, settings: VisionSettings) -> Tensor:
-    """Rows of each head from halves to pairs: j and j + head_dim / 2 to 2j and 2j + 1."""
+    """Reorders rows of each head from halves to pairs: rows j and j + head_dim / 2 become 2j and 2j + 1."""
     heads = rows.view(settings.heads, 2, settings.head_dim // 2, *rows.shape[1:])
     return heads.transpose(1, 2).reshape(rows.shape)
 

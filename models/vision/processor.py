@@ -1,4 +1,4 @@
-"""From the bytes of an image to what an encoder takes, on the CPU and without weights."""
+"""Prepares the bytes of an image for an encoder, on the CPU and without weights."""
 
 import hashlib
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class PreparedImage:
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """[3, H, W] of each unit."""
+        """The shape [3, H, W] of each unit."""
         return tuple((int(unit.shape[0]), int(unit.shape[1]), int(unit.shape[2])) for unit in self.pixels)
 
 

@@ -26,7 +26,7 @@ class ImageEncoder(Protocol):
     """A vision encoder and its projector with weights."""
 
     def grid(self, height: int, width: int) -> UnitGrid:
-        """What a unit of `height` x `width` patches has of its size, on the device."""
+        """The part of a unit that follows from its `height` x `width` patches, on the device."""
         ...
 
     def layers(self, pixels: Tensor, grid: UnitGrid) -> Generator[None, None, Tensor]:

@@ -1,4 +1,4 @@
-"""The table of projectors, and the words that refuse the others."""
+"""The table of projectors, and the errors for those that are not supported."""
 
 from quengine.errors import EngineError
 from quengine.models.vision.gemma3 import GEMMA3

@@ -27,7 +27,7 @@ from quengine.models.vision.blocks import (
 )
 from quengine.models.vision.files import Weights
 from quengine.models.vision.projector import Projector
-from quengine.models.vision.qwen3vl import ENDS, FRAMES, Merger, patch_names
+from quengine.models.vision.qwen3vl import ENDS, FRAMES, PATCH_NAMES, Merger
 from quengine.models.vision.qwen_images import (
     QWEN_DEFAULTS,
     arrange,
@@ -39,7 +39,7 @@ from quengine.models.vision.settings import Keys, VisionSettings, folder_setting
 from quengine.models.vision.vision_block import VisionBlock
 
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 16_384
-"""Of a resized image in the released models."""
+"""Pixels of a resized image in the released models."""
 WINDOW = 112
 _EPS = 1e-6
 
@@ -152,7 +152,7 @@ def _hf_names(_: VisionSettings) -> dict[str, tuple[str, ...]]:
     names = {f"v.blk.{{}}.{ours}": f"blocks.{{}}.{theirs}" for ours, theirs in _LAYER.items()}
     names |= {"v.post_ln": "merger.ln_q", "mm.0": "merger.mlp.0", "mm.2": "merger.mlp.2"}
     found = {f"{ours}.{end}": (f"visual.{theirs}.{end}",) for ours, theirs in names.items() for end in ENDS}
-    return found | patch_names("visual.patch_embed.proj")
+    return found | PATCH_NAMES
 
 
 QWEN25VL = Projector(

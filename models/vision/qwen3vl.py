@@ -41,7 +41,7 @@ from quengine.models.vision.settings import Keys, VisionSettings, folder_setting
 from quengine.models.vision.vision_block import VisionBlock
 
 MIN_PIXELS, MAX_PIXELS = 1 << 16, 1 << 24
-"""Of a resized image in the released models."""
+"""Pixels of a resized image in the released models."""
 _EPS = 1e-6
 
 
@@ -83,7 +83,8 @@ def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
 
 @dataclass(frozen=True, eq=False)
 class Merger:
-    """Squares of patches as one row, through two matrices. before: the norm is of each patch, not of the square."""
+    """Merges each square of patches into one row, through two matrices. before: the norm is of each patch, not of the
+    square."""
 
     norm: Norm
     mlp: Mlp
@@ -98,7 +99,7 @@ class Merger:
 
 @dataclass(frozen=True, eq=False)
 class Qwen3VL:
-    """The encoder. deepstack: layer -> what makes a vector of its rows."""
+    """The encoder. deepstack: layer -> merger that makes an extra vector of the layer's rows."""
 
     settings: VisionSettings
     embed: Linear
@@ -213,13 +214,15 @@ def _hf_names(settings: VisionSettings) -> dict[str, tuple[str, ...]]:
         names |= {f"v.deepstack.{layer}.norm": f"{of}.norm"}
         names |= {f"v.deepstack.{layer}.fc{n}": f"{of}.linear_fc{n}" for n in (1, 2)}
     found = {f"{ours}.{end}": (f"visual.{theirs}.{end}",) for ours, theirs in names.items() for end in ENDS}
-    return found | patch_names("visual.patch_embed.proj")
+    return found | PATCH_NAMES
 
 
-def patch_names(name: str) -> dict[str, tuple[str, ...]]:
-    """Of a patch embedding over two frames."""
-    pairs = {"weight": "weight", "weight.1": "weight", "bias": "bias"}
-    return {f"v.patch_embd.{ours}": (f"{name}.{theirs}",) for ours, theirs in pairs.items()}
+PATCH_NAMES: dict[str, tuple[str, ...]] = {
+    "v.patch_embd.weight": ("visual.patch_embed.proj.weight",),
+    "v.patch_embd.weight.1": ("visual.patch_embed.proj.weight",),
+    "v.patch_embd.bias": ("visual.patch_embed.proj.bias",),
+}
+"""Names of a patch embedding over two frames: GGUF -> folder."""
 
 
 FRAMES = {"v.patch_embd.weight": first_frame, "v.patch_embd.weight.1": second_frame}

@@ -14,7 +14,7 @@ from quengine.models.vision.projector import Arranged
 from quengine.models.vision.settings import BICUBIC, Keys, VisionSettings
 
 MAX_RATIO = 200
-"""Of an image's sides."""
+"""Largest ratio of an image's sides."""
 
 QWEN_DEFAULTS: dict[str, object] = {
     "image_mean": (0.48145466, 0.4578275, 0.40821073),
@@ -46,7 +46,7 @@ def folder_pixels(processor: Keys) -> dict[str, int]:
 
 
 def check_folder(settings: VisionSettings, processor: Keys) -> VisionSettings:
-    """The same settings. Raises EngineError where the image processor's patches are not the encoder's."""
+    """Returns `settings`. Raises EngineError if the image processor's patches are not the encoder's."""
     processor.only("patch_size", settings.patch)
     processor.only("merge_size", settings.merge)
     processor.only("temporal_patch_size", 2)

@@ -16,13 +16,14 @@ MAX_IMAGE_SIDE = 16_384
 
 @dataclass(frozen=True)
 class VisionSettings:
-    """What an encoder, its projector and its preprocessing are made of.
+    """The sizes and constants of an encoder, its projector and its preprocessing.
 
-    width: of the encoder's rows; text_size: of the text model's. patch, image_size, tile, longest_edge: pixels.
-    merge: patches of a side that become one row of the prompt. eps: of norms. theta: the base of rotations.
-    mean, std: of each channel after `rescale`. resample: Pillow's filter. min_pixels, max_pixels: of a resized image.
-    tile: the side of the squares that large images are cut into; longest_edge: of an image before it is cut; split:
-    whether it is. features: numbers that one projector alone has.
+    width: width of the encoder's rows. text_size: width of the text model's rows. patch, image_size: sides in pixels.
+    merge: a square of merge x merge patches becomes one row of the prompt. eps: that of norms. theta: the base of
+    rotations. mean, std: those of each channel after `rescale`. resample: Pillow's filter. min_pixels, max_pixels:
+    limits of a resized image, for projectors that take any size. longest_edge: side that an image is resized to before
+    it is cut. tile: side of the squares that it is cut into. split: whether it is cut. features: numbers that only one
+    projector has.
     """
 
     projector: str
@@ -62,7 +63,7 @@ class Keys:
         self._defaults = defaults
 
     def get(self, key: str) -> Any:
-        """The value, or the default where it is absent or null; None without either."""
+        """The value at `key`; the default if it is absent or null, None if there is none."""
         value = self._values.get(key)
         return self._defaults.get(key) if value is None else value
 
@@ -94,12 +95,12 @@ class Keys:
         return tuple(value)
 
     def of(self, key: str) -> "Keys":
-        """The object at `key`, empty where it is absent."""
+        """The object at `key`; empty if it is absent."""
         value = self.get(key)
         return Keys(f"{self._where}: {key}", value if isinstance(value, dict) else {}, {})
 
     def only(self, key: str, *computed: object) -> None:
-        """Refuses a value that is not computed, by name."""
+        """Raises EngineError, with the key, for a value that is not implemented."""
         value = self.get(key)
         if value not in computed:
             raise self.error(key, f"{shown(value)} is not implemented")
@@ -179,7 +180,7 @@ def _floats(file: GGUFFile, key: str) -> Sequence[float]:
 def _channels(
     value: object, error: Callable[[str], EngineError], positive: bool = False
 ) -> tuple[float, ...]:
-    """Three finite numbers. Raises what `error` makes of the problem."""
+    """Three finite numbers. Raises `error(problem)`."""
     if not isinstance(value, list | tuple) or len(value) != 3:
         raise error(f"{shown(value)} is no list of three numbers")
     if not all(isinstance(v, int | float) and isfinite(v) and (v > 0 or not positive) for v in value):

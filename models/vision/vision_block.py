@@ -36,7 +36,7 @@ class VisionBlock:
 
     @property
     def fuses(self) -> bool:
-        """Whether kernels/cuda/vision_rows.py has what stands between its matrices, which have to be fp16."""
+        """Whether kernels/cuda/vision_rows.py has a kernel for what lies between its matrices, which must be fp16."""
         matrices = (self.attention.qkv, self.attention.out, self.mlp.up, self.mlp.down, self.mlp.gate)
         norms = self.attention.norms
         normed = all(norms) and self.attention.norm_heads and len({norm.eps for norm in norms if norm}) == 1

@@ -14,11 +14,11 @@ from quengine.models.vision.processor import ImageProcessor, PreparedImage
 from quengine.models.vision.projector import ImageEncoder
 
 MAX_PATCHES = 1 << 14
-"""Patches that are encoded at once: four images of 1024 x 1024 pixels with patches of 16."""
+"""Most patches that are encoded at once: four images of 1024 x 1024 pixels with patches of 16."""
 COMMON_SIDE = 1024
-"""Pixels of a side of images that memory is left for."""
+"""Side, in pixels, of the images that memory is reserved for."""
 SLICE = 1 << 14
-"""Patches times layers of a slice: 2 ms of an H200 for layers of 1,152."""
+"""Patches times layers of a slice: it takes 2 ms on an H200 with layers of width 1,152."""
 _GRIDS = 16
 
 

@@ -24,7 +24,7 @@ RUNS: Mapping[str, Sequence[str]] = {
 
 
 def profile(url: str, name: str, model: str, kind: str, flags: Sequence[str]) -> Mapping[str, Any]:
-    """What it wrote of a run."""
+    """The results that the client wrote of a run."""
     out = Path(f"out-{len(list(Path().glob('out-*')))}")
     where = (
         "-m",

@@ -14,7 +14,7 @@ TURNS = {"/v1/chat/completions": 2, "/v1/responses": 2}
 
 
 def load(url: str, name: str, model: str, form: str) -> dict[str, Any]:
-    """The one benchmark of a run, as it wrote it."""
+    """The one benchmark of a run, as the client wrote it."""
     out = Path(form.strip("/").replace("/", "-") + ".json").absolute()
     data = f"kind=synthetic_text,prompt_tokens=40,output_tokens={TOKENS},turns={TURNS.get(form, 1)}"
     flags = {

@@ -106,18 +106,18 @@ _ROW = size_of(VisibleRow) // 8
 
 
 class Seen(NamedTuple):
-    """The positions that a token sees of those up to its own: the last `window`, those of its chunk of `chunk`
-    positions, or all of them for None and 0."""
+    """The positions that a token sees, up to its own: the last `window`, or those in its chunk of `chunk` positions;
+    all of them if these are None and 0."""
 
     window: int | None = None
     chunk: int = 0
 
     def most(self, context: int) -> int:
-        """Of a token among `context` positions, at most."""
+        """The most positions that a token sees in a context of `context` positions."""
         return min(context, self.window or context, self.chunk or context)
 
     def count(self, length: int) -> int:
-        """Of the last one of `length` positions."""
+        """The number of positions that the last of `length` tokens sees."""
         if self.chunk:
             return (length - 1) % self.chunk + 1
         return length if self.window is None else min(length, self.window)

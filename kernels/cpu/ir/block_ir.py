@@ -218,7 +218,8 @@ def _emit_q4_k(e: Emitter, fmt: BlockFormat, block: ir.Value) -> Slices:
 
 
 def _masked(e: Emitter, raw: ir.Value, bits: int, i: int, n: int) -> ir.Value:
-    """Of 32 bytes with a code of `bits` bits of each of some slices: those of n slices from i on, where they lie."""
+    """32 bytes, each with a code of `bits` bits of several slices, masked to the codes of n slices from i on,
+    unshifted."""
     masks = [(1 << bits) - 1 << bits * (i + k) for k in range(n) for _ in range(32)]
     return e.b.and_(_twice(e, raw, n), e.const(vec(I8, 32 * n), masks))
 

@@ -332,7 +332,7 @@ def times_offset(e: Emitter, sums: ir.Value, offset: int) -> ir.Value:
 
 
 def _sums_of_slices(e: Emitter, parts: list[ir.Value], run: int) -> ir.Value:
-    """Of eight vectors of 8 lanes the sums of each run of 4 lanes or of 8, in order, in one vector."""
+    """The sums of each run of 4 or 8 lanes of eight vectors of 8 lanes, in order, in one vector."""
     fours = [_sums_of_fours(e, parts[i : i + 4]) for i in (0, 4)]
     if run == 4:
         return e.join(*(e.pick(four, [0, 4, 1, 5, 2, 6, 3, 7]) for four in fours))
@@ -343,7 +343,7 @@ _HALVES = range(4), range(4, 8)
 
 
 def _sums_of_fours(e: Emitter, parts: list[ir.Value]) -> ir.Value:
-    """Of four vectors the sums of each four lanes: lane 4i + v is that of lanes 4i .. 4i + 3 of vector v.
+    """The sums of each four lanes of four vectors: lane 4i + v is the sum of lanes 4i .. 4i + 3 of vector v.
 
     Lanes stay within their 16 bytes, which every processor shuffles in one instruction.
     """

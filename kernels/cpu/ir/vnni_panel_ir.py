@@ -89,7 +89,7 @@ def _halves(e: Emitter, v: ir.Value) -> list[ir.Value]:
 
 @dataclass(frozen=True)
 class Scales:
-    """Of a super-block of each row. d and, if any, dmin: fp32. sc and mn of each group: int32."""
+    """The scales of a super-block of each row: d and, if any, dmin, fp32; sc and mn of each group, int32."""
 
     d: ir.Value
     sc: list[ir.Value]

@@ -62,8 +62,8 @@ def altup_correct_kernel() -> bytes:
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def route(row: int, args: Any, work: int, numbers: int) -> None:
-    """The numbers by which a row mixes those of its token: tanh of the router's products with the row, normed to
-    `work`."""
+    """Writes the factors with which a token's rows are mixed: tanh of the router's products with the norm of `row`,
+    which is put in `work`."""
     count, cols = args.count, args.cols
     norm_row(row, args.norm, cols, args.eps, work)
     for n in range(count):
@@ -101,7 +101,7 @@ def altup_close_kernel() -> bytes:
 
 
 def altup_add_kernel() -> bytes:
-    """Task t adds a row to those of token t but the first."""
+    """Task t adds a row to all rows of token t but the first."""
 
     def add(args: RowsArguments, task: int) -> None:
         cols, at = args.cols, 4 * args.cols * task

@@ -17,7 +17,7 @@ from quengine.kernels.rope import RopeLayout
 
 
 def rope_store_kernel(layout: RopeLayout, cache_type: CacheType) -> bytes:
-    """A task is `task_heads` of the heads of all rows, heads + 2 * kv_heads a row: of queries, keys and values."""
+    """A task is `task_heads` heads. Each row has heads + 2 * kv_heads of them: queries, keys and values."""
 
     is_coded = CACHE_FORMATS[cache_type].coded
 

@@ -204,7 +204,7 @@ def _targets(held: _Held, q: list[Lanes] | None) -> list[Lanes]:
 
 
 def _turned(held: _Held, costs: list[Lanes], first: int) -> list[Lanes]:
-    """Of eight weights which sign is turned, bool each."""
+    """Whether the sign of each of eight weights is turned, bools."""
     orders = [(cost.bits() & -8) | i for i, cost in enumerate(costs[first : first + 8])]
     negative = [held.load("x", first + i) < 0.0 for i in range(8)]
     odd = reduce(lambda one, other: one ^ other, negative)

@@ -24,8 +24,8 @@ from quengine.kernels.quantize.minimums import LARGEST_BITS, NEIGHBOURS, ROUNDS,
 
 @cache
 def _places(name: str) -> Places:
-    """x and weights of a block; of its groups sums of the weights and of weighted x, scale and minimum, their integers
-    and their error, and those that are tried, and sums of the codes that a scale and a minimum give; d, dmin."""
+    """Memory for a block: x and weights; for each group the sums of weights and of weighted x, the scale, minimum,
+    their integers and error kept so far, the same being tried, and sums of their codes; d and dmin."""
     fmt = FORMATS[name]
     kept = ("scale", "low", "sub", "sub_min", "error")
     of_groups = ("sum_w", "sum_x", *kept, *(f"{kind}_tried" for kind in kept), "sum_q", "sum_qq", "sum_qx")
@@ -105,7 +105,7 @@ class _Held(BlockMemory):
         return _Group(*self.group(group), self.top)
 
     def keep(self, kinds: tuple[str, ...], better: Lanes, group: int | ir.Value) -> None:
-        """What was tried, where it is better."""
+        """Keeps what was tried, where it is better."""
         for kind in kinds:
             tried = self.load(f"{kind}_tried", group)
             tried.where(better, self.load(kind, group)).store(self.at(kind, group))

@@ -34,8 +34,8 @@ from quengine.kernels.quantize.scales import ROUNDS, scale_targets, unit_targets
 
 @cache
 def _places(name: str) -> Places:
-    """x and weights of a block; of its groups scales of least squares, what these count, integers, the scales that they
-    give and the errors of these, and integers, scales and errors that are tried; d, and one that is tried."""
+    """Memory for a block: x and weights; for each group the least-squares scale and its energy, the integer, scale and
+    error kept so far, and those being tried; d, and the d being tried."""
     fmt = FORMATS[name]
     of_groups = ("fitted", "energy", "sub", "scale", "error", "sub_tried", "scale_tried", "error_tried")
     groups = dict.fromkeys(of_groups, fmt.block // fmt.group)
@@ -215,7 +215,7 @@ def _try_integers(e: Emitter, name: str, memory: ir.Value, step: ir.Value) -> No
 
 @vector_code
 def _keep_integers(e: Emitter, name: str, memory: ir.Value) -> None:
-    """Of each group what was tried, where its error is less."""
+    """Keeps what was tried for each group whose error became less."""
     held = _Held(e, name, memory)
 
     def keep(group: ir.Value) -> None:

@@ -121,7 +121,7 @@ class _Team:
 
 
 class _Leader(local):
-    """Of each thread that runs lists."""
+    """State of each thread that runs lists."""
 
     def __init__(self) -> None:
         sleep_precisely()
@@ -156,7 +156,7 @@ def set_threads(threads: int) -> None:
 
 
 def dismiss_threads() -> None:
-    """Ends the threads of the CPU kernels; as many start again with the next list."""
+    """Ends the threads of the CPU kernels; the next list starts the same number again."""
     global _team, _last_threads
     with _team_lock:
         if _team is not None:

@@ -74,8 +74,3 @@ def test_features(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     file = write_mmproj(folder, tmp_path / "mmproj-model-f32.gguf", CASES[name])
     assert_same_features([folder, file], [png(picture(100, 70)), png(picture(20, 20))], reference)
-
-
-def test_a_limit_of_pixels(saved: tuple[str, Path, Any]) -> None:
-    image = load_processor(saved[1], 3 * 32 * 32).prepare(png(picture(300, 100)))
-    assert len(image.pixels) in (1, 4)

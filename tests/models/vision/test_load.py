@@ -187,7 +187,7 @@ def test_feed_forwards_named_the_other_way(folder: Path) -> None:
             names = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
             return ".".join(names.get(part, part) for part in name.split("."))
 
-    projector, settings, source = _opened(folder, None)
+    projector, settings, source = _opened(folder)
     model = load_vision(folder, "cpu")
     image = model.prepare(png(picture(40, 30)))
     expected = model.encode([image])[0]
@@ -202,7 +202,6 @@ def test_digests(folder: Path, tmp_path: Path) -> None:
     digest = load_processor(folder).prepare(first).digest
     assert len(digest) == 32 and digest == load_vision(folder, "cpu").prepare(first).digest
     others = [load_processor(folder).prepare(second).digest]
-    others.append(load_processor(folder, max_pixels=32 * 32).prepare(first).digest)
     copy = changed(folder, tmp_path / "copy", "preprocessor_config.json", image_mean=[0.4, 0.5, 0.5])
     others.append(load_processor(copy).prepare(first).digest)
     shutil.copytree(folder, tmp_path / "weights")
@@ -211,14 +210,7 @@ def test_digests(folder: Path, tmp_path: Path) -> None:
     tensors[name] = tensors[name] + 1
     save_file(tensors, tmp_path / "weights" / "model.safetensors", metadata={"format": "pt"})
     others.append(load_processor(tmp_path / "weights").prepare(first).digest)
-    assert len({digest, *others}) == 5
-
-
-def test_a_limit_of_pixels(folder: Path) -> None:
-    whole, small = (
-        load_processor(folder, limit).prepare(png(picture(128, 128))) for limit in (None, 64 * 64)
-    )
-    assert (len(whole.pixels), len(small.pixels)) == (17, 5)
+    assert len({digest, *others}) == 4
 
 
 def test_prepare_refuses_what_is_no_image(folder: Path) -> None:

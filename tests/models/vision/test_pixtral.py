@@ -103,11 +103,3 @@ def test_features(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
     if case.tokens:
         paths.append(write_mmproj(folder, tmp_path / "mmproj-model-f32.gguf", case))
     assert_same_features(paths, images, lambda image: reference(theirs, image.pixels))
-
-
-def test_a_limit_of_pixels(saved: tuple[str, Path, Any]) -> None:
-    name, folder, _ = saved
-    step = 7 * MERGE[name]
-    image = load_processor(folder, 60 * 60).prepare(png(picture(200, 100)))
-    assert image.pixels[0, 0].numel() <= (60 + step) ** 2
-    assert image.pixels.shape[-1] > image.pixels.shape[-2]
