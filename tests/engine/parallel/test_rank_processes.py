@@ -67,9 +67,15 @@ def shared(path: Path) -> Iterator[LLM]:
         yield loaded
 
 
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have what is told of a lost rank waited for as long as a busy machine takes, before this process is ended."""
+    monkeypatch.setattr("quengine.parallel.group.END_SECONDS", END_SECONDS)
+
+
 @pytest.fixture
-def failing(folder: Path) -> Iterator[LLM]:
+def failing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     """A shared model of a test that ends one of its ranks."""
+    be_patient(monkeypatch)
     path = write_tiny(folder / "failing.gguf", sizes=ModelSizes(context=256))
     with LLM(path, device="cpu", threads=2, tensor_parallel=2) as loaded:
         yield loaded
@@ -222,27 +228,32 @@ def test_ranks_end_with_the_process(folder: Path) -> None:
         assert gone and not alive
 
 
-@pytest.mark.parametrize("meets", [True, False], ids=["after the meeting", "within it"])
+@pytest.mark.parametrize("left", ["", "alone", "alone, as it is looked for ranks"])
 def test_what_a_rank_cannot_load_is_reported(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, meets: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
     """Also where the rank leaves the meeting before rank 0 has come to its end, as on a busy machine."""
+    be_patient(monkeypatch)
     path = write_tiny(folder / "unloadable.gguf", sizes=ModelSizes(context=64))
-
-    load = RankGroup.load
+    load, groups = RankGroup.load, list[RankGroup]()
 
     def without_file(self: RankGroup, plan, *others: Any) -> Any:  # type: ignore[no-untyped-def]
         def other(number: int, meeting: str) -> Any:
             return msgspec.structs.replace(plan(number, meeting), model=str(folder / "none.gguf"))
 
+        groups.append(self)
         return load(self, other, *others)
 
     def left_alone(*arguments: Any) -> Any:
         join(*arguments)
+        if left != "alone":
+            groups[0]._followers[0].wait(END_SECONDS)
+            time.sleep(0.2)  # it is looked for ended ranks ten times and more
         raise RuntimeError("Gloo connectFullMesh failed: connection closed by peer")
 
     monkeypatch.setattr(RankGroup, "load", without_file)
-    if not meets:
+    monkeypatch.setattr("quengine.parallel.group._LOOK_SECONDS", 0.01 if left else END_SECONDS)
+    if left:
         monkeypatch.setattr("quengine.parallel.group.join", left_alone)
     with pytest.raises(EngineError, match=r"rank 1: .*none\.gguf"):
         LLM(path, device="cpu", threads=2, tensor_parallel=2)
