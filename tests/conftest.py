@@ -114,6 +114,8 @@ def _as_tests_run() -> Iterator[None]:
     kernel_table.say_once()
     with pytest.MonkeyPatch.context() as monkeypatch:
         _run_models_on_one_thread(monkeypatch)
+        # Or a step that was held up makes the chunks of prompts that follow shorter.
+        monkeypatch.setattr("quengine.llm.MIXED_SECONDS", {"cpu": None, "cuda": None})
         # Limits count processor time: beside other work that takes longer than users wait.
         monkeypatch.setattr("quengine.models.template.limited_process.PATIENCE_SECONDS", 240.0)
         _begin_processes_with_torch(monkeypatch)
