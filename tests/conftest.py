@@ -95,8 +95,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Torch's operators on one thread, whatever a test before has set: several spin longer than tests' sizes take, and
-    each worker of a run has one core. With a GPU a reference is of real models' sizes, and keeps torch's threads."""
+    each worker of a run has one core. With a GPU a reference is of real models' sizes, and keeps torch's threads.
+
+    What a test draws of torch is the same in every run, whichever tests its worker had before."""
     import torch
+
+    torch.default_generator.manual_seed(0)
 
     if item.get_closest_marker("timeout") is not None:
         _end_if_stuck(item)  # pytest gives each test the same time
