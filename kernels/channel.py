@@ -92,10 +92,11 @@ class Channel(Generic[T]):
     def poll(self, seconds: float = 0.0) -> bool:
         """Whether there is a message, or the other end is closed; waits for it for `seconds`. Raises OSError where this
         end is closed."""
-        if self.fileno() < 0:
+        descriptor = self.fileno()  # once: another thread may close this end
+        if descriptor < 0:
             raise OSError("the channel is closed")
         ready = select.poll()
-        ready.register(self.fileno(), select.POLLIN)
+        ready.register(descriptor, select.POLLIN)
         return bool(ready.poll(1000 * seconds))
 
     def fileno(self) -> int:

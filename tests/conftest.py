@@ -93,11 +93,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     """Torch's operators on one thread, whatever a test before has set: several spin longer than tests' sizes take, and
-    each worker of a run has one core. With a GPU a reference is of real models' sizes, and keeps torch's threads."""
+    each worker of a run has one core. With a GPU a reference is of real models' sizes, and keeps torch's threads.
+
+    What a test draws of torch is the same in every run, whichever tests its worker had before."""
     import torch
 
+    torch.default_generator.manual_seed(0)
+
+    if item.get_closest_marker("timeout") is not None:
+        _end_if_stuck(item)  # pytest gives each test the same time
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
 
@@ -112,6 +118,10 @@ def _as_tests_run() -> Iterator[None]:
     kernel_table.say_once()
     with pytest.MonkeyPatch.context() as monkeypatch:
         _run_models_on_one_thread(monkeypatch)
+        # Or a step that was held up makes the chunks of prompts that follow shorter.
+        monkeypatch.setattr("quengine.llm.MIXED_SECONDS", {"cpu": None, "cuda": None})
+        # Limits count processor time: beside other work that takes longer than users wait.
+        monkeypatch.setattr("quengine.models.template.limited_process.PATIENCE_SECONDS", 240.0)
         _begin_processes_with_torch(monkeypatch)
         if not torch.cuda.is_available():
             from tests.kernels.cuda import interpreter
@@ -166,14 +176,23 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     A process that does not come back from a test's end is ended, with its stacks, as from the test itself: pytest
     watches no more once a test has failed.
     """
-    limit = float(item.config.getini("faulthandler_timeout"))
-    stderr = item.config.stash.get(_pytest.faulthandler.fault_handler_stderr_fd_key, None)
-    if limit and stderr is not None:
-        faulthandler.dump_traceback_later(limit, file=stderr, exit=True)
+    _end_if_stuck(item)
     yield
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         _freeze()
+
+
+def _end_if_stuck(item: pytest.Item) -> None:
+    """Have the process end, with its stacks, where it does not come back from this: as long after a test's own limit as
+    after that of all others."""
+    limit = float(item.config.getini("faulthandler_timeout"))
+    stderr = item.config.stash.get(_pytest.faulthandler.fault_handler_stderr_fd_key, None)
+    if limit and stderr is not None:
+        own = item.get_closest_marker("timeout")
+        if own is not None:
+            limit += max(0.0, own.args[0] - float(item.config.getini("timeout")))
+        faulthandler.dump_traceback_later(limit, file=stderr, exit=True)
 
 
 @pytest.hookimpl(wrapper=True)

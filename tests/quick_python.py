@@ -178,24 +178,30 @@ class _Server:
                 answer = self._socket.recv(8)
             except BaseException:  # a test's time has ended: what is answered later is no answer to another
                 self._socket.close()
-                _servers.clear()
+                with _servers_lock:
+                    for key in [key for key, server in _servers.items() if server is self]:
+                        del _servers[key]
                 raise
         assert answer, "the process that forks has ended"
         return int.from_bytes(answer, "little")
 
 
 _servers: dict[frozenset[tuple[str, str]], _Server | None] = {frozenset(_as_imported(_BEGAN).items()): None}
+_servers_lock = threading.Lock()
 
 
 def _server_with(variables: dict[str, str]) -> _Server | None:
     """The server for these variables; None where it would take longer than the one program that wants it, as far as is
     known now."""
     key = frozenset(variables.items())
-    if sys.platform != "linux" or key not in _servers:
-        _servers[key] = None
-        return None
-    server = _servers[key] = _servers[key] or _Server(variables)
-    return server
+    with (
+        _servers_lock
+    ):  # of two that threads make at once one would end, with the ends of its programs untold
+        if sys.platform != "linux" or key not in _servers:
+            _servers[key] = None
+            return None
+        server = _servers[key] = _servers[key] or _Server(variables)
+        return server
 
 
 class _Forks:

@@ -5,12 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import quick_python
 from tests.quick_python import QuickPopen, run
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -89,12 +92,35 @@ def test_it_is_waited_for_and_signalled() -> None:
         assert program.wait(120) == -signal.SIGTERM == program.poll() == program.returncode
 
 
-def test_torch_is_there_unless_it_was_imported_with_other_variables() -> None:
+def test_threads_that_start_the_first_programs_at_once_are_told_their_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quick_python, "_servers", dict.fromkeys(quick_python._servers))
+    command, together = [sys.executable, "-c", "raise SystemExit(7)"], threading.Barrier(3)
+
+    def start(_: int) -> QuickPopen:
+        together.wait(60)
+        return QuickPopen(command)
+
+    with ThreadPoolExecutor(3) as threads:
+        started = list(threads.map(start, range(3)))
+    assert [program.wait(120) for program in started] == [7, 7, 7]
+
+
+def test_torch_is_there_unless_it_was_imported_with_other_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that this process began with: tests before may have changed some, and used others."""
+    servers = {
+        key: each for key, each in quick_python._servers.items() if ("OMP_NUM_THREADS", "3") not in key
+    }
+    monkeypatch.setattr(quick_python, "_servers", servers)
     code = "import sys; print('torch' in sys.modules)"
     for variables, there in (
         ({}, "True"),
         ({"OMP_NUM_THREADS": "3"}, "False"),
         ({"OMP_NUM_THREADS": "3"}, "True"),
     ):
-        done = run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | variables)
+        environment = quick_python._BEGAN | variables
+        done = run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
         assert done.stdout.strip() == there

@@ -217,13 +217,14 @@ class RankGroup:
         BEFORE_END.discard(self._folder.cleanup)
 
     def _watch_join(self, joined: threading.Event) -> None:
-        """A thread that ends this process where a rank ends before all have met, since the meeting would wait for
+        """A thread that ends this process where a rank ends before all have met, if the meeting goes on to wait for
         it."""
         while not joined.wait(_LOOK_SECONDS):
             for follower in self._followers:
                 if follower.code is not None:
-                    follower.note_end()
-                    self.ends_process(self._failure() or "")
+                    if not joined.wait(END_SECONDS):  # most meetings fail by themselves
+                        follower.note_end()
+                        self.ends_process(self._failure() or "")
                     return
 
     def _watch(self, follower: _Follower) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from quengine import LLM, EngineError, SamplingParams
+from tests.engine.test_engine_lock import until
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -108,6 +109,8 @@ def test_a_model_is_closed_when_no_step_runs(model: Path) -> None:
         nonlocal computing
         computing = True
         inside.set()
+        # Or the text may have ended before the model is closed.
+        until(lambda: llm._lock._acquiring > 0 or bool(closed_inside))
         step = launch(plan)
         computing = False
         return step

@@ -4,13 +4,14 @@ import asyncio
 import importlib.util
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from starlette.testclient import TestClient
 
-from quengine import LLM, AsyncLLM
+from quengine import LLM, AsyncLLM, SamplingParams
 from tests.engine.test_image_models import CASE, IMAGES, TEMPLATE, TOKENS, name_tokens
 from tests.llama_cpp_convert import write_tokenizer
 from tests.models.vision.vision_models import write_vision
@@ -73,11 +74,13 @@ def test_chat(model: str, capsys: Out, monkeypatch: pytest.MonkeyPatch) -> None:
     assert capsys.readouterr().out.count("\n") >= 2 and next(typed, None) is None
 
 
-def test_web_socket(model: str) -> None:
+def test_web_socket(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = example("web_socket")
+    monkeypatch.setattr(module, "SamplingParams", partial(SamplingParams, seed=1))  # others may end at once
     with LLM(model, device="cpu", parallel=2) as llm:
         serving = AsyncLLM.of(llm)
         with (
-            TestClient(example("web_socket").app(serving)) as client,
+            TestClient(module.app(serving)) as client,
             client.websocket_connect("/chat") as socket,
         ):
             for _ in range(2):

@@ -1,5 +1,6 @@
 """Messages between processes: whole, of their types, in time, and an end that says so."""
 
+import select
 import socket
 import threading
 
@@ -81,6 +82,21 @@ def test_an_end_in_a_message_is_an_end(pair: Pair, begun: bytes) -> None:
         ours.receive()
     with pytest.raises(OSError):
         ours.send(Say("for nobody"))
+
+
+def test_an_end_that_another_thread_closes_while_it_is_polled_is_closed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _, _ = pair
+    poll = select.poll
+
+    def closing() -> select.poll:
+        ours.close()
+        return poll()
+
+    monkeypatch.setattr(select, "poll", closing)
+    with pytest.raises(OSError):
+        ours.receive(60)
 
 
 def test_closing_wakes_the_thread_that_receives(pair: Pair) -> None:

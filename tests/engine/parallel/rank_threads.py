@@ -108,7 +108,9 @@ class ThreadGroup:
         self._meeting, self._follow = meeting, follow
         self._sent: queue.Queue[bytes | None] = queue.Queue()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(
+            target=self._run, daemon=True
+        )  # of a test that fails, it would wait for ever
         self._thread.start()
 
     @contextmanager

@@ -15,6 +15,7 @@ from quengine.parallel.cached_rows import read_cached, write_cached
 from quengine.parallel.group import RankFailedError
 from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence
+from tests.engine.parallel.test_rank_processes import be_patient
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
@@ -95,7 +96,10 @@ def test_drafts_leave_the_tokens_as_they_are(folder: Path) -> None:
     assert completion.tokens == wanted and completion.timings.draft_counts.accepted > 0
 
 
-def test_a_rank_that_is_killed_ends_the_step_with_one_line(folder: Path) -> None:
+def test_a_rank_that_is_killed_ends_the_step_with_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_patient(monkeypatch)
     path = write_tiny(folder / "failing.gguf", sizes=ModelSizes(context=256))
     with LLM(path, threads=2, tensor_parallel=2, **LAYERS) as llm:
         assert llm.loaded.ranks is not None

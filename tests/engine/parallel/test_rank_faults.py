@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from quengine import LLM, SamplingParams
 from quengine.serve.processes.server_engine import ProcessEngine
+from tests.engine.parallel.test_rank_processes import ranks_of
 from tests.engine.serve.serving import serving
 from tests.gguf_builder import ModelSizes
 from tests.quick_python import run
@@ -65,16 +67,19 @@ def test_nothing_is_left_where_the_ranks_met_by_a_process_that_ends_at_once() ->
 
 def test_a_server_that_loses_a_rank_is_unhealthy_at_once_and_serves_again(path: Path) -> None:
     engines: list[ProcessEngine] = []
+    unhealthy = threading.Event()
 
     def make_engine() -> ProcessEngine:
+        if engines:  # the next one may be there before anybody has looked
+            assert unhealthy.wait(END_SECONDS)
         engines.append(ProcessEngine(str(path), dict(SHARED)))
         return engines[-1]
 
     with serving(make_engine) as served, served.http() as client:
-        children = psutil.Process(engines[0].pid).children()
-        (rank,) = [each for each in children if "quengine.parallel.rank_main" in each.cmdline()]
+        (rank,) = ranks_of(engines[0].pid)
         rank.kill()
         assert served.wait_until(lambda: client.get("/health").status_code == 503)
+        unhealthy.set()
         assert served.wait_until(lambda: client.get("/health").status_code == 200)
         answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0

@@ -28,6 +28,7 @@ OLDER = {
 }
 
 
+@pytest.mark.timeout(900)  # a guard: all kernels are compiled twice, which takes minutes beside a load
 @pytest.mark.parametrize(
     ("what", "tile"), [("check", "8 lanes, 2 x 6 accumulators"), ("tile", "4 lanes, 4 x 6 accumulators")]
 )

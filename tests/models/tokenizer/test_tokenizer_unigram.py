@@ -92,7 +92,7 @@ def test_ids_are_those_of_transformers(kind: str, theirs: Any, from_gguf: Tokeni
         assert [*ours.encode(text, bos=True), 2] == theirs(text)["input_ids"], text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(text=st.text(max_size=60))
 def test_ids_of_any_text_are_those_of_transformers(theirs: Any, from_gguf: Tokenizer, text: str) -> None:
     if not any(control in text for control in CONTROLS):

@@ -34,6 +34,12 @@ def stages(sizes: Sequence[int]) -> list[Callable[[], None]]:
     return [place(size) for size in sizes]
 
 
+def stops(sizes: Sequence[int]) -> list[Callable[[], None]]:
+    """`stages`, whose process stops once it has recorded them: by then it has handed out as many as it may at a time,
+    and hands out no other one before it is told to go on."""
+    return [*stages(sizes), lambda: os.kill(os.getpid(), signal.SIGSTOP)]
+
+
 def broken() -> list[Callable[[], None]]:
     raise ValueError("no such shape")
 

@@ -30,7 +30,7 @@ from quengine.kernels.cuda.launch.compile_messages import CRASHED
 from quengine.kernels.cuda.launch.gpu import Gpu
 from quengine.kernels.cuda.launch.record_kernels import record_kernels
 from quengine.kernels.cuda.sampling import batch_rows
-from tests.kernels.cuda.launch.small_kernels import Forked, broken, stages
+from tests.kernels.cuda.launch.small_kernels import Forked, broken, stages, stops
 
 start, compiler_process.ChildProcess = compiler_process.ChildProcess, Forked
 
@@ -40,6 +40,12 @@ ROOT = Path(sys.argv[1])
 
 def pool(sizes=SIZES, processes=2, **given):
     return CompilePool(partial(stages, sizes), GPU, processes, **given)
+
+def stopped(sizes=SIZES, processes=1):
+    '''One whose process has recorded all kernels and waits for SIGCONT.'''
+    made = CompilePool(partial(stops, sizes), GPU, processes)
+    os.waitpid(made._process.pid, os.WUNTRACED)
+    return made
 
 def compilations(sizes=SIZES):
     '''How many of them this process would compile.'''
@@ -98,10 +104,12 @@ def test_who_looks_a_kernel_up_waits_for_it_and_it_comes_next(tmp_path: Path) ->
         + """
 sizes = (1, 2, 4, 8, 16, 64)
 last = list(record_kernels(stages(sizes), GPU))[-1]
-ahead = pool(sizes, processes=1)
+ahead = stopped(sizes)
+ask = ahead._channel.send
+ahead._channel.send = lambda key: (ask(key), os.kill(ahead._process.pid, signal.SIGCONT))
 folder = triton_cache.CheckedCache(last)
 assert folder.get_group("_place_kernel.json").keys() == {"_place_kernel.json", "_place_kernel.cubin"}
-assert len(ahead._pending) >= 2, "it was not the last"
+assert len(ahead._pending) == len(sizes) - 2, "the first was under way"
 finish_compiling()
 assert compilations(sizes) == 0
 """,
@@ -154,7 +162,7 @@ def test_a_stage_that_fails_or_a_process_that_is_killed_leaves_compiling_to_the_
 failed = CompilePool(broken, GPU, 2)
 failed.wait("KEY")
 assert [kernel.error for kernel in failed.finish()] == ["ValueError: no such shape"]
-killed = pool()
+killed = stopped(SIZES[1:])  # the first one is crashed below
 os.kill(killed._process.pid, signal.SIGKILL)
 killed.wait("KEY")
 killed.finish()
@@ -174,9 +182,9 @@ def test_the_processes_end_with_the_one_that_they_compile_for(tmp_path: Path) ->
         POOL
         + """
 sizes = (1, 2, 4, 8, 16, 64)
-ahead = pool(sizes, processes=1)
-ahead._receive_until(lambda: ahead._recorded)
+ahead = stopped(sizes)
 ahead._process.channel.close()  # as at its end
+os.kill(ahead._process.pid, signal.SIGCONT)
 os.waitpid(ahead._process.pid, 0)
 triton_cache.when_missing.clear()
 assert compilations(sizes) > 0
