@@ -1,11 +1,14 @@
 """A server in a thread of its own, for tests: on a free port, with the fake engine or a tiny model behind it."""
 
 import asyncio
+import re
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import httpx
 from openai import OpenAI
@@ -13,7 +16,7 @@ from openai import OpenAI
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.models.residency import Launch
-from quengine.serve.processes.shared_engine import Engine
+from quengine.serve.processes.shared_engine import Engine, Event
 from quengine.serve.server import Server, bind
 from quengine.serve.settings import Limits, ServerSettings
 from quengine.serve.table import ROUTES
@@ -24,6 +27,8 @@ from tests.engine.serve.fake_engine import FakeEngine
 KEY = "test-key"
 
 
+LOAD_SECONDS = 240.0
+"""For a model of a test, where other work takes the processors."""
 TABLE = (*ROUTES, *ToolRoom(ToolsOptions(), print).routes)
 """All routes."""
 
@@ -43,7 +48,7 @@ class Served:
     def openai(self, key: str = KEY) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
-    def wait_until(self, holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+    def wait_until(self, holds: Callable[[], bool], seconds: float = 120.0) -> bool:
         """Whether something comes to hold in time."""
         end = time.monotonic() + seconds
         while not holds():
@@ -51,6 +56,34 @@ class Served:
                 return False
             time.sleep(0.005)
         return True
+
+
+E = TypeVar("E", bound=Engine)
+
+
+def held(engine: E, goes_on: threading.Event) -> E:
+    """The engine, of which no step begins before `goes_on` is set."""
+    step = engine.step
+
+    def later() -> list[Event]:
+        assert goes_on.wait(120)
+        return step()
+
+    engine.step = later  # type: ignore[method-assign]
+    return engine
+
+
+def url_of(program: "subprocess.Popen[str]") -> tuple[str, str]:
+    """Where a program serves that chose its port (`--port 0`), once it is ready, and what it has said until then on its
+    standard error, a pipe. A port that a test had found free could be another's before the program has it.
+    """
+    assert program.stderr is not None
+    said = ""
+    for line in program.stderr:
+        said += line
+        if "ready" in line:
+            return re.findall(r"http://\S+[0-9]", said)[-1], said
+    raise AssertionError(f"the program ended before it was ready: {said}")
 
 
 @contextmanager
@@ -85,7 +118,7 @@ def serving(
         if find is not None:
             assert served.wait_until(lambda: server.started)
         elif ready:
-            assert served.wait_until(lambda: server.host.state == "ready"), server.host.state
+            assert served.wait_until(lambda: server.host.state == "ready", LOAD_SECONDS), server.host.state
         yield served
     finally:
         server.models.stop()
