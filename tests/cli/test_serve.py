@@ -17,7 +17,7 @@ from quengine.cli.main import run
 from quengine.errors import EngineError
 from quengine.options import Flag
 from quengine.serve.settings import ServerSettings
-from tests.engine.serve.serving import url_of
+from tests.engine.serve.ports import url_of
 from tests.gguf_builder import ModelSizes
 from tests.quick_python import QuickPopen
 from tests.tiny_models import write_tiny

@@ -1,8 +1,6 @@
 """A server in a thread of its own, for tests: on a free port, with the fake engine or a tiny model behind it."""
 
 import asyncio
-import re
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -71,19 +69,6 @@ def held(engine: E, goes_on: threading.Event) -> E:
 
     engine.step = later  # type: ignore[method-assign]
     return engine
-
-
-def url_of(program: "subprocess.Popen[str]") -> tuple[str, str]:
-    """Where a program serves that chose its port (`--port 0`), once it is ready, and what it has said until then on its
-    standard error, a pipe. A port that a test had found free could be another's before the program has it.
-    """
-    assert program.stderr is not None
-    said = ""
-    for line in program.stderr:
-        said += line
-        if "ready" in line:
-            return re.findall(r"http://\S+[0-9]", said)[-1], said
-    raise AssertionError(f"the program ended before it was ready: {said}")
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from quengine.serve.http import ClientGoneError, unless_gone
 from quengine.serve.listener import OTHER_DESCRIPTORS, connection_limit
 from quengine.serve.settings import Limits
 from tests.engine.serve.fake_engine import FakeEngine
-from tests.engine.serve.serving import Served, serving, url_of
+from tests.engine.serve.ports import url_of
+from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 from tests.quick_python import QuickPopen
 

@@ -26,7 +26,8 @@ from quengine.serve.processes.shared_engine import Event, Failed, Finished, Gene
 from quengine.serve.processes.shared_wire import FROM_ENGINE, TO_ENGINE, Add, FromEngine, Step, ToEngine
 from quengine.serve.settings import Limits
 from tests.engine.serve.fake_engine import FakeEngine
-from tests.engine.serve.serving import Served, held, serving, url_of
+from tests.engine.serve.ports import url_of
+from tests.engine.serve.serving import Served, held, serving
 from tests.gguf_builder import ModelSizes
 from tests.quick_python import QuickPopen
 from tests.tiny_models import write_tiny

@@ -21,7 +21,7 @@ import pytest
 
 from quengine import LLM, SamplingParams
 from quengine.models.hub.hub import resolve_model
-from quengine.serve.listener import bind
+from tests.engine.serve.ports import free_port
 
 pytest.importorskip("ray")
 
@@ -49,8 +49,7 @@ class Deployed:
 
 @pytest.fixture(scope="module")
 def deployed() -> Iterator[Deployed]:
-    with bind("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     flags = ["--ray", "--ray-min-replicas", "2", "--device", "cpu", "-t", "1", "-c", "1024", "--api-key", KEY]
     process = subprocess.Popen(
         [sys.executable, "-m", "quengine.cli.main", "serve", "-m", MODEL, "--port", str(port), *flags],

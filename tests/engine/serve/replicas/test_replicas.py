@@ -29,7 +29,8 @@ from quengine.serve.replicas import replica as replica_module
 from quengine.serve.replicas.launch import start_replicas, visible_gpus
 from quengine.serve.replicas.replica_engine import ReplicaEngine
 from quengine.serve.settings import ServerSettings
-from tests.engine.serve.serving import Served, serving, url_of
+from tests.engine.serve.ports import url_of
+from tests.engine.serve.serving import Served, serving
 from tests.gguf_builder import ModelSizes
 from tests.quick_python import QuickPopen
 from tests.tiny_models import write_tiny
