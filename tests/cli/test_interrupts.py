@@ -49,7 +49,8 @@ def ended(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_unwinds_the_command(number: signal.Signals) -> None:
-    done = ended(program(f"try:\n    strike({number:d})\nfinally:\n    print('unwound')"))
+    in_peace = "from quengine.cli import interrupts\ninterrupts.GRACE_SECONDS = 120.0\n"
+    done = ended(program(f"{in_peace}try:\n    strike({number:d})\nfinally:\n    print('unwound')"))
     assert (done.returncode, done.stdout, done.stderr) == (128 + number, "unwound\n", "")
 
 

@@ -17,6 +17,7 @@ from quengine.cli.main import run
 from quengine.errors import EngineError
 from quengine.options import Flag
 from quengine.serve.settings import ServerSettings
+from tests.engine.serve.ports import url_of
 from tests.gguf_builder import ModelSizes
 from tests.quick_python import QuickPopen
 from tests.tiny_models import write_tiny
@@ -87,12 +88,7 @@ def test_a_server_answers_logs_and_exits_with_0_at_sigterm(tmp_path: Path, flags
         [*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"}
     )
     try:
-        assert process.stderr is not None
-        url = ""
-        for line in process.stderr:
-            url = (re.findall(r"http://\S+[0-9]", line) or [url])[0]
-            if "ready" in line:
-                break
+        url, _ = url_of(process)
         body = {"prompt": "the", "n_predict": 3, "ignore_eos": True}
         answer = httpx.post(f"{url}/completion", json=body, timeout=120)
         assert answer.json()["model"] == "tiny"

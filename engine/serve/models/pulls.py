@@ -54,7 +54,16 @@ class _Pull:
         self._reported = 0.0
 
     async def fetch(self, name: str) -> Path:
-        """The first file of the model, pulled in a thread that the end of the program does not wait for."""
+        """The first file of the model. Whoever comes while the pull ends that all others have left has it go on."""
+        while True:
+            try:
+                return await self._fetch_once(name)
+            except _StoppedError:
+                if not self.followers:
+                    raise
+
+    async def _fetch_once(self, name: str) -> Path:
+        """In a thread that the end of the program does not wait for."""
         fetched: asyncio.Future[Path] = self._loop.create_future()
 
         def run() -> None:

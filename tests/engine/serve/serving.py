@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import httpx
 from openai import OpenAI
@@ -13,7 +14,7 @@ from openai import OpenAI
 from quengine.request.sampling_params import SamplingParams
 from quengine.serve.models.model_spec import ModelSpec
 from quengine.serve.models.residency import Launch
-from quengine.serve.processes.shared_engine import Engine
+from quengine.serve.processes.shared_engine import Engine, Event
 from quengine.serve.server import Server, bind
 from quengine.serve.settings import Limits, ServerSettings
 from quengine.serve.table import ROUTES
@@ -24,6 +25,8 @@ from tests.engine.serve.fake_engine import FakeEngine
 KEY = "test-key"
 
 
+LOAD_SECONDS = 240.0
+"""For a model of a test, where other work takes the processors."""
 TABLE = (*ROUTES, *ToolRoom(ToolsOptions(), print).routes)
 """All routes."""
 
@@ -43,7 +46,7 @@ class Served:
     def openai(self, key: str = KEY) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
-    def wait_until(self, holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+    def wait_until(self, holds: Callable[[], bool], seconds: float = 120.0) -> bool:
         """Whether something comes to hold in time."""
         end = time.monotonic() + seconds
         while not holds():
@@ -51,6 +54,21 @@ class Served:
                 return False
             time.sleep(0.005)
         return True
+
+
+E = TypeVar("E", bound=Engine)
+
+
+def held(engine: E, goes_on: threading.Event) -> E:
+    """The engine, of which no step begins before `goes_on` is set."""
+    step = engine.step
+
+    def later() -> list[Event]:
+        assert goes_on.wait(120)
+        return step()
+
+    engine.step = later  # type: ignore[method-assign]
+    return engine
 
 
 @contextmanager
@@ -85,7 +103,7 @@ def serving(
         if find is not None:
             assert served.wait_until(lambda: server.started)
         elif ready:
-            assert served.wait_until(lambda: server.host.state == "ready"), server.host.state
+            assert served.wait_until(lambda: server.host.state == "ready", LOAD_SECONDS), server.host.state
         yield served
     finally:
         server.models.stop()

@@ -1,5 +1,6 @@
 """Log-probabilities of echoed prompts, in front of a real, tiny model: those of the model's teacher-forced logits."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from quengine import LLM, SamplingParams
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import Finished, GenerationRequest, Piece
-from tests.engine.serve.serving import serving
+from tests.engine.serve.serving import held, serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
@@ -74,11 +75,15 @@ def test_a_prompt_of_one_token_has_nothing_to_score(path: Path) -> None:
 
 
 def test_a_prompt_that_is_scored_can_be_left(path: Path) -> None:
-    with serving(lambda: LLMEngine(LLM(path, device="cpu")), settings={"model_names": ("tiny",)}) as served:
+    goes_on = threading.Event()
+    engine = held(LLMEngine(LLM(path, device="cpu")), goes_on)
+    with serving(lambda: engine, settings={"model_names": ("tiny",)}) as served:
         worker = served.server.worker
         with raw_connection(served) as leaving:
             leaving.sendall(raw_completion("the cat " * 12, 100, echo=True, logprobs=1))
             assert served.wait_until(lambda: worker.running == 1)
+        assert served.wait_until(lambda: not served.server.server_state.connections)
+        goes_on.set()
         assert served.wait_until(lambda: worker.idle and not worker.stats.slots)
         with served.http() as client:
             assert client.post("/v1/completions", json={"prompt": "the", "max_tokens": 1}).status_code == 200

@@ -15,7 +15,7 @@ from quengine.errors import EngineError
 from quengine.serve.server import bind
 from quengine.serve.settings import Limits
 from tests.engine.serve.fake_engine import FakeEngine
-from tests.engine.serve.serving import serving
+from tests.engine.serve.serving import held, serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 
 
@@ -116,13 +116,15 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_error() -> None:
 
 
 def test_draining_refuses_what_is_new_finishes_what_runs_and_then_stops() -> None:
-    with serving(lambda: FakeEngine(step_s=0.005)) as served, served.http() as client:
+    refused = threading.Event()
+    with serving(lambda: held(FakeEngine(), refused)) as served, served.http() as client:
         with raw_connection(served) as running:
             running.sendall(raw_completion("a", 100))
             assert served.wait_until(lambda: served.server.worker.running == 1)
             served.server.drain()
             assert error(client.get("/health")) == (503, "the server is shutting down")
             assert client.post("/v1/completions", json={"prompt": "b"}).status_code == 503
+            refused.set()
             received = b"".join(iter(lambda: running.recv(65536), b""))
         assert len(re.findall(rb"w\d+ ", received)) == 100 and b"[DONE]" in received
         assert served.wait_until(lambda: served.server.should_exit)

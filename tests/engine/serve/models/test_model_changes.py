@@ -21,6 +21,7 @@ from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
 from quengine.models.hub import hub_pull
 from quengine.models.hub.projectors import find_projector
+from quengine.serve.models import pulls
 from quengine.serve.models.model_spec import ModelSpec, find_models
 from quengine.serve.models.preset_file import find_specs
 from quengine.serve.models.residency import MakeRoom
@@ -227,15 +228,41 @@ def test_two_clients_follow_one_pull_which_ends_when_both_have_left(
         hub.hold, hub.halfway = threading.Event(), threading.Event()
         with http.stream("POST", "/api/pull", json={"model": f"{NAME}:Q4_0"}) as left:
             assert next(left.iter_lines()) and hub.halfway.wait(120)
-        assert served.wait_until(lambda: not pull_of(served, f"{NAME}:Q4_0").followers)
+            pull, _ = served.server.models.pulls._running[f"{NAME}:Q4_0"]
+        assert served.wait_until(lambda: not pull.followers)
         hub.hold.set()
         assert served.wait_until(lambda: not served.server.models.pulls._running)
         (partial,) = (path for path in blobs(tmp_path) if path.name.endswith(".incomplete"))
         assert partial.read_bytes() == other[: partial.stat().st_size] and partial.stat().st_size >= CHUNK
 
 
-def pull_of(served: Served, name: str) -> Any:
-    return served.server.models.pulls._running[name][0]
+def test_who_comes_while_a_pull_ends_that_all_have_left_has_it_go_on(
+    served: Served, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, goes_on = threading.Event(), threading.Event()
+
+    def pull_model(*given: Any, **named: Any) -> Path:
+        try:
+            return hub_pull.pull_model(*given, **named)
+        except BaseException:
+            ends.set()
+            assert goes_on.wait(120)
+            raise
+
+    monkeypatch.setattr(pulls, "pull_model", pull_model)
+    hub.hold = threading.Event()
+    body = {"model": f"{NAME}:Q4_K_M"}
+    with served.http() as http, ThreadPoolExecutor(1) as pool:
+        with http.stream("POST", "/api/pull", json=body) as left:
+            assert next(left.iter_lines()) and hub.halfway.wait(120)
+            pull, _ = served.server.models.pulls._running[f"{NAME}:Q4_K_M"]
+        assert served.wait_until(lambda: not pull.followers)
+        hub.hold.set()
+        assert ends.wait(120)
+        second = pool.submit(http.post, "/api/pull", json={**body, "stream": False})
+        assert served.wait_until(lambda: len(pull.followers) == 1)
+        goes_on.set()
+        assert second.result(120).json() == {"status": "success"}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from quengine.serve.routes import dispatch
 from tests.engine.serve.fake_engine import CRASHING_PROMPT
 from tests.engine.serve.models.fake_device import Device, serving_models, spec, states
 from tests.engine.serve.serving import Served
+from tests.engine.serve.test_streams import raw_completion, raw_connection
 
 
 def ask(served: Served, model: str, tokens: int = 2, **fields: object) -> httpx.Response:
@@ -103,11 +104,10 @@ def test_a_client_that_leaves_while_it_waits_costs_no_model_its_place(asking: Th
         device.computes.clear()
         busy = asking.submit(ask, served, "a", 30)
         assert served.wait_until(lambda: served.server.models.requests == 1)
-        with served.http() as client, pytest.raises(httpx.ReadTimeout):
-            client.post(
-                "/v1/completions", json={"model": "b", "prompt": "hi"}, timeout=httpx.Timeout(60, read=0.1)
-            )
         a, b = served.server.models.hosts
+        with raw_connection(served) as leaving:
+            leaving.sendall(raw_completion("hi", 2, model="b"))
+            assert served.wait_until(lambda: b.wanted and a.state == "draining")
         assert served.wait_until(lambda: not b.wanted and a.state != "draining")
         device.computes.set()
         assert ask(served, "a").status_code == busy.result().status_code == 200

@@ -28,7 +28,7 @@ class _Failing:
         self.may_load.set()
 
     def __call__(self) -> FakeEngine:
-        assert self.may_load.wait(30)
+        assert self.may_load.wait(120)
         if self.fails:
             raise EngineError("the file has gone")
         self.made += 1

@@ -1,6 +1,7 @@
 """The server in front of a real, tiny model: the same texts as LLM itself gives."""
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from quengine.serve.processes import engine_llm
 from quengine.serve.processes.engine_llm import LLMEngine
 from quengine.serve.processes.shared_engine import Event, Finished, GenerationRequest, Piece
 from quengine.step_plan import StepPlan
-from tests.engine.serve.serving import Served, serving
+from tests.engine.serve.serving import Served, held, serving
 from tests.engine.serve.test_streams import raw_completion, raw_connection
 from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
@@ -116,15 +117,17 @@ def test_a_prompt_that_begins_like_the_last_one_is_taken_from_the_cache(served: 
 
 
 def test_requests_queue_behind_the_one_slot_and_can_leave_from_everywhere(served: Served) -> None:
-    worker = served.server.worker
-    assert worker.slots == 1
+    worker, goes_on = served.server.worker, threading.Event()
+    assert worker.slots == 1 and worker.engine is not None
+    held(worker.engine, goes_on)
     requests = [raw_completion(f"{i} the", 100, ignore_eos=True) for i in range(5)]
     connections = [raw_connection(served) for _ in requests]
     for connection, request in zip(connections, requests, strict=True):
         connection.sendall(request)
-    assert served.wait_until(lambda: worker.running == 1 and worker.waiting >= 1)
+    assert served.wait_until(lambda: worker.running == 1 and worker.waiting == 4)
     for connection in connections[1:]:
         connection.close()
+    goes_on.set()
     received = b"".join(iter(lambda: connections[0].recv(65536), b""))
     connections[0].close()
     assert received.rstrip().endswith(b"0") and b"data: [DONE]" in received

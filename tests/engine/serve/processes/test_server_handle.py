@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(work, 10))
+    return asyncio.run(asyncio.wait_for(work, 60))
 
 
 def made(count: int = 1, logprobs: int | None = None) -> tuple[Handle, list[GenerationRequest]]:

@@ -40,6 +40,7 @@ from tests.gguf_builder import ModelSizes
 from tests.tiny_models import write_tiny
 
 CTX = 2048
+A_LONG_TIME = 120.0
 WINDOWS = {"gemma3.attention.sliding_window": 50, "gemma3.attention.sliding_window_pattern": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -121,23 +122,28 @@ def keys_of(ids: list[int]) -> list[bytes]:
     return keys
 
 
+def given(engine: ReplicaEngine) -> list[int]:
+    """Requests given to each; /metrics has them a moment later."""
+    return [each.counts.requests for each in engine._all]
+
+
 def free_parts(engine: ReplicaEngine) -> int:
     return engine._pool._regions[0].memory[:PARTS].count(0)
 
 
 def test_long_prompts_are_computed_elsewhere_and_every_token_is_that_of_one_engine(
-    client: httpx.Client, path: Path, engines: list[ReplicaEngine]
+    client: httpx.Client, served: Served, path: Path, engines: list[ReplicaEngine]
 ) -> None:
     prompts = [prompt(seed, length) for seed, length in ((1, 900), (2, 257), (3, 1500), (4, 40), (5, 640))]
     with ThreadPoolExecutor(5) as pool:
         answers = list(pool.map(lambda ids: post(client, body(ids)), prompts))
     assert [answer["tokens"] for answer in answers] == expected(path, prompts)
-    assert counted(client, "requests_total") == [5, 4]
+    assert given(engines[-1]) == [5, 4]
     assert all(answer["timings"]["cache_n"] == 0 for answer in answers)  # nothing had been computed before
     assert free_parts(engines[-1]) == PARTS
     again = post(client, body(prompts[2]))
     assert (again["tokens"], again["timings"]["cache_n"]) == (answers[2]["tokens"], 1499)
-    assert counted(client, "requests_total") == [6, 4]
+    assert served.wait_until(lambda: counted(client, "requests_total") == [6, 4])
 
 
 @pytest.mark.parametrize(
@@ -209,7 +215,7 @@ def test_without_the_prefill_engine_its_prompts_are_computed_where_they_go(
     how: signal.Signals,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replica, "SILENT_SECONDS", 0.9)
+    monkeypatch.setattr(replica, "SILENT_SECONDS", A_LONG_TIME)
     prompts = [prompt(30 + how + seed, 1200) for seed in range(2)]
     wanted, stopped = expected(path, prompts), pid(engines[-1], 1)
     os.kill(stopped, signal.SIGSTOP)
@@ -217,19 +223,26 @@ def test_without_the_prefill_engine_its_prompts_are_computed_where_they_go(
         answers = [pool.submit(post, client, body(ids)) for ids in prompts]
         assert served.wait_until(lambda: len(engines[-1]._all[1].requests) > 0)
         os.kill(stopped, how)
+        monkeypatch.setattr(replica, "SILENT_SECONDS", 0.9)  # now that it has what is to go elsewhere
         assert [answer.result()["tokens"] for answer in answers] == wanted
     os.kill(stopped, signal.SIGCONT) if how == signal.SIGSTOP else None
+    monkeypatch.setattr(replica, "SILENT_SECONDS", A_LONG_TIME)
     assert served.wait_until(lambda: health(client) == (1, 1))
     assert (pid(engines[-1], 1) == stopped) == (how == signal.SIGSTOP)
     assert served.wait_until(lambda: free_parts(engines[-1]) == PARTS)
-    before = counted(client, "requests_total")
+    before = given(engines[-1])
     post(client, body(prompt(60 + how, 700)))
-    assert [now - then for now, then in zip(counted(client, "requests_total"), before, strict=True)] == [1, 1]
+    assert [now - then for now, then in zip(given(engines[-1]), before, strict=True)] == [1, 1]
 
 
 def test_without_the_engine_that_goes_on_a_prompt_waits_for_the_next(
-    client: httpx.Client, served: Served, engines: list[ReplicaEngine], path: Path
+    client: httpx.Client,
+    served: Served,
+    engines: list[ReplicaEngine],
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(replica, "SILENT_SECONDS", A_LONG_TIME)
     ids = prompt(71, 1500)
     victim = pid(engines[-1], 0)
     os.kill(victim, signal.SIGSTOP)
@@ -238,7 +251,7 @@ def test_without_the_engine_that_goes_on_a_prompt_waits_for_the_next(
         assert served.wait_until(lambda: free_parts(engines[-1]) < PARTS)  # and its blocks are not taken
         os.kill(victim, signal.SIGKILL)
         assert answer.result()["tokens"] == expected(path, [ids])[0]
-    assert health(client) == (1, 1) and pid(engines[-1], 0) != victim
+    assert served.wait_until(lambda: health(client) == (1, 1)) and pid(engines[-1], 0) != victim
     assert served.wait_until(lambda: free_parts(engines[-1]) == PARTS)
 
 
@@ -264,7 +277,7 @@ def test_smollm2_goes_on_with_a_prompt_of_another_process() -> None:
 def test_a_stopped_replica_that_holds_all_parts_does_not_stop_the_others(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "SILENT_SECONDS", 0.9)
+    monkeypatch.setattr(replica, "SILENT_SECONDS", A_LONG_TIME)
     monkeypatch.setattr(launch, "PART_BYTES", 10_000)
     settings = ServerSettings(("tiny",), port=0, parallel=2, replicas=2, prefill_replicas=1)
     config = engine_config(settings, EngineConfig("cpu", threads=2))
@@ -279,6 +292,9 @@ def test_a_stopped_replica_that_holds_all_parts_does_not_stop_the_others(
         for request in requests:
             engine.add(request)
         events = list[Event]()
+        while [part.reader.number for part in engine._pool._parts.values()] != [0] * PARTS:
+            events += engine.step()
+        monkeypatch.setattr(replica, "SILENT_SECONDS", 0.9)
         while sum(isinstance(event, Finished) for event in events) < 2:
             events += engine.step()
         assert free_parts(engine) == 0

@@ -348,15 +348,19 @@ def test_a_command_ends_when_its_client_leaves(client: httpx.Client, served: Ser
     assert served.wait_until(lambda: children() <= before)
 
 
-def test_output_is_streamed_as_it_comes(client: httpx.Client) -> None:
+def test_output_is_streamed_as_it_comes(client: httpx.Client, folder: Path) -> None:
     body = {
         "tool": "exec_shell_command",
-        "params": {"command": "echo one; sleep 0.2; echo two"},
+        "params": {"command": "echo one; until [ -e seen ]; do sleep 0.05; done; echo two"},
         "stream": True,
     }
-    answer = client.post("/tools", json=body)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    events = []
+    with client.stream("POST", "/tools", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                events.append(json.loads(line[6:]))
+                (folder / "seen").touch()
     assert events == [{"chunk": "one\n"}, {"chunk": "two\n"}, {"chunk": "\n[exit code: 0]"}, {"done": True}]
     refused = client.post("/tools", json={"tool": "read_file", "params": {"path": "a"}, "stream": True})
     assert refused.status_code == 404

@@ -25,6 +25,7 @@ from quengine.serve.tool_options import ToolsOptions
 from quengine.serve.tools import mcp_session
 from quengine.serve.tools.mcp_config import McpServer, mcp_servers
 from quengine.serve.tools.toolset import Toolset
+from tests.engine.serve.ports import free_port
 from tests.engine.serve.serving import Served, serving
 from tests.engine.serve.tools.own_children import children, runs
 
@@ -177,7 +178,8 @@ def test_what_a_server_has_started_ends_with_it_and_a_call_holds_up_no_end() -> 
             assert served.wait_until(lambda: session._calls == 1)
             served.server.drain()  # SIGTERM
             assert late.result(120) == {"error": "the server is shutting down"}
-    assert children() <= before and not runs(child)
+    assert children() <= before
+    assert served.wait_until(lambda: not runs(child))  # it has been sent its signal
 
 
 def test_noise_and_notifications_are_passed_over() -> None:
@@ -265,9 +267,7 @@ def test_a_server_is_reached_over_http_also_after_it_was_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mcp_session, "_COOLDOWN_SECONDS", 0.1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with over_http(port):
         options = config(
             remote={"url": f"http://127.0.0.1:{port}/mcp"}, gone={"url": "http://127.0.0.1:9/mcp"}
