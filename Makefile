@@ -9,7 +9,7 @@ PROMPT ?= Who created you?
 SYSTEM ?= You are a language model made by researchers at Hugging Face. Answer in one sentence.
 
 .DEFAULT_GOAL := demo
-.PHONY: demo page docs test test-browser test-gpu aot lint bench clean
+.PHONY: demo page docs test test-browser test-gpu aot aot-whole lint bench clean
 
 $(VENV)/made: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "quengine needs Python 3.11 or newer, this is " + sys.version.split()[0])'
@@ -78,8 +78,11 @@ test-gpu: $(VENV)/tested
 	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make test-gpu needs a CUDA device, and torch " + torch.__version__ + " finds none")'
 	$(BIN)/python -m pytest -n auto --maxprocesses=8 -m "gpu or cuda_kernel" $(TESTS)
 
-# Every CUDA kernel for three GPUs, none of which need be there.
+# CUDA kernels for three GPUs, none of which need be there: launches with every constant of each, in minutes, or all.
 aot: $(VENV)/installed
+	$(BIN)/python -m benchmarks.checks.aot --covering
+
+aot-whole: $(VENV)/installed
 	$(BIN)/python -m benchmarks.checks.aot
 
 # mypy and mkdocstrings read packages by folder name, so the import root is laid out as links.

@@ -1,15 +1,17 @@
 """Ahead-of-time compilation of every kernel, without a GPU: registers, spills and shared memory per GPU.
 
-    python -m benchmarks.checks.aot [--arch 80 89 90] [--only TEXT] [--jobs N] [--list]
+    python -m benchmarks.checks.aot [--covering] [--arch 80 89 90] [--only TEXT] [--jobs N] [--list]
 
-Compiles the distinct launches of the cases (aot_cases.py), which are recorded from declared models. Exit status 1 if a
-launch does not compile, if one of decode spills registers, if one needs more shared memory than the GPU gives a block
-(or than Triton requests for it),
-if a PDL consumer accesses memory that its producer may write, or reads no weights, before it waits, or if the cases
-leave out a kernel that the product has. Results are kept in Triton's cache, by source: a second run is quick.
+Compiles the distinct launches of the cases (aot_cases.py), which are recorded from declared models; with --covering a
+quarter of them, which together have every constant of every kernel (aot_cover.py). Exit status 1 if a launch does not
+compile, if one of decode spills registers, if one needs more shared memory than the GPU gives a block (or than Triton
+requests for it), if a PDL consumer accesses memory that its producer may write, or reads no weights, before it waits,
+or if the cases leave out a kernel that the product has. Results are kept in Triton's cache, by source: a second run is
+quick.
 """
 
 import argparse
+import gc
 import importlib
 import os
 import pkgutil
@@ -29,7 +31,9 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import quengine.kernels.cuda
-from benchmarks.checks.aot_cases import Case, cases
+from benchmarks.checks.aot_cases import Case, Variant, cases
+from benchmarks.checks.aot_cover import covering
+from quengine.kernels.collection_pause import paused
 from quengine.kernels.cuda.aot.aot_compile import (
     SAME_PTX,
     SHARED_LIMIT,
@@ -74,17 +78,6 @@ UNWRITTEN = frozenset(
 position, its cache rows); and what a launch wrote that had ended when the producer let its consumers start
 (`known_*`, see moe/experts.py). A kernel may read these before it waits.
 """
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A launch to compile for GPUs that share its PTX. case: the first that has it. decode: whether it occurs in a step
-    of decode, and is no matmul of several rows: it may not spill registers."""
-
-    case: str
-    launch: RecordedLaunch
-    archs: tuple[int, ...]
-    decode: bool
 
 
 @dataclass(frozen=True)
@@ -167,12 +160,14 @@ def in_forks(call: Callable[[Variant], T], work: Sequence[Variant], jobs: int | 
     """`call` of each variant, in order, in `jobs` forks of this process (None: one a processor). Forks take variants by
     number, as these hold functions of Triton, which cannot be pickled."""
     _work[:] = work
+    gc.freeze()
     with ProcessPoolExecutor(jobs or len(os.sched_getaffinity(0)), get_context("fork")) as pool:
         yield from pool.map(partial(_of_number, call), range(len(work)))
 
 
 def _of_number(call: Callable[[Variant], T], number: int) -> T:
-    return call(_work[number])
+    with paused():  # compiling creates many objects
+        return call(_work[number])
 
 
 MAY_SPILL = {("qwen3.6-35b-a3b, narrow", "experts_add_kernel"), ("LoRA adapters", "low_rank_kernel")}
@@ -233,10 +228,12 @@ def overlap_faults(launch: RecordedLaunch, early: Early) -> list[str]:
 def main() -> int:
     args = _arguments()
     began = time.perf_counter()
-    work = variants(args.arch, args.only)
-    count = sum(len(variant.archs) for variant in work)
-    print(f"{count} different kernels for {', '.join(f'sm_{arch}' for arch in args.arch)}")
-    missing = [] if args.only or 90 not in args.arch else left_out(work)
+    found = variants(args.arch, args.only)
+    work = covering(found) if args.covering else found
+    every, count = (sum(len(variant.archs) for variant in each) for each in (found, work))
+    of_them = f", of which {count} are compiled" if args.covering else ""
+    print(f"{every} different kernels for {', '.join(f'sm_{arch}' for arch in args.arch)}{of_them}")
+    missing = [] if args.only or 90 not in args.arch else left_out(found)
     for name in missing:
         print(f"FAIL no case launches {name}", file=sys.stderr)
     if args.list:
@@ -257,6 +254,9 @@ def _arguments() -> argparse.Namespace:
         prog="python -m benchmarks.checks.aot", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
+    parser.add_argument(
+        "--covering", action="store_true", help="only launches that have every constant of every kernel"
+    )
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHS), choices=ARCHS)
     parser.add_argument("--only", default="", help="only the cases whose name has this text")
     parser.add_argument("--jobs", type=int, default=None, help="processes (default: the cores)")

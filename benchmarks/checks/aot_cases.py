@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quengine.kernels.block_formats import FORMATS
+from quengine.kernels.cuda.aot.aot_compile import RecordedLaunch
 from quengine.kernels.cuda.aot.meta_backend import ARCHS, META, MetaBackend, empty, repack_tile
 from quengine.kernels.cuda.backend import has_dependent_launch
 from quengine.kernels.cuda.gemm.fp16_operand import Fp16Operand, OperandLayout
@@ -127,6 +128,17 @@ class Case:
     name: str
     archs: Sequence[int]
     steps: Callable[[], Iterator[Step]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A launch to compile for GPUs that share its PTX. case: the first that has it. decode: whether it occurs in a step
+    of decode, and is no matmul of several rows: it may not spill registers."""
+
+    case: str
+    launch: RecordedLaunch
+    archs: tuple[int, ...]
+    decode: bool
 
 
 def cases() -> list[Case]:

@@ -191,6 +191,8 @@ from benchmarks.checks import aot
 work = aot.variants([80, 89, 90])
 assert not aot.left_out(work), aot.left_out(work)
 assert len({(min(v.archs) // 90, v.launch.key) for v in work}) == len(work)
+few = aot.covering(work)
+assert not aot.left_out(few) and 3 * len(few) < len(work), len(few)
 for v in work:
     launch = v.launch
     outs = (str(x.dtype) for n, x in launch.arguments.items() if n == "out_ptr" and x is not None)
