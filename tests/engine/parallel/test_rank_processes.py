@@ -25,6 +25,7 @@ from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence
 from quengine.serve.processes.server_engine import EngineFailedError, ProcessEngine
 from tests.gguf_builder import ModelSizes
+from tests.quick_python import QuickPopen
 from tests.tiny_models import write_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -196,7 +197,7 @@ def test_ranks_end_with_the_process(folder: Path) -> None:
     program = [sys.executable, "-m", "quengine.cli", "generate", "-m", str(path), "--device", "cpu"]
     flags = ["-tp", "2", "-t", "2", "-n", "8000", "--ignore-eos", "hello"]
     started = {
-        number: subprocess.Popen([*program, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        number: QuickPopen([*program, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for number in (signal.SIGKILL, signal.SIGINT)
     }
     for number, process in started.items():
