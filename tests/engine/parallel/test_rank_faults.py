@@ -45,7 +45,10 @@ def test_a_rank_that_begins_late_is_waited_for(path: Path) -> None:
         assert len(shared.generate("a", GREEDY)[0].tokens) == 4
 
 
-def test_a_rank_that_has_stopped_for_good_ends_with_the_model(path: Path) -> None:
+def test_a_rank_that_has_stopped_for_good_ends_with_the_model(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quengine.parallel.group.END_SECONDS", 0.3)
     with LLM(path, **SHARED) as shared:  # type: ignore[arg-type]
         assert shared.loaded.ranks is not None
         (pid,) = shared.loaded.ranks.pids

@@ -26,6 +26,7 @@ from quengine.request.prompt_scores import PromptScores
 from quengine.request.sequence import Sequence
 from quengine.serve.processes.server_engine import EngineFailedError, ProcessEngine
 from tests.gguf_builder import ModelSizes
+from tests.quick_python import QuickPopen
 from tests.tiny_models import write_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -215,7 +216,7 @@ def test_ranks_end_with_the_process(folder: Path) -> None:
     # Its answer fills the pipe long before its end, so it has not ended however late the signal is.
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096}
     started = {
-        number: subprocess.Popen([*program, *flags], **pipes) for number in (signal.SIGKILL, signal.SIGINT)
+        number: QuickPopen([*program, *flags], **pipes) for number in (signal.SIGKILL, signal.SIGINT)
     }
     for number, process in started.items():
         assert process.stdout is not None

@@ -357,11 +357,11 @@ def test_an_answer_that_cannot_be_written_fails_alone(monkeypatch: pytest.Monkey
 
 
 STREAMED = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x" * 800}], "max_tokens": 20},
-    "/v1/completions": {"prompt": "x" * 800, "max_tokens": 20},
-    "/completion": {"prompt": "x" * 800, "n_predict": 20},
-    "/v1/messages": {"messages": [{"role": "user", "content": "x" * 800}], "max_tokens": 20},
-    "/v1/responses": {"input": "x" * 800, "max_output_tokens": 20},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x" * 800}], "max_tokens": 4},
+    "/v1/completions": {"prompt": "x" * 800, "max_tokens": 4},
+    "/completion": {"prompt": "x" * 800, "n_predict": 4},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x" * 800}], "max_tokens": 4},
+    "/v1/responses": {"input": "x" * 800, "max_output_tokens": 4},
 }
 _DRAWN = re.compile(
     rb'"(id|[a-z_]*_id|created(_at)?|completed_at|id_slot|[a-z_]+_(ms|second))":("[^"]*"|[0-9.e+-]+)'

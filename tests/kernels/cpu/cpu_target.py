@@ -244,7 +244,10 @@ def assemble(libraries: list[Any], triple: str, cpu: str) -> None:
     """The kernels' code with LLVM's code generator for the target."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
-    machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=1)
+    # Instructions are selected as with optimization, which takes three times as long.
+    for option in ("--global-isel=0", "--fast-isel=0"):
+        binding.set_option("llvm", option)
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=0)
     machines = set()
     for library in libraries:
         lines = [line for line in library.get_llvm_str().splitlines() if not line.startswith("target ")]

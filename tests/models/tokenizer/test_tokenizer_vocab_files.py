@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quengine.models.gguf import open_gguf
+from quengine.models.gguf import GGUFFile, open_gguf
 from quengine.models.tokenizer import Tokenizer, TokenizerError
 from quengine.models.tokenizer.pre_tokenizers import NEW_IN_UNICODE_16
 from tests.gguf_builder import GGUFBuilder
@@ -37,9 +37,9 @@ def vocab_file(name: str) -> Path:
     return llama_cpp_source() / "models" / f"ggml-vocab-{name}.gguf"
 
 
-def special_texts(path: Path, tokenizer: Tokenizer) -> list[str]:
+def special_texts(file: GGUFFile, tokenizer: Tokenizer) -> list[str]:
     """MARKS and up to 60 of the unknown, control and user-defined tokens of the file."""
-    types = open_gguf(path).metadata.get("tokenizer.ggml.token_type", ())
+    types = file.metadata.get("tokenizer.ggml.token_type", ())
     found = [tokenizer.token_text(i) for i, kind in enumerate(types) if kind in (2, 3, 4)]
     return MARKS + (found if len(found) <= 60 else random.Random(0).sample(found, 60))
 
@@ -68,12 +68,13 @@ def test_ids_are_those_of_the_models_own_tokenizer(name: str) -> None:
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_ids_bytes_and_ends_are_those_of_llama_cpp(name: str) -> None:
     path = vocab_file(name)
-    ours = Tokenizer.from_gguf(path)
+    file = open_gguf(path)
+    ours = Tokenizer.from_gguf(file)
     for text, ids in published_pairs(path):
         assert ours.encode(text) == ids, text
     with LlamaCppVocab(path) as peer:
         assert ours.eos_ids == peer.end_of_generation()
-        for text in [*HAND_PICKED, *random_texts(41, 100), *marked_texts(42, 200, special_texts(path, ours))]:
+        for text in [*HAND_PICKED, *random_texts(41, 100), *marked_texts(42, 200, special_texts(file, ours))]:
             for special in (False, True):
                 assert ours.encode(text, special=special) == peer.encode(text, special=special), text
         for i in [
@@ -94,10 +95,15 @@ def test_a_kind_that_is_not_supported_is_refused_by_name(tmp_path: Path) -> None
     assert "\n" not in str(raised.value)
 
 
-def test_ids_of_qwen_2_are_those_of_tiktoken() -> None:
+@pytest.fixture(scope="module")
+def qwen2() -> Tokenizer:
+    return Tokenizer.from_gguf(vocab_file("qwen2"))
+
+
+def test_ids_of_qwen_2_are_those_of_tiktoken(qwen2: Tokenizer) -> None:
     import tiktoken
 
-    ours = Tokenizer.from_gguf(vocab_file("qwen2"))
+    ours = qwen2
     ranks = {ours.token_bytes(i): i for i in range(151643)}
     theirs = tiktoken.Encoding("qwen2", pat_str=QWEN_PATTERN, mergeable_ranks=ranks, special_tokens={})
     for text in [*HAND_PICKED, *random_texts(43, 700), *marked_texts(44, 700, MARKS)]:
@@ -112,8 +118,8 @@ def differs_by_unicode(text: str) -> bool:
     return "'ſ" in text or any(low <= ord(c) <= high for c in text for low, high in later)
 
 
-def test_an_end_mark_among_qwens_merges_is_a_token_where_asked_and_text_else() -> None:
-    ours = Tokenizer.from_gguf(vocab_file("qwen2"))
+def test_an_end_mark_among_qwens_merges_is_a_token_where_asked_and_text_else(qwen2: Tokenizer) -> None:
+    ours = qwen2
     assert "</s >" in open_gguf(vocab_file("qwen2")).metadata["tokenizer.ggml.merges"]
     assert ours.token_text(128247) == "</s>"
     assert ours.encode("a</s>b", special=True)[1] == 128247

@@ -179,13 +179,15 @@ def test_steps_are_prepared_while_there_is_no_request(ends: str, monkeypatch: py
 
 
 def test_health_reports_an_engine_that_is_stopped_and_again_when_it_goes_on(
-    served: Served, engines: list[ProcessEngine]
+    served: Served, engines: list[ProcessEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served.http() as client:
         os.kill(engines[-1].pid, signal.SIGSTOP)
         try:
-            assert served.wait_until(lambda: client.get("/health").status_code == 503)
-            answer = client.get("/health")
+            with monkeypatch.context() as sooner:
+                sooner.setattr(worker_module, "SILENT_SECONDS", 1.0)
+                assert served.wait_until(lambda: client.get("/health").status_code == 503)
+                answer = client.get("/health")
             assert "has not answered for" in answer.json()["error"]["message"]
             assert answer.json()["error"]["code"] == "unresponsive" and answer.headers["retry-after"]
         finally:

@@ -130,6 +130,7 @@ def test_a_client_that_leaves_releases_what_it_held(deployed: Deployed) -> None:
 TASK = """
 import os, sys
 os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE=sys.argv[2], RAY_AUTH_TOKEN=sys.argv[3])
+os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "1"  # who is refused tries no more, where Ray tries for some twenty seconds
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray looks for a cluster at 127.0.0.1 at another address
 import ray
 from ray.exceptions import AuthenticationError
@@ -228,7 +229,7 @@ def test_the_cluster_takes_no_task_of_a_process_without_its_token(deployed: Depl
         given = [sys.executable, "-c", TASK, f"127.0.0.1:{port}", mode, token]
         return subprocess.run(given, capture_output=True, text=True, timeout=120)
 
-    with ThreadPoolExecutor(len(tried)) as pool:  # who is refused tries for some twenty seconds
+    with ThreadPoolExecutor(len(tried)) as pool:
         for made, (_, _, done) in zip(pool.map(lambda each: attempt(*each), tried), tried, strict=True):
             assert made.stdout.split()[:1] == [done], made
 
