@@ -215,9 +215,7 @@ def test_ranks_end_with_the_process(folder: Path) -> None:
     flags = ["-tp", "2", "-t", "2", "-n", "8000", "--ignore-eos", "hello"]
     # Its answer fills the pipe long before its end, so it has not ended however late the signal is.
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096}
-    started = {
-        number: QuickPopen([*program, *flags], **pipes) for number in (signal.SIGKILL, signal.SIGINT)
-    }
+    started = {number: QuickPopen([*program, *flags], **pipes) for number in (signal.SIGKILL, signal.SIGINT)}
     for number, process in started.items():
         assert process.stdout is not None
         process.stdout.read(1)
