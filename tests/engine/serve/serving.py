@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from quengine.serve.table import ROUTES
 from quengine.serve.tool_options import ToolsOptions
 from quengine.serve.tools.tool_routes import ToolRoom
 from tests.engine.serve.fake_engine import FakeEngine
+from tests.engine.serve.speaking_engine import SpeakingEngine
 
 KEY = "test-key"
 
@@ -41,10 +42,10 @@ class Served:
     said: list[str] = field(default_factory=list)
 
     def http(self, **options: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, **options)  # type: ignore[arg-type]
+        return httpx.Client(base_url=self.url, timeout=120, **options)  # type: ignore[arg-type]
 
     def openai(self, key: str = KEY) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
 
     def wait_until(self, holds: Callable[[], bool], seconds: float = 120.0) -> bool:
         """Whether something comes to hold in time."""
@@ -65,6 +66,27 @@ def held(engine: E, goes_on: threading.Event) -> E:
 
     def later() -> list[Event]:
         assert goes_on.wait(120)
+        return step()
+
+    engine.step = later  # type: ignore[method-assign]
+    return engine
+
+
+def one_by_one(engine: E, server: Server) -> E:
+    """The engine, of which each step begins once the event loop has come to an end with what the one before has
+    computed: a loop that was held up has several tokens as one piece."""
+    step = engine.step
+
+    def later() -> list[Event]:
+        worker, is_done = server.worker, threading.Event()
+
+        def turn(left: int) -> None:
+            is_done.set() if not left else worker._loop.call_soon(turn, left - 1)
+
+        with suppress(RuntimeError):  # the loop has closed
+            worker._loop.call_soon_threadsafe(turn, 20)
+            while not (worker.stopping or is_done.wait(0.05)):
+                pass
         return step()
 
     engine.step = later  # type: ignore[method-assign]
@@ -94,7 +116,12 @@ def serving(
     said: list[str] = []
     made = ServerSettings(**chosen)  # type: ignore[arg-type]
     tools = ToolRoom(made.tools, said.append)
-    server = Server(made, launch or (lambda *_: make_engine()), said.append, find, [tools])
+
+    def make(*_: object) -> Engine:
+        engine = make_engine()
+        return one_by_one(engine, server) if isinstance(engine, SpeakingEngine) else engine
+
+    server = Server(made, launch or make, said.append, find, [tools])
     listener = bind("127.0.0.1", 0)
     served = Served(server, tools, f"http://127.0.0.1:{listener.getsockname()[1]}", said)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve_engine(listener)))

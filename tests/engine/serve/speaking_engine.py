@@ -68,12 +68,12 @@ class ThinkingModel(SpeakingModel):
 
 
 class SpeakingEngine(FakeEngine):
-    """Says the value of `says` by whose key the prompt ends."""
+    """Says the value of `says` by whose key the prompt ends; behind a server one token at a time (`serving`)."""
 
     model: SpeakingModel
 
     def __init__(self, says: Mapping[str, str], model: SpeakingModel | None = None) -> None:
-        super().__init__(step_s=0.001)  # else the loop, in the same process, gets pieces together
+        super().__init__(step_s=0.0)
         self.model = model or SpeakingModel(4096)
         self._says = {key: self.model.spoken(text) for key, text in says.items()}
 

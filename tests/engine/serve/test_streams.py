@@ -18,7 +18,7 @@ from quengine.serve.processes.shared_engine import Event, Finished
 from quengine.serve.routes import streaming
 from quengine.serve.settings import Limits
 from tests.engine.serve.fake_engine import FAILING_PROMPT, FakeEngine, FakeModel, expected_tokens
-from tests.engine.serve.serving import Served, held, serving
+from tests.engine.serve.serving import Served, held, one_by_one, serving
 
 MODEL = FakeModel(4096)
 
@@ -274,7 +274,10 @@ def test_what_is_written_directly_has_the_same_bytes(
         assert (b"chunked" in head_of_answer.lower()) == (version == b"1.1")
         return _VARIES.sub(rb"\1X", unchunked(rest) if version == b"1.1" else rest)
 
-    step_when_written(served, monkeypatch)
+    engine = served.server.worker.engine
+    assert engine is not None
+    monkeypatch.setattr(engine, "step", engine.step)
+    one_by_one(engine, served.server)
     written = count_writes(monkeypatch)
     direct = answer(b"1.1")
     assert len(written) > 2
@@ -282,23 +285,6 @@ def test_what_is_written_directly_has_the_same_bytes(
     written.clear()
     monkeypatch.setattr(Connection, "writable", False)
     assert answer(b"1.1") == direct and not written
-
-
-def step_when_written(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step begins once the event loop has come to an end with what the one before has computed."""
-    worker = served.server.worker
-    assert worker.engine is not None
-    step = worker.engine.step
-
-    async def turns() -> None:
-        for _ in range(20):
-            await asyncio.sleep(0)
-
-    def later() -> list[Event]:
-        asyncio.run_coroutine_threadsafe(turns(), worker._loop).result(60)
-        return step()
-
-    monkeypatch.setattr(worker.engine, "step", later)
 
 
 def count_writes(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
