@@ -205,9 +205,9 @@ def test_two_ranks_choose_the_tokens_of_one(
     assert a.inputs.all.equal(b.inputs.all) and a.captured == b.captured
 
 
-@pytest.mark.parametrize("by_layers", [False, True])
-def test_two_ranks_have_their_parts_of_adapters(tmp_path: Path, by_layers: bool) -> None:
-    """Scales that a slot has go to the other rank, and those of the sequence before it do too."""
+def test_two_ranks_have_their_parts_of_adapters(tmp_path: Path) -> None:
+    """Of each layer, or of layers of their own. Scales that a slot has go to the other rank, and those of the sequence
+    before it do too."""
     path = write_model(tmp_path, "qwen2", blocks=2)
     stems = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down", "output")
     made = random_adapters(open_checkpoint(path).tensors, stems, (4, 3)).changes
@@ -215,18 +215,19 @@ def test_two_ranks_have_their_parts_of_adapters(tmp_path: Path, by_layers: bool)
     params = SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)
     one = runner_of(path, lora=lora)
     wanted = [tokens_of(one, params, scales) for scales in ((1.0, 0.0), (-0.5, 1.0), None)]
-    meeting = Meeting(2)
-    stages = [Stage(rank, (0, 1, 2)) if by_layers else None for rank in range(2)]
-    leader, follower = (
-        runner_of(path, ThreadCommunicator(rank, meeting), stage=stages[rank], lora=lora) for rank in range(2)
-    )
-    group: Any = ThreadGroup(meeting, partial(run, follower))
-    leader.lead(group)
-    try:
-        for scales, tokens in zip(((1.0, 0.0), (-0.5, 1.0), None), wanted, strict=True):
-            assert tokens_of(leader, params, scales) == tokens
-    finally:
-        group.end()
+    for stages in ([None, None], [Stage(rank, (0, 1, 2)) for rank in range(2)]):
+        meeting = Meeting(2)
+        leader, follower = (
+            runner_of(path, ThreadCommunicator(rank, meeting), stage=stages[rank], lora=lora)
+            for rank in range(2)
+        )
+        group: Any = ThreadGroup(meeting, partial(run, follower))
+        leader.lead(group)
+        try:
+            for scales, tokens in zip(((1.0, 0.0), (-0.5, 1.0), None), wanted, strict=True):
+                assert tokens_of(leader, params, scales) == tokens
+        finally:
+            group.end()
     assert wanted[0] != wanted[2]
 
 
