@@ -34,7 +34,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 LEAST_COPIED = 8
 """A block is copied for a prompt that has at least this many of its first tokens; fewer are computed as quickly."""
 _MOST_BEGINNINGS = 4
-"""Of the blocks that follow a block, this many are registered by their tokens."""
+"""Of the blocks that follow a block, at most this many are registered by their tokens."""
 _FEW = 1024
 
 
@@ -375,7 +375,7 @@ class BlockManager:
 
     def discard(self, keys: Seq[bytes], tokens: Seq[int] = ()) -> None:
         """Removes from the prefix cache the blocks with these keys and, given the `tokens` whose keys these are, the
-        blocks that are registered by their tokens."""
+        blocks after them that are registered by the next of these tokens."""
         removed = [*keys]
         for index, before in enumerate((b"", *keys) if tokens else ()):
             own = tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]

@@ -33,7 +33,7 @@ _COPY_EVERY = 4 * BLOCK_SIZE
 """A sequence's drafts are cut short, so that its states can be copied, this many tokens after the last copy."""
 
 _MOST_PARTINGS = 64
-"""This many waiting sequences are compared with the one being computed, to find where they diverge from it."""
+"""At most this many waiting sequences are compared with the one being computed, to find where they diverge from it."""
 
 
 class StateCheckpoints:

@@ -265,7 +265,8 @@ def _copy(parts: Sequence[Tensor], slot: int, block: int) -> None:
 
 
 def _from(first: int, count: int, device: torch.device) -> Tensor:
-    """`count` positions from `first` on, int32. Empty on the meta device: arange on it imports sympy."""
+    """`count` positions from `first` on, int32; without values on the meta device, as arange on it imports
+    sympy."""
     if device.type == "meta":
         return torch.empty(count, dtype=torch.int32, device=device)
     return torch.arange(first, first + count, dtype=torch.int32, device=device)

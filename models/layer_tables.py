@@ -17,7 +17,7 @@ from quengine.models.config import ModelConfig
 from quengine.models.rotation import Rotation
 
 _STEP_ROWS = 4096
-"""Image rows of a step that the rotary tables have room for; a longer chunk adds room for its rows."""
+"""Least number of image rows of a step that the rotary tables have room for; a longer chunk has room for its own."""
 
 
 class LayerTables:

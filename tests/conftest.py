@@ -97,7 +97,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Torch's operators on one thread, whatever a test before has set: several spin longer than tests' sizes take, and
     each worker of a run has one core. With a GPU a reference is of real models' sizes, and keeps torch's threads.
 
-    What a test draws of torch is the same in every run, whichever tests its worker had before."""
+    Torch's generator begins with the same seed, whichever tests the worker had before."""
     import torch
 
     torch.default_generator.manual_seed(0)

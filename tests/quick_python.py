@@ -194,9 +194,8 @@ def _server_with(variables: dict[str, str]) -> _Server | None:
     """The server for these variables; None where it would take longer than the one program that wants it, as far as is
     known now."""
     key = frozenset(variables.items())
-    with (
-        _servers_lock
-    ):  # of two that threads make at once one would end, with the ends of its programs untold
+    # Of two servers that threads make at once, one would end, and the ends of its programs would stay untold.
+    with _servers_lock:
         if sys.platform != "linux" or key not in _servers:
             _servers[key] = None
             return None

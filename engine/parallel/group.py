@@ -130,24 +130,26 @@ class RankGroup:
         joined = threading.Event()
         threading.Thread(target=self._watch_join, args=(joined,), daemon=True).start()
         try:
-            self._communicator = join(Rank(0, self.count), device, Path(meeting), deterministic)
+            try:
+                self._communicator = join(Rank(0, self.count), device, Path(meeting), deterministic)
+            finally:
+                joined.set()  # before the reports are waited for, which may take longer than the watch has patience
         except RuntimeError as error:
             raise self._not_met(error) from error
-        finally:
-            joined.set()
         return self._communicator
 
     def _not_met(self, error: RuntimeError) -> EngineError:
         """Why the ranks did not meet: the report of a rank that failed right after the meeting, and left before this
         rank had finished meeting; without such a report, the error of the meeting itself."""
-        reports = list[EngineError]()
+        reports = list[tuple[bool, bool, EngineError]]()
         for follower in self._followers:
             try:
                 follower.await_report(RankReady, END_SECONDS)
             except EngineError as report:
-                reports.append(report)
-        reports.sort(key=lambda report: _misses_another(str(report)))
-        return reports[0] if reports else RankFailedError(f"the ranks did not meet: {error}")
+                says_nothing = isinstance(report, RankFailedError) and follower.code is None  # it still loads
+                reports.append((_misses_another(str(report)), says_nothing, report))
+        reports.sort(key=lambda each: each[:2])
+        return reports[0][2] if reports else RankFailedError(f"the ranks did not meet: {error}")
 
     def wait_until_loaded(self) -> None:
         """Wait until all ranks have loaded their parts. Raises EngineError as loading does, and RankFailedError."""

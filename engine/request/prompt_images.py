@@ -151,7 +151,8 @@ class PromptImages:
         return part.count if grid is None else max(grid)
 
     def whole(self, start: int, end: int) -> int:
-        """The end closest to `end` of a chunk from `start` that cuts no run which attends both ways."""
+        """The end of a chunk from `start` that cuts no run which attends both ways: `end`, or the beginning of the run
+        that it would cut; the run's end where the chunk begins in it."""
         for part in self.rows:
             if self.images[part.image].both_ways and part.start < end < part.end:
                 return part.start if part.start > start else part.end

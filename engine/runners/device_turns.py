@@ -82,8 +82,8 @@ class DeviceTurns:
     @contextmanager
     def slice(self, images: int) -> Iterator[None]:
         """A slice of layers is launched in this context, on the stream of `encoding`. images: how many are being
-        encoded or wait. A turn has one slice, or several where images are more than half as many as streams, since two
-        steps are in flight before each turn."""
+        encoded or wait. A turn has 2 * images / streams slices, at least one, since two steps are in flight before
+        each turn."""
         begins = not self._slices
         if begins:
             self._rest()

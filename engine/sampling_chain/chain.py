@@ -103,7 +103,7 @@ class SamplerChain:
         self._mirostat = Mirostat(params, vocab_size) if params.mirostat else None
 
     def reset_history(self) -> None:
-        """Forgets the last history: the next one may be as long, but different. Mirostat's bound stays."""
+        """Drops the last history: the next one may be as long, but different. Mirostat's bound stays."""
         if self._dry is not None:
             self._dry.reset()
         if self._mirostat is not None:

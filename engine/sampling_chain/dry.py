@@ -133,7 +133,7 @@ class Dry:
         self._most = int(_LOG_MAX / math.log(base)) if base > 1.000001 else 0
 
     def reset(self) -> None:
-        """Forgets the history: the next one begins differently."""
+        """Drops the history: the next one begins differently."""
         self._repeats = _Repeats(self._params.dry_penalty_last_n)
 
     def penalties(self, history: Seq[int]) -> tuple[Ids, Floats]:

@@ -28,7 +28,7 @@ _CHECKED, _LONGEST_CHECK = 2, 512
 """Plain steps that are timed for the comparison with drafts, and the most steps with drafts between them."""
 
 _TRIAL, _FIRST_PLAIN = 4, 4
-"""The most steps with drafts of one token after such a pause, and the number of plain steps at the very beginning."""
+"""The most steps with drafts of one token after such a pause, and the most plain steps at the very beginning."""
 
 _FIRST_COUNTS = 2
 FIRST_RATE, RATE_MEMORY, SHARED_MEMORY = 0.7, 24, 96

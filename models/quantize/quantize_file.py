@@ -331,8 +331,8 @@ def _write_tensor(
 
 
 def _importance(plan: Plan, tensor: GGUFTensor, kind: str, merged: bool) -> NDArray[np.float32] | None:
-    """The importance of each column of a tensor, fp32 [experts or 1, columns]; None: the format's plain formula is
-    used.
+    """The importance of each column of a tensor, fp32 [experts or 1, columns]; None: llama.cpp's weights for the
+    type (kernels/quantize/quantize.py).
 
     Without an imatrix, a tensor that is already quantized has equal importances: a plain formula, which goes by a
     block's extremes, would miss the grid of its weights. Q5_1 made of Q4_1 would have 2% more error.

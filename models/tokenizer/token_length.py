@@ -61,7 +61,8 @@ def of_scored(vocabulary: Vocabulary) -> TokenLength:
 
 
 def of_pipeline(vocabulary: Vocabulary, parts: Mapping[str, Any]) -> TokenLength | None:
-    """The token length of a tokenizer.json, `parts`; None if one of its steps may drop text."""
+    """The token length of a tokenizer.json, `parts`; None if one of its steps may drop text, or is not
+    known to keep it."""
     normalizers, splits = _steps(parts.get("normalizer")), _steps(parts.get("pre_tokenizer"))
     added = [token for token in parts.get("added_tokens") or () if isinstance(token, Mapping)]
     if (

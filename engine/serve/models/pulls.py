@@ -59,7 +59,7 @@ class _Pull:
             try:
                 return await self._fetch_once(name)
             except _StoppedError:
-                if not self.followers:
+                if self.error is not None or not self.followers:  # it was stopped, or all have left
                     raise
 
     async def _fetch_once(self, name: str) -> Path:

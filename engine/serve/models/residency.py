@@ -20,7 +20,8 @@ from quengine.serve.response_store import ResponseStore
 logger = logging.getLogger("quengine.serve")
 
 MakeRoom = Callable[[int, int, str], bool]
-"""Unloads another model from a device, given the bytes needed, the bytes free, and the device; False: there is none."""
+"""Unloads another model if it has to, given the bytes needed, the bytes free, and the device; returns whether one was
+unloaded."""
 Launch = Callable[[ModelSpec, MakeRoom, Callable[[], None]], Engine]
 """Loads a model, in the worker's thread. It calls the last argument now and then, which raises to cancel the load."""
 

@@ -151,8 +151,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """One request has failed; the others go on. `fault`: "request" or "engine", whichever is to blame. `tokens`: the
-    number of a prompt that is too long."""
+    """One request has failed; the others go on. `fault`: "request" or "engine", whichever is to blame. `tokens`: how
+    many a prompt that is too long has."""
 
     request_id: int
     message: str
@@ -216,7 +216,8 @@ class SlotStats(msgspec.Struct, frozen=True):
 
 
 class ReplicaStats(msgspec.Struct):
-    """One of several engines: whether it takes requests (`up`), and counts since the server's start.
+    """One of several engines: whether it takes requests (`up`), how many it has now (`running`), the positions of its
+    cache, and counts since the server's start.
 
     requests: those that it was given. moved: those of them that went to another engine when it failed. cached_tokens:
     how many of the `prompt_tokens` were in its cache. failures: how often it was started again.

@@ -49,7 +49,7 @@ class TextResult(msgspec.Struct, frozen=True):
     Attributes:
         ids: token ids of each prompt.
         text: the rendered prompt, or the body of an answer, in UTF-8.
-        tokens: the number of the first prompt that is too long; a lower bound where `size` is given.
+        tokens: how many the first prompt that is too long has; a lower bound where `size` is given.
         size: bytes of a text that was too long to be tokenized at all.
         error: an error of the text or the template.
         last: the process ends after this job.
@@ -64,7 +64,7 @@ class TextResult(msgspec.Struct, frozen=True):
 
 
 def perform(model: ServedModel, job: TextJob) -> TextResult:
-    """Does a job. Errors of the text or the template are in the result; all others are raised, as MemoryError."""
+    """Does a job. Errors of the text or the template are in the result; all others, also MemoryError, are raised."""
     try:
         return _PERFORM[job.kind](model, job)
     except EngineError as error:

@@ -51,9 +51,9 @@ async def read_prompts(
 ) -> list[list[int]]:
     """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError.
 
-    ended: prompts that end with text are whole texts, and get the model's EOS. notes: prompts that do not fit the
-        context lose their end, and a line about it is added here. images: the images of each prompt are added here,
-        which has markers for them; None: images are an error.
+    ended: prompts that end with text are whole texts, and get EOS where the model wants it. notes: prompts that do not
+        fit the context lose their end, and a line about it is added here. images: the images of each prompt are added
+        here, which has markers for them; None: images are an error.
     """
     values = _separate(given, key)
     host.check_inputs(len(values), key)

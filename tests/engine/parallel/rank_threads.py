@@ -108,9 +108,8 @@ class ThreadGroup:
         self._meeting, self._follow = meeting, follow
         self._sent: queue.Queue[bytes | None] = queue.Queue()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, daemon=True
-        )  # of a test that fails, it would wait for ever
+        # After a test that fails the thread would wait for ever.
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     @contextmanager

@@ -21,11 +21,13 @@ def url_of(program: "subprocess.Popen[str]") -> tuple[str, str]:
 
 
 def free_port() -> int:
-    """A port for a program that has to be told one: none of those that the kernel gives to whoever names none."""
+    """A port for a program that has to be told one: none of those that the kernel gives to whoever names none, if
+    there are others."""
     given_out = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    below = int(given_out.read_text().split()[0]) if given_out.exists() else 32768
-    for port in random.SystemRandom().sample(range(below // 2, below), 1000):
+    first, last = map(int, given_out.read_text().split()) if given_out.exists() else (32768, 60999)
+    others = [port for port in range(1024, 1 << 16) if not first <= port <= last] or range(first, last + 1)
+    for port in random.SystemRandom().sample(others, min(1000, len(others))):
         with socket.socket() as attempt, suppress(OSError):
             attempt.bind(("127.0.0.1", port))
             return port
-    raise AssertionError(f"of 1000 ports from {below // 2} to {below} none is free")
+    raise AssertionError(f"of 1000 ports but those from {first} to {last} none is free")

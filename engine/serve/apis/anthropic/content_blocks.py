@@ -43,7 +43,7 @@ class ContentBlocks:
         """The JSON text of the last call."""
 
     def take(self, deltas: Sequence[Delta]) -> Events:
-        """The events of more of the answer."""
+        """The events of the next parts of the answer."""
         events: Events = []
         for delta in deltas:
             if isinstance(delta, CallDelta):

@@ -26,6 +26,7 @@ from quengine.serve.models.model_spec import ModelSpec, find_models
 from quengine.serve.models.preset_file import find_specs
 from quengine.serve.models.residency import MakeRoom
 from quengine.serve.processes.engine_llm import LLMEngine
+from quengine.serve.schemas.errors import ApiError
 from quengine.serve.settings import ModelsOptions, ServerSettings
 from tests.engine.serve.hostile_bodies import cases
 from tests.engine.serve.models.fake_device import Device, states
@@ -236,12 +237,15 @@ def test_two_clients_follow_one_pull_which_ends_when_both_have_left(
         assert partial.read_bytes() == other[: partial.stat().st_size] and partial.stat().st_size >= CHUNK
 
 
+@pytest.mark.parametrize("stops", [False, True])
 def test_who_comes_while_a_pull_ends_that_all_have_left_has_it_go_on(
-    served: Served, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    served: Served, hub: Hub, monkeypatch: pytest.MonkeyPatch, stops: bool
 ) -> None:
-    ends, goes_on = threading.Event(), threading.Event()
+    """But not where the server stops."""
+    ends, goes_on, begun = threading.Event(), threading.Event(), list[str]()
 
     def pull_model(*given: Any, **named: Any) -> Path:
+        begun.append(given[0])
         try:
             return hub_pull.pull_model(*given, **named)
         except BaseException:
@@ -257,12 +261,16 @@ def test_who_comes_while_a_pull_ends_that_all_have_left_has_it_go_on(
             assert next(left.iter_lines()) and hub.halfway.wait(120)
             pull, _ = served.server.models.pulls._running[f"{NAME}:Q4_K_M"]
         assert served.wait_until(lambda: not pull.followers)
+        if stops:
+            pull._loop.call_soon_threadsafe(pull.end, ApiError(503, "it stops"))
+            assert served.wait_until(lambda: pull.error is not None)
         hub.hold.set()
         assert ends.wait(120)
         second = pool.submit(http.post, "/api/pull", json={**body, "stream": False})
         assert served.wait_until(lambda: len(pull.followers) == 1)
         goes_on.set()
-        assert second.result(120).json() == {"status": "success"}
+        assert second.result(120).json() == ({"error": "it stops"} if stops else {"status": "success"})
+        assert len(begun) == (1 if stops else 2)
 
 
 @pytest.mark.parametrize(
