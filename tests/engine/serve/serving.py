@@ -25,9 +25,9 @@ from tests.engine.serve.speaking_engine import SpeakingEngine
 
 KEY = "test-key"
 
-
 LOAD_SECONDS = 240.0
 """For a model of a test, where other work takes the processors."""
+
 TABLE = (*ROUTES, *ToolRoom(ToolsOptions(), print).routes)
 """All routes."""
 
