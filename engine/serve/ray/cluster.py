@@ -36,6 +36,9 @@ OBJECT_STORE_BYTES = 128 << 20
 """Requests pass through it in part; Ray would take a third of the memory."""
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Where it is 0, a node's own address is 127.0.0.1, on Linux too; Ray takes no other node then."""
+_PROXY_READY = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"
+"""Seconds after which Ray Serve kills an HTTP proxy that is not ready. Its own 5 are too few on a busy machine, where
+the start then fails."""
 _CONTROLLER = {"name": "SERVE_CONTROLLER_ACTOR", "namespace": "serve"}
 
 
@@ -85,6 +88,7 @@ class _Cluster:
         self._local = self._address == LOCAL
         if self._local:
             _guard_cluster(spec.settings.insecure)
+            os.environ.setdefault(_PROXY_READY, "60")
         self._ray = _import_ray()
         self._started_serve = False
 
@@ -176,6 +180,7 @@ class _Cluster:
         """Ray Serve with its HTTP proxies at the server's address, unless the cluster has it already."""
         import ray.util
         from ray import serve
+        from ray.exceptions import RayActorError
 
         settings = self._spec.settings
         self._started_serve = _CONTROLLER not in ray.util.list_named_actors(all_namespaces=True)
@@ -183,7 +188,12 @@ class _Cluster:
         if not self._started_serve:
             self._say("Ray Serve runs on this cluster already, at the address that it was given then")
             return
-        serve.start(http_options={"host": settings.hosts[0], "port": settings.port})
+        try:
+            serve.start(http_options={"host": settings.hosts[0], "port": settings.port})
+        except RayActorError as error:
+            raise CannotRunError(
+                f"Ray Serve's HTTP proxy has ended before it was ready: {_first_line(error)}"
+            ) from None
         host = f"[{settings.hosts[0]}]" if ":" in settings.hosts[0] else settings.hosts[0]
         self._say(f"listening on http://{host}:{settings.port}; the model is being loaded")
 

@@ -24,10 +24,12 @@ from quengine.models.hub.hub import resolve_model
 from tests.engine.serve.ports import free_port
 
 pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(600)
 
 MODEL, KEY = "smollm2-135m", "test-key"
 PROMPT, TOKENS = "The capital of France is", 12
-START_SECONDS = 240
+START_SECONDS = 480
+"""Half a minute where nothing else runs, several beside other work."""
 
 
 @dataclass
@@ -99,11 +101,12 @@ def test_every_replica_answers_as_the_engine_does(deployed: Deployed, expected: 
 def test_routes_streams_and_errors_are_those_of_the_server(deployed: Deployed, expected: str) -> None:
     with openai.OpenAI(base_url=f"{deployed.url}/v1", api_key=KEY, max_retries=0) as client:
         assert [each.id for each in client.models.list()] == [MODEL]
+        # So many tokens that a proxy that is held up does not have all of them as one part.
         parts = client.completions.create(
-            model=MODEL, prompt=PROMPT, temperature=0, max_tokens=TOKENS, stream=True
+            model=MODEL, prompt=PROMPT, temperature=0, max_tokens=10 * TOKENS, stream=True
         )
         texts = [part.choices[0].text for part in parts]
-        assert "".join(texts) == expected and len(texts) > 2
+        assert "".join(texts).startswith(expected) and len(texts) > 2
         with pytest.raises(openai.BadRequestError, match="max_tokens"):
             client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=-5)
     without_key = httpx.get(f"{deployed.url}/v1/models", timeout=60)

@@ -10,7 +10,7 @@ import pytest
 from quengine.cli.main import run
 from quengine.config import EngineConfig
 from quengine.errors import CannotRunError, EngineError
-from quengine.serve.ray.cluster import _CLUSTERS
+from quengine.serve.ray.cluster import _CLUSTERS, _PROXY_READY
 from quengine.serve.ray.deployment import ReplicaSize, application, check_room
 from quengine.serve.ray.replica_metrics import join_metrics
 
@@ -52,6 +52,8 @@ def test_a_cluster_without_a_token_is_refused(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv(_CLUSTERS, "1")
+    monkeypatch.setenv(_PROXY_READY, "1")
+    monkeypatch.delenv(_PROXY_READY)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert run(["serve", "-m", "smollm2-135m", "--ray"]) == 1
     assert "any process of this machine could run code" in capsys.readouterr().err
@@ -60,7 +62,7 @@ def test_a_cluster_without_a_token_is_refused(
     monkeypatch.delenv("RAY_AUTH_MODE")
     assert run(["serve", "-m", "smollm2-135m", "--ray"]) == 1
     assert os.environ["RAY_AUTH_MODE"] == "token" and len(os.environ["RAY_AUTH_TOKEN"]) == 64
-    assert os.environ[_CLUSTERS] == "0"
+    assert os.environ[_CLUSTERS] == "0" and float(os.environ[_PROXY_READY]) > 5
 
 
 @needs_ray
