@@ -34,6 +34,13 @@ def llm(model: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield loaded
 
 
+def complaints(errors: str) -> list[str]:
+    """The lines that a program has written to standard error, but for the notice of the first that compiles kernels."""
+    return [
+        line for line in errors.splitlines() if not line.startswith("compiling kernels for this processor")
+    ]
+
+
 def side_by_side(calls: list[Callable[[], Any]]) -> list[Any]:
     """What calls give that begin at once, each in a thread of its own."""
     barrier = threading.Barrier(len(calls))
@@ -180,7 +187,7 @@ def test_a_forked_process_is_told_that_the_model_is_its_parents(model: Path) -> 
         timeout=PATIENCE,
     )
     *told, last = done.stdout.splitlines()
-    assert (last, done.stderr) == ("the parent goes on", ""), done
+    assert (last, complaints(done.stderr)) == ("the parent goes on", []), done
     assert len(told) == 8
     assert all("which was forked from it" in line and "'spawn'" in line for line in told), told
 
@@ -199,4 +206,4 @@ def test_a_stream_that_a_program_ends_with_is_quiet(model: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KEPT, str(model)], capture_output=True, text=True, timeout=PATIENCE
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, complaints(done.stderr)) == (0, [])

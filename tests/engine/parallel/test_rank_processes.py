@@ -234,7 +234,7 @@ def test_what_a_rank_cannot_load_is_reported(
     """Also where the rank leaves the meeting before rank 0 has come to its end, as on a busy machine."""
     be_patient(monkeypatch)
     path = write_tiny(folder / "unloadable.gguf", sizes=ModelSizes(context=64))
-    load, groups = RankGroup.load, list[RankGroup]()
+    load, groups, met = RankGroup.load, list[RankGroup](), list[Any]()
 
     def without_file(self: RankGroup, plan, *others: Any) -> Any:  # type: ignore[no-untyped-def]
         def other(number: int, meeting: str) -> Any:
@@ -244,7 +244,9 @@ def test_what_a_rank_cannot_load_is_reported(
         return load(self, other, *others)
 
     def left_alone(*arguments: Any) -> Any:
-        join(*arguments)
+        met.append(
+            join(*arguments)
+        )  # kept: once it is closed, a rank that is still meeting tells of that alone
         if left != "alone":
             groups[0]._followers[0].wait(END_SECONDS)
             time.sleep(0.2)  # it is looked for ended ranks ten times and more

@@ -27,12 +27,13 @@ CHANGING = {"exec_shell_command", "write_file", "edit_file"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("files") / "work"
+    made = tmp_path_factory.mktemp("files") / "work"
+    made.mkdir()
+    return made
 
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
-    folder.mkdir()
     with serving(settings={"tools": ToolsOptions(BUILT_IN, folder, as_root=True)}) as running:
         yield running
 
