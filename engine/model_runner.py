@@ -281,8 +281,8 @@ class ModelRunner:
     def logits(self, ids: Seq[int], start: int, phase: Phase, images: PromptImages | None = None) -> Tensor:
         """Logits [T, vocab] on the host after each of `ids` at positions start, ..., in the cache's first blocks.
 
-        Computed in one prefill step, in which `images` give rows, or in one decode step per token. Overwrites what
-        other sequences had in these blocks.
+        Computed in one prefill step, in which `images` give rows, or in one decode step per token: on CUDA the captured
+        one that serves requests. Overwrites what other sequences had in these blocks.
         """
         tables = self.cache.whole_tables
         if phase == "prefill":
@@ -290,10 +290,10 @@ class ModelRunner:
             chunk = SequenceRows(ids, start, tables, angles, self.adapters)
             given = given_rows(images, ids, start)
             return self.forward("prefill", [chunk], all_logits=True, given=given).cpu()
-        steps = [
-            [SequenceRows([token], start + n, tables, adapters=self.adapters)] for n, token in enumerate(ids)
-        ]
-        return torch.cat([self.forward("decode", rows).float().cpu().clone() for rows in steps])
+        rows = [SequenceRows([token], start + n, tables, adapters=self.adapters) for n, token in enumerate(ids)]
+        if self.device_decoder is not None:
+            return torch.cat([self.device_decoder.logits(row) for row in rows])
+        return torch.cat([self.forward("decode", [row]).float().cpu().clone() for row in rows])
 
     def _keep_states(self, plan: StepPlan) -> None:
         """Copies the states that a decode step changes and its drafts may need back."""

@@ -198,7 +198,7 @@ class CudaGraphs:
     ) -> GraphKey | None:
         """The captured step for prompts' chunks; None if they are to be computed eagerly.
 
-        Decode steps that return logits are eager too; those that sample tokens are run by `launch`.
+        Decode steps are run by `launch`.
         """
         lengths = [len(part.ids) for part in rows]
         key = prefill_key(lengths, self.whole_chunks) if phase == "prefill" else None

@@ -10,11 +10,14 @@ slots, and are launched ahead too.
 In steps of many rows every row costs the host Python time: nearly all are continued as they are.
 """
 
+from torch import Tensor
+
+from quengine.kernels.kv.cache_types import blocks_for
 from quengine.request.sequence import Sequence
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_rows import DeviceRows, Drafted
 from quengine.runners.draft_graphs import DraftedSequence, DraftGraphs
-from quengine.runners.graph_keys import SamplingKind
+from quengine.runners.graph_keys import GREEDY, SamplingKind
 from quengine.slot import Slot
 from quengine.step_plan import TOKENS_ALONE, GivenRows, SequenceRows, StepPlan, known_ids
 
@@ -52,6 +55,17 @@ class DeviceDecoder:
         else:
             plan.tokens, plan.arrived, _ = self._graphs.launch(plan.slots, {}, self._rows.kind)
         return True
+
+    def logits(self, row: SequenceRows) -> Tensor:
+        """Logits fp32 [1, vocab] on the host after a row that belongs to no sequence, of the captured step of one greedy
+        sequence. No sequence may be running: its slot is the first one."""
+        slot = Slot(index=0, adapted=row.adapters is not None)
+        self._rows.send_tables(slot, [table[: blocks_for(row.end)] for table in row.block_tables])
+        self._graphs.inputs.set_lag(slot.index, 0)
+        self._graphs.set_adapters(slot.index, row.adapters)
+        _, arrived, logits = self._graphs.launch([slot], {0: row}, GREEDY, on_host=[0])
+        arrived.synchronize()
+        return logits[0][None]
 
     def _launch_drafting(self, plan: StepPlan) -> None:
         """Launches a step that drafts on the device, where the host gives what it knows of sequences that join."""

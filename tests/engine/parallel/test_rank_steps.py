@@ -39,6 +39,7 @@ from quengine.runners import cuda_graphs, graph_keys, static_inputs
 from quengine.runners.cuda_graphs import CudaGraphs
 from quengine.runners.device_decode import DeviceDecoder
 from quengine.runners.graph_capture import CapturedStep
+from quengine.runners.graph_keys import GREEDY, decode_key
 from quengine.sampler import Sample, Sampler
 from quengine.step_plan import GivenRows, SequenceRows, StepPlan, forward_batch
 from tests.engine.parallel.rank_threads import Meeting, ThreadCommunicator, ThreadGroup
@@ -203,6 +204,33 @@ def test_two_ranks_choose_the_tokens_of_one(
     a, b = leader.graphs, follower.graphs
     assert isinstance(a, CudaGraphs) and isinstance(b, CudaGraphs)
     assert a.inputs.all.equal(b.inputs.all) and a.captured == b.captured
+
+
+def test_teacher_forced_decode_steps_are_the_captured_ones(tmp_path: Path) -> None:
+    """The logits are those of steps whose operations run one by one, with adapters and on two ranks too, and a request
+    after them has its own tokens and no adapter."""
+    path, ids, scales = write_model(tmp_path, "qwen2"), [5, 6, 7, 8], (1.0,)
+    made = random_adapters(open_checkpoint(path).tensors, ("attn_q", "ffn_down"), (4,)).changes
+    lora = [{name: each[0] for name, each in made.items() if each[0] is not None}]
+    params = SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)
+    one, meeting = runner_of(path, lora=lora), Meeting(2)
+    wanted = tokens_of(one, params)
+    assert isinstance(one.graphs, CudaGraphs)
+    before, rows = one.graphs.captured, [[SequenceRows([token], at, TABLES)] for at, token in enumerate(ids)]
+    plain = one.logits(ids, 0, "decode")
+    assert decode_key(1, GREEDY) in before and one.graphs.captured == before
+    assert plain.equal(torch.cat([one.forward("decode", row, eager=True).cpu().clone() for row in rows]))
+    one.adapters = scales
+    assert not one.logits(ids, 0, "decode").isclose(plain, rtol=0, atol=1e-3).all()
+    assert tokens_of(one, params) == wanted
+    leader, follower = (runner_of(path, ThreadCommunicator(rank, meeting), lora=lora) for rank in range(2))
+    group: Any = ThreadGroup(meeting, partial(run, follower))
+    leader.lead(group)
+    try:
+        torch.testing.assert_close(leader.logits(ids, 0, "decode"), plain, rtol=2e-3, atol=2e-3)
+        assert tokens_of(leader, params) == wanted
+    finally:
+        group.end()
 
 
 def test_two_ranks_have_their_parts_of_adapters(tmp_path: Path) -> None:
