@@ -290,7 +290,9 @@ class ModelRunner:
             chunk = SequenceRows(ids, start, tables, angles, self.adapters)
             given = given_rows(images, ids, start)
             return self.forward("prefill", [chunk], all_logits=True, given=given).cpu()
-        rows = [SequenceRows([token], start + n, tables, adapters=self.adapters) for n, token in enumerate(ids)]
+        rows = [
+            SequenceRows([token], start + n, tables, adapters=self.adapters) for n, token in enumerate(ids)
+        ]
         if self.device_decoder is not None:
             return torch.cat([self.device_decoder.logits(row) for row in rows])
         return torch.cat([self.forward("decode", [row]).float().cpu().clone() for row in rows])

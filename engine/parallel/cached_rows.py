@@ -47,11 +47,12 @@ def read_cached(runner: ModelRunner, start: int, end: int, whole: ModelConfig) -
     For each layer: keys and values, or their codes and scales, [n, kv_heads, width] each; or each part of its state,
     [1, channels, rows] or [1, heads, ...]. whole: the configuration of the whole model, not of one rank.
     """
+    stored, states = list(_stored(runner, start, end)), [block.state for block in layers_of(whole)]
+    rows = dict[int, Tensor]()
     with runner.together(ReadCache(start, end)):
-        rows = read_rank_rows(runner, start, end)
-    states = [block.state for block in layers_of(whole)]
-    pairs = zip(_stored(runner, start, end), rows, strict=True)
-    return [_without_copies(rows, states[one.layer]) for one, rows in pairs]
+        for group, parts in _gathered(runner, stored, end - start):
+            rows |= zip(group, _joined(parts.cpu(), stored[group[0]].sections).unbind(1), strict=True)
+    return [_without_copies(rows[number], states[one.layer]) for number, one in enumerate(stored)]
 
 
 def _without_copies(rows: Tensor, state: State) -> Tensor:
@@ -65,13 +66,20 @@ def write_cached(runner: ModelRunner, start: int, end: int, rows: Sequence[Tenso
         write_rank_rows(runner, start, end, rows)
 
 
-def read_rank_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
-    """Each rank's part of `read_cached`. Every rank gets the heads of all ranks and layers, those of a rank side by
-    side."""
+def send_cached(runner: ModelRunner, start: int, end: int) -> None:
+    """The part in `read_cached` of a rank other than rank 0."""
+    for _ in _gathered(runner, list(_stored(runner, start, end)), end - start):
+        pass
+
+
+def _gathered(
+    runner: ModelRunner, stored: Sequence[_Stored], positions: int
+) -> Iterator[tuple[list[int], Tensor]]:
+    """For each group of tensors their numbers, and what every rank has of them: [n, ranks, tensors, heads of a rank,
+    ...], on the device; of whole layers [n, 1, tensors, heads, ...]."""
     communicator, config = runner.decoder.backend.communicator, runner.decoder.config
-    ranks, stored = config.ranks if config.splits_heads else 1, list(_stored(runner, start, end))
-    rows: list[Tensor | None] = [None] * len(stored)
-    for group in _groups(stored, config, end - start):
+    ranks = config.ranks if config.splits_heads else 1
+    for group in _groups(stored, config, positions):
         first, count = stored[group[0]], len(stored[group[0]].slots)
         shape = (len(group), *first.tensor.shape[1:])
         own = first.tensor.new_empty(count, *shape)
@@ -82,10 +90,7 @@ def read_rank_rows(runner: ModelRunner, start: int, end: int) -> list[Tensor]:
             communicator.broadcast(values, config.stage.rank_of(first.layer))
         elif ranks > 1:
             values = communicator.all_gather(values, [values.shape[1]] * ranks)
-        parts = values.cpu().view(own.dtype).view(count, ranks, *shape)
-        for number, of_all in zip(group, _joined(parts, first.sections).unbind(1), strict=True):
-            rows[number] = of_all
-    return [one for one in rows if one is not None]
+        yield group, values.view(own.dtype).view(count, ranks, *shape)
 
 
 def write_rank_rows(runner: ModelRunner, start: int, end: int, rows: Sequence[Tensor] | None) -> None:

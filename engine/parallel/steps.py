@@ -7,7 +7,7 @@ import torch
 
 from quengine.model_runner import ModelRunner
 from quengine.models.experts import MixtureOfExperts
-from quengine.parallel.cached_rows import read_rank_rows, write_rank_rows
+from quengine.parallel.cached_rows import send_cached, write_rank_rows
 from quengine.parallel.wire import (
     Capture,
     ChooseExperts,
@@ -36,7 +36,7 @@ def run(runner: ModelRunner, message: Message) -> None:
         case PlannedStep():
             _compute(runner, message)
         case ReadCache(start, end):
-            read_rank_rows(runner, start, end)
+            send_cached(runner, start, end)
         case WriteCache(start, end):
             write_rank_rows(runner, start, end, None)
         case CopyBlocks(copies):

@@ -57,8 +57,8 @@ class DeviceDecoder:
         return True
 
     def logits(self, row: SequenceRows) -> Tensor:
-        """Logits fp32 [1, vocab] on the host after a row that belongs to no sequence, of the captured step of one greedy
-        sequence. No sequence may be running: its slot is the first one."""
+        """Logits fp32 [1, vocab] on the host after a row that belongs to no sequence, of the captured step of a single
+        greedy sequence. It takes the first slot: no sequence may be running."""
         slot = Slot(index=0, adapted=row.adapters is not None)
         self._rows.send_tables(slot, [table[: blocks_for(row.end)] for table in row.block_tables])
         self._graphs.inputs.set_lag(slot.index, 0)

@@ -7,7 +7,11 @@ logits of more than one chunk held.
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from quengine.diagnostics.harness import in_parts
 from quengine.diagnostics.parity.parity_images import ImageDifferences, compare_images, shown
@@ -237,13 +241,10 @@ def _teacher_forced(pair: Pair, windows: list[list[int]], phase: Phase, progress
         span = pair.most_together(phase)
         if phase == "decode" and not any(pair.a.are_states):
             span = DECODE_SPAN
-        for part in in_parts(ids, 0, span):
-            logits = pair.span(
-                *part,
-                phase,
-                lambda first, end: _force_cache(pair.a, pair.b, first, end, comparison),
-            )
-            comparison.add(*logits)
+        for part, start in in_parts(ids, 0, span):
+            forced = _ForcedCache(pair, start, start + len(part))
+            comparison.add(*pair.span(part, start, phase, forced.after))
+            comparison.add_cached(forced.of_a, forced.of_b)
     return comparison
 
 
@@ -268,15 +269,36 @@ def _place(row: int, texts: list[tuple[list[int], int]], shift: int = 0) -> Text
     raise ValueError(f"row {row} lies beyond the texts")
 
 
-def _force_cache(a: LLMSide, b: LLMSide, start: int, end: int, comparison: Comparison) -> None:
-    """Compare the rows just cached, then give b those of a: the next step starts from the same state on both sides.
+class _ForcedCache:
+    """The rows that both sides cache in a span. After each of its steps side b is given side a's, so that the next step
+    starts from the same state on both sides.
 
     A cache in fp16 turns the last bit of a correct side into a whole step of fp16 now and then. Left alone,
     those steps add up to more than what is to be measured (docs/parity.md has the numbers).
     """
-    rows = a.cached(start, end)
-    comparison.add_cached(rows, b.cached(start, end))
-    b.set_cached(start, end, rows)
+
+    def __init__(self, pair: Pair, start: int, end: int) -> None:
+        self._pair, self._start, self._end = pair, start, end
+        self._steps: list[list[Tensor]] = []
+
+    @cached_property
+    def of_a(self) -> list[Tensor]:
+        """Side a's, which has computed the whole span."""
+        return self._pair.a.cached(self._start, self._end)
+
+    @property
+    def of_b(self) -> list[Tensor]:
+        """Side b's own, of all steps."""
+        return [torch.cat(steps) for steps in zip(*self._steps, strict=True)]
+
+    def after(self, start: int, end: int) -> None:
+        """Side b has computed these positions of the span; where there are states they are all of it."""
+        rows = [
+            rows if is_state else rows[start - self._start : end - self._start]
+            for is_state, rows in zip(self._pair.a.are_states, self.of_a, strict=True)
+        ]
+        self._steps.append(self._pair.b.cached(start, end))
+        self._pair.b.set_cached(start, end, rows)
 
 
 def _free_running(pair: Pair, workload: Workload, progress: Progress) -> Iterator[GreedyComparison]:

@@ -359,7 +359,7 @@ class TableSide:
 
     has_experts = False
     encoder = None
-    are_states: tuple[bool, ...] = ()
+    are_states = (False,)
     watchable = False
 
     def __init__(self, name: str, logits: Tensor, rows: Tensor, **steps: int) -> None:
