@@ -4,7 +4,8 @@
 
 Prints microseconds for each matrix of a Mistral-7B layer in Q4_K: the product alone, with rows that all have one
 adapter, and with rows that have one of all in turn; gate and up with their activation, output and down with the
-residual and its norm. The last column is the product with A, without B. Weights pass the L2 cache. Up to 128 rows.
+residual and its norm. The last two columns are the product with A, without B. Weights pass the L2 cache. Up to 128
+rows.
 """
 
 import argparse
@@ -71,7 +72,7 @@ class Launches:
 
 
 def times_of(rows: int, parts: tuple[int, ...], cols: int, adapters: int, rank: int) -> list[float]:
-    """Microseconds of a matrix: alone, one adapter, all in turn, one without B."""
+    """Microseconds of a matrix: alone, one adapter, all in turn; one and all without B."""
     device, paired, width = torch.device("cuda"), len(parts) == 2, sum(parts)
     weights = random_weights([("Q4_K", width)], cols, paired)
     room = MatmulWorkspace(1 << 28, device)
@@ -98,6 +99,7 @@ def times_of(rows: int, parts: tuple[int, ...], cols: int, adapters: int, rank: 
         lambda weight: launches.changed(weight, one),
         lambda weight: launches.changed(weight, each),
         lambda weight: launches.with_a(weight, one),
+        lambda weight: launches.with_a(weight, each),
     ]
     return [launch_time([lambda w=weight, kind=kind: kind(w) for weight in weights]) for kind in kinds]
 
@@ -110,9 +112,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=4)
     given = parser.parse_args()
-    print(f"{'rows':>5} {'matrix':>10} {'alone':>8} {'one':>8} {'all':>8} {'without B':>10} us")
+    print(f"{'rows':>5} {'matrix':>10} {'alone':>8} {'one':>8} {'all':>8} {'one, A':>8} {'all, A':>8} us")
     for rows in given.rows:
-        totals = [0.0] * 4
+        totals = [0.0] * 5
         for name, (parts, cols) in MATRICES.items():
             times = times_of(rows, parts, cols, given.adapters, given.rank)
             totals = [total + time for total, time in zip(totals, times, strict=True)]
@@ -121,7 +123,7 @@ def main() -> None:
 
 
 def _line(rows: int, name: str, times: list[float]) -> str:
-    return f"{rows:5} {name:>10} " + " ".join(f"{time:8.2f}" for time in times[:3]) + f" {times[3]:10.2f}"
+    return f"{rows:5} {name:>10} " + " ".join(f"{time:8.2f}" for time in times)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The workload that both sides run: texts cut into windows, and prompts to continue; and an estimate of its time."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,10 +99,7 @@ def plan_workload(
 
 
 def estimate_seconds(a: LLMSide, b: LLMSide, workload: Workload) -> float:
-    """An estimate of the seconds that the comparison takes, from a few tokens of each kind on each side.
-
-    Each kind is run twice, as the first run may compile kernels, which every run after it does not.
-    """
+    """An estimate of the seconds that the comparison takes, from a few tokens of each kind on each side."""
     ids = max([*workload.windows, *workload.prompts], key=len)
     forced, generated = sum(map(len, workload.windows)), len(workload.prompts) * workload.tokens
     prompts = sum(map(len, workload.prompts))
@@ -112,15 +110,25 @@ def estimate_seconds(a: LLMSide, b: LLMSide, workload: Workload) -> float:
         times = 1 + (generates and side.has_experts)
         total += prefill * (times * forced + prompts * (times + generates))
         total += decode * (times * forced + generated * (times + generates))
-    return total
+    # After each token of the decode phase side b is given what side a has cached.
+    return total + forced * _second_run(lambda: b.set_cached(0, 1, b.cached(0, 1)))
 
 
 def _seconds_a_token(side: LLMSide, phase: Phase, ids: list[int]) -> float:
     count = min(len(ids), _TRIAL_CHUNK if phase == "prefill" or side.step(phase) > 1 else _TRIAL_TOKENS)
     step = min(side.step(phase), count)
-    for _ in range(2):
-        began = time.perf_counter()
+
+    def run() -> None:
         for part in in_parts(ids[:count], 0, step):
             # Copied to the host, so that a device has finished when the clock is read.
             side.forward(*part)[-1].cpu()
-    return (time.perf_counter() - began) / count
+
+    return _second_run(run) / count
+
+
+def _second_run(run: Callable[[], None]) -> float:
+    """Seconds of the second of two runs: the first may compile kernels."""
+    run()
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began

@@ -100,6 +100,13 @@ class TimedSide:
         self.first = 0.0
         return torch.zeros(len(ids), 3)
 
+    def cached(self, *_: int) -> list[Tensor]:
+        self.clock[0] += 0.03
+        return []
+
+    def set_cached(self, *_: object) -> None:
+        self.clock[0] += 0.01
+
 
 def test_the_estimate_counts_every_token_of_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
@@ -107,10 +114,10 @@ def test_the_estimate_counts_every_token_of_every_phase(monkeypatch: pytest.Monk
     windows, prompts = [[1] * 100], [[2] * 10] * 3
     a, b = TimedSide(clock, 0.001, 0.5), TimedSide(clock, 0.002, 0.25, first=600.0)
     seconds = estimate_seconds(a, b, Workload(windows, prompts, 20, 1, 120))  # type: ignore[arg-type]
-    # a: 100 + 30 tokens in chunks, 100 + 60 one by one; b writes the prompts' texts and then reads them. Compiling
-    # the first kernels, 600 s, is no part of it.
-    assert seconds == pytest.approx(0.001 * 130 + 0.5 * 160 + 0.002 * 160 + 0.25 * 220)
+    # a: 100 + 30 tokens in chunks, 100 + 60 one by one; b writes the prompts' texts and then reads them, and its cache
+    # is read and set for 100 tokens. Compiling the first kernels, 600 s, is no part of it.
+    assert seconds == pytest.approx(0.001 * 130 + 0.5 * 160 + 0.002 * 160 + 0.25 * 220 + 4)
     a.has_experts = b.has_experts = True
     seconds = estimate_seconds(a, b, Workload(windows, prompts, 20, 1, 120))  # type: ignore[arg-type]
     # b computes each step under a's routing, and then as it serves.
-    assert seconds == pytest.approx(0.001 * 130 + 0.5 * 160 + 0.002 * 290 + 0.25 * 380)
+    assert seconds == pytest.approx(0.001 * 130 + 0.5 * 160 + 0.002 * 290 + 0.25 * 380 + 4)

@@ -84,6 +84,18 @@ def test_b_is_added_to_a_product(rows: int, device: torch.device) -> None:
     assert torch.equal(found[2::6], y[2::6])
 
 
+@pytest.mark.parametrize("used", [[], [3], [39], [3, 35, 38], [0, 32], [31, 32, 39]])
+def test_b_of_each_adapter_is_added_once(used: list[int], device: torch.device) -> None:
+    """Of more adapters than a word has bits, some of whose numbers share one."""
+    changes, scales = changes_of([80], 64, [20] * 40, device), torch.zeros(40, 5, device=device)
+    for number, adapter in enumerate(used):
+        scales[adapter, number % 4 :: 4] = 1.0 + number
+    x, y = torch.randn(5, 64, device=device), torch.randn(5, 80, device=device)
+    wanted = add_changes(y.double(), x.double(), changes, scales)
+    found = add_from_rank(y.clone(), sums_of(x, changes).float(), changes, scales)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("layout", [OperandLayout.ROW_MAJOR, OperandLayout.WGMMA])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_b_is_added_to_gate_and_up(activation: Gating, layout: OperandLayout, device: torch.device) -> None:
