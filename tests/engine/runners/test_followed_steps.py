@@ -99,11 +99,11 @@ def test_a_replay_gives_what_the_step_gives_eagerly(rig: Rig, rows: int) -> None
 
 @pytest.mark.cuda_kernel
 def test_tokens_are_those_of_a_model_that_is_on_the_device(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt and greedy steps, between which experts take the places of others."""
+    """A prompt and greedy steps, between which experts take the places of others, and teacher-forced ones."""
     monkeypatch.setattr(replacing, "LOOK_AFTER", 2)
     params = SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)
     split = ModelRunner(rig.graphs.decoder, rig.cache, rig.graphs, DeviceDecoder(rig.graphs))
-    texts = []
+    texts, forced = list[list[int]](), list[Tensor]()
     for runner in (ModelRunner(rig.whole, rig.other), split):
         sampler = Sampler(params, rig.whole.config.vocab_size)
         one = Sequence([5, 17, 50], params, sampler, TextStream(lambda _: b""), frozenset(), 32)
@@ -121,6 +121,8 @@ def test_tokens_are_those_of_a_model_that_is_on_the_device(rig: Rig, monkeypatch
             one.num_cached_tokens += 1
             one.token_ids.append(sample.token)
         texts.append(one.token_ids)
+        forced.append(runner.logits(texts[0], 0, "decode"))
+    torch.testing.assert_close(forced[1], forced[0], rtol=1e-3, atol=1e-3)
     assert texts[0] == texts[1] and rig.experts.counts.device_uses + rig.experts.counts.host_uses > 0
     split.release()
     assert int(rig.experts.exchange.stopped) == 1
