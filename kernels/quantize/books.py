@@ -1,8 +1,12 @@
-"""The search for entries of codebooks and scales: w = d*(2n + 1)*q, q an entry's values, with signs or an eighth.
+"""Finds codebook entries and scales for blocks of weights: w = d*(2n + 1)*q, where q is the values of an entry, with
+signs, or in IQ1 with an eighth added or taken away.
 
-Each group: the nearest entries under several scales, and of them those that least squares bring nearest. Then the
-block: d, of which the scales are odd multiples, and entries for the scales that result; once more for the multiples and
-the d that least squares give these, where the error falls.
+1. Each group: the nearest entries under several trial scales. Those are kept that come nearest with the scale that
+   least squares gives them.
+2. Each block: d, and for each group an odd multiple of it near the group's scale. Then the nearest entries under these
+   scales.
+3. Once more, with the d and the multiples that least squares gives those entries. The result is kept where the block's
+   error falls.
 """
 
 from collections.abc import Callable
@@ -19,20 +23,20 @@ from quengine.kernels.quantize.layout import by_number, by_row, divided, root, t
 EVEN = frozenset(("IQ2_XXS", "IQ2_XS", "IQ3_XXS"))
 """Types with an even number of negative signs in each eight weights."""
 SPREADS = (0.85, 1.1)
-"""A group's scale makes the root mean square of the codebook this multiple of the group's,"""
+"""Trial scales of a group: this multiple of the scale that gives the codebook the group's root mean square."""
 PEAKS = (0.85, 1.0)
-"""or its largest weight this multiple of the largest value; not where values are near -1, 0 and 1 alone (IQ1)."""
+"""Further trial scales: this multiple of the one that gives the codebook's largest value the group's largest weight.
+IQ1 has none, as its values are all near -1, 0 and 1."""
 UNIT_STEPS = range(-12, 5)
-"""Numbers of halves, tried in turn, by which the largest scale of a block lies above or below the largest multiple of
-d."""
+"""Trial values of d: by how many halves of d the largest scale of a block lies above the largest odd multiple of d."""
 
 
 @dataclass(frozen=True)
 class BookFits:
-    """What a search finds for blocks in the layout of `by_group`.
+    """The result of a search, for blocks in the layout of `by_group`.
 
     index  integers [vectors of a group, groups, blocks]: numbers of entries
-    signs  uint8 [group / 8, groups, blocks]: bits of negative weights; without meaning for IQ1
+    signs  uint8 [group / 8, groups, blocks]: a bit for each negative weight; IQ1 does not use it
     d      fp16 [blocks]
     sub    uint8 [groups, blocks]: n of the multiples 2n + 1 of d
     """
@@ -45,12 +49,13 @@ class BookFits:
 
 @dataclass(frozen=True)
 class _Fit:
-    """Entries under scales, for each of M groups.
+    """Entries of M groups, found under a scale for each group.
 
     index   int64 [vectors of a group, M]
-    target  fp32 [group, M]: what the entries' values times the scale are near, magnitudes where signs are apart
+    target  fp32 [group, M]: what the entries' values times the scale approximate; magnitudes where a format stores
+            signs apart
     error, dot, square
-            fp32 [M]: weighted sums of the squared error, of target times value and of the values' squares
+            fp32 [M]: weighted sums of the squared error, of target times value, and of the squared values
     """
 
     index: Tensor
@@ -60,7 +65,7 @@ class _Fit:
     square: Tensor
 
     def or_else(self, other: "_Fit", better: Tensor) -> "_Fit":
-        """This fit in the groups where `better`, bool [M], is true, and the other fit elsewhere."""
+        """This fit for the groups where `better`, bool [M], is true, and the other fit elsewhere."""
         return _Fit(
             *(torch.where(better, a, b) for a, b in zip(self._tensors(), other._tensors(), strict=True))
         )
@@ -70,7 +75,7 @@ class _Fit:
 
 
 class _Groups:
-    """What is to be approximated: x and the weights of its squared errors, fp32 [group, M]."""
+    """The groups to approximate: x, and the weights of its squared errors, fp32 [group, M]."""
 
     def __init__(self, fmt: BlockFormat, x: Tensor, weights: Tensor, entries: NearestEntries) -> None:
         self._entries = entries
@@ -84,13 +89,14 @@ class _Groups:
             self._odd = ((x < 0).view(-1, 8, x.shape[1]).sum(1, keepdim=True) & 1).bool()
 
     def _values(self, index: Tensor) -> Tensor:
-        """The values of entries [vectors, M] in the places of their weights: fp32 [group, M]."""
+        """The values of entries [vectors, M], in the order of the weights: fp32 [group, M]."""
         found = self.book.numbers(index.reshape(-1)).view(self.book.width, self.vectors, -1)
         return found.transpose(0, 1).reshape(self.x.shape)
 
     def target(self, q: Tensor | None) -> Tensor:
-        """Magnitudes; where the negative signs of eight are to be even and are odd, the one that costs least under
-        values q is turned."""
+        """The magnitudes of x. Where a format needs an even number of negative signs in eight weights and x has an odd
+        one, the sign that costs least is turned: that magnitude is negative. q: the values of the entries; None: there
+        are none yet."""
         if self._odd is None:
             return self._magnitude
         cost = self.weights * self._magnitude if q is None else self.weights * self._magnitude * q
@@ -100,7 +106,7 @@ class _Groups:
         return torch.where(turned.view(cost.shape), -self._magnitude, self._magnitude)
 
     def negative(self, fit: _Fit) -> Tensor:
-        """Which of the weights of a fit are negative, bool [group, M]; a 0 may become -0."""
+        """Whether each weight of a fit is negative, bool [group, M]; a 0 may become -0."""
         return (self.x < 0) ^ torch.signbit(fit.target)
 
     def nearest(self, scale: Tensor, target: Tensor) -> _Fit:
@@ -126,7 +132,7 @@ BookSearch = Callable[[BlockFormat, Tensor, Tensor | None], BookFits]
 
 
 def as_books(fmt: BlockFormat, found: BookFits, count: int) -> Groups:
-    """Fits of `count` rows as a codebook format."""
+    """The blocks of `count` rows in a codebook format, from what a search has found."""
     blocks = count, found.d.numel() // count, -1
     index, stored = (by_row(each, count).view(blocks) for each in (found.index, found.sub))
     signs = None if fmt.book == "IQ1" else by_row(found.signs, count).view(blocks)
@@ -136,7 +142,7 @@ def as_books(fmt: BlockFormat, found: BookFits, count: int) -> Groups:
 def fit_books(
     fmt: BlockFormat, rows: Tensor, importance: Tensor | None, entries: NearestEntries = nearest_entries
 ) -> BookFits:
-    """The search, of fp32 rows [R, K] and their importances, fp32 [R or 1, K], `floored`, or None."""
+    """Searches for fp32 rows [R, K]. importance: of their weights, fp32 [R or 1, K], `floored`; None: all alike."""
     x, weights = weighted(fmt, rows, importance)
     groups = _Groups(fmt, x.flatten(1), weights.flatten(1), entries)
     fit, d, sub = _block_fits(fmt, groups, _group_fits(groups), x.shape[1])
@@ -146,14 +152,14 @@ def fit_books(
 
 
 def _sign_bytes(negative: Tensor) -> Tensor:
-    """bool [group, M] as the bits of bytes, uint8 [group / 8, M]."""
+    """bool [group, M] as bits, eight to a byte: uint8 [group / 8, M]."""
     places = torch.arange(8, dtype=torch.uint8, device=negative.device).view(8, 1)
     bits = negative.view(-1, 8, negative.shape[1]).to(torch.uint8) << places
     return bits.sum(1, dtype=torch.uint8)
 
 
 def _group_fits(groups: _Groups) -> _Fit:
-    """The entries that come nearest with a scale of least squares."""
+    """For each group the entries that come nearest with the scale that least squares gives them."""
     target = groups.target(None)
     spread = root(divided(total(groups.weights * target * target), total(groups.weights)))
     peak = target.amax(0) if groups.x is not target else target.abs().amax(0)
@@ -174,7 +180,8 @@ def _first_scales(book: EntryBook, spread: Tensor, peak: Tensor) -> list[Tensor]
 
 
 def _block_fits(fmt: BlockFormat, groups: _Groups, fit: _Fit, count: int) -> tuple[_Fit, Tensor, Tensor]:
-    """The entries, d fp16 [blocks] and the odd multiples of it that are scales, fp32 [count, blocks]."""
+    """The entries, d fp16 [blocks], and the odd multiples of d that are the scales, fp32 [count, blocks]. count: groups
+    of a block."""
     top = (1 << fmt.sub_scale_bits) - 1
 
     def scales(d: Tensor, sub: Tensor) -> Tensor:
@@ -198,18 +205,19 @@ def _block_fits(fmt: BlockFormat, groups: _Groups, fit: _Fit, count: int) -> tup
 
 
 def _odd_multiples(scale: Tensor, unit: Tensor, top: int) -> Tensor:
-    """2n + 1 with n from 0 to top, so that unit times it is near the scales [groups, blocks]."""
+    """Odd numbers 2n + 1, n from 0 to top, that times the unit are nearest to the scales [groups, blocks]."""
     ratio = scale * divided(torch.ones_like(unit), unit)
     return ratio.sub_(1).mul_(0.5).round_().clamp_(0, top).mul_(2).add_(1)
 
 
 def _solved_unit(dot: Tensor, square: Tensor, sub: Tensor, unit: float) -> Tensor:
-    """d of least squares for entries and the multiples of it, fp16 [blocks]."""
+    """The d that least squares gives entries and the multiples of d, fp16 [blocks]."""
     return by_number(divided(total(dot * sub), total(square * sub * sub)), unit).half()
 
 
 def _common_unit(dot: Tensor, square: Tensor, unit: float, top: int) -> Tensor:
-    """fp16 [blocks] d: odd multiples of it are near the scales that least squares give groups [groups, blocks]."""
+    """d, fp16 [blocks], whose odd multiples come nearest to the scales that least squares gives the groups [groups,
+    blocks]."""
     scale = divided(dot, square)
     largest = scale.amax(0)
     best = torch.full_like(largest, torch.inf)

@@ -1,8 +1,9 @@
-"""The entry of a codebook nearest to each of many vectors, exactly and the same on every device.
+"""Finds the codebook entry nearest to each of many vectors, exactly, and the same on every device.
 
-What a vector's error grows by where a weight becomes this or that level is a table of integers, [levels, weights]. An
-entry is two halves; sums of a half's tables, for all combinations of its levels, are few, and an entry's error is the
-sum of two of them. With the combinations as last digits of the integers the least sum says which entry it is of.
+A vector has a table of integers [levels, weights]: what its error grows by where a weight takes a level. An entry is
+two halves, and a half has few combinations of levels. The sums of the table are computed once for every combination of
+each half, and an entry's error is the sum of its two halves. All integers are multiplied by the number of combinations,
+and each sum has its combination's number added: the least sum then also says which entry it belongs to.
 """
 
 from collections.abc import Callable
@@ -17,16 +18,16 @@ from quengine.kernels.codebooks import codebook
 from quengine.kernels.quantize.layout import divided, total
 
 FARTHEST = 4
-"""Vectors beyond this multiple of the largest level count as there."""
+"""Values beyond this multiple of the codebook's largest are clamped to it."""
 _COLUMNS = 1 << 12
-"""Number of vectors at a time."""
+"""Vectors that are searched at a time."""
 _ENTRIES = 64
-"""Number of entries at a time."""
+"""Entries that are compared at a time."""
 
 
 @dataclass(frozen=True)
 class BookPart:
-    """Entries whose weights have the same levels, in the order of their combinations.
+    """Entries whose weights take the same levels, in the order of their combinations of levels.
 
     levels         fp32 [levels, 1, 1]
     first, second  int64 [entries]: the combination of levels of each half of an entry
@@ -40,11 +41,11 @@ class BookPart:
 
 
 class EntryBook:
-    """A format's codebook, `values` fp32 [width, entries]; that of IQ1 in two parts, an eighth added or taken away.
+    """A format's codebook, `values` fp32 [width, entries]. That of IQ1 has two parts: an eighth is added or taken away.
 
-    `top` is the largest value and `spread` the root mean square of all. `books` are its `parts`; `half` is the number
-    of combinations of levels of half an entry, `combinations` of an entry, `digits` of all parts; `largest` is the
-    largest sum of `tables`.
+    `top` is the largest value, `spread` the root mean square of all values. `books` are the parts, `parts` their
+    number. `half`, `combinations` and `digits` are the numbers of combinations of levels: of half an entry, of an
+    entry, and of the entries of all parts. `largest` is the largest sum over a vector's table (`tables`).
     """
 
     def __init__(self, fmt: BlockFormat, device: torch.device) -> None:
@@ -60,7 +61,7 @@ class EntryBook:
         self.largest = (1 << 31) // self.digits - 1 - fmt.width
 
     def nearest(self, ratio: Tensor, weights: Tensor, each_part: bool) -> Tensor:
-        """The entry with the least weighted squares of its distance to each vector: int64 [1, n].
+        """The entry with the least weighted squared distance to each vector: int64 [1, n].
 
         ratio, weights  fp32 [width, n]
         each_part       the nearest entry of each part: [parts, n]
@@ -80,7 +81,8 @@ class EntryBook:
         return torch.stack([numbers[(each % self.digits).long()] for each in found])
 
     def tables(self, ratio: Tensor, weights: Tensor) -> Tensor:
-        """What the error grows by where a weight has a level, whole numbers in fp32: [parts, levels, width, n]."""
+        """What the error of each vector grows by where a weight takes a level: whole numbers in fp32 [parts, levels,
+        width, n]."""
         ratio = ratio.clamp(-FARTHEST * self.top, FARTHEST * self.top)
         costs = torch.stack([(part.levels - ratio).square_().mul_(weights) for part in self.books])
         costs -= costs.amin((0, 1))
@@ -89,7 +91,8 @@ class EntryBook:
         ).round_()
 
     def least_sum(self, place: int, table: Tensor) -> Tensor:
-        """The least sum of an entry of a part times all combinations, plus its own: int32 [n].
+        """For each vector the least error of a part's entries, times `digits`, plus the number of that entry's
+        combination: int32 [n].
 
         table  whole numbers in fp32 [levels, width, n]
         """
@@ -131,8 +134,8 @@ NearestEntries = Callable[[EntryBook, Tensor, Tensor, Tensor, bool], Tensor]
 
 
 def _sums(table: Tensor, unit: int) -> Tensor:
-    """Sums for all combinations of levels [levels, weights, n], plus unit times the combination's number: int32
-    [levels ** weights, n]."""
+    """The sums of a table [levels, weights, n] for all combinations of levels, each plus unit times the combination's
+    number: int32 [levels ** weights, n]."""
     sums = table[:, 0]
     for weight in table.unbind(1)[1:]:
         sums = (sums.unsqueeze(1) + weight).flatten(0, 1)
@@ -142,7 +145,7 @@ def _sums(table: Tensor, unit: int) -> Tensor:
 
 @cache
 def _tables(name: str, table: tuple[int, ...]) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-    """Values of the entries, [width, entries], and the fields of the codebook's parts."""
+    """The values of the entries, [width, entries], and the fields of each `BookPart`."""
     values = torch.tensor(table, dtype=torch.float32)[codebook(name).int()]
     parts, start = [], 0
     for part in values.chunk(2 if name == "IQ1" else 1):

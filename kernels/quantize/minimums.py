@@ -1,7 +1,8 @@
-"""The search for scales and minimums: w = d*sc*q - dmin*mn, or d*q - dmin where a block is one group.
+"""Finds scales and minimums for blocks of weights: w = d*sc*q - dmin*mn, or w = d*q - dmin where a block is one group.
 
-Each group: a scale and a minimum by least squares for several ranges, the best of them kept. Then the block: d and dmin
-from the largest of them, integers near, and both by least squares again, while the error falls.
+1. Each group: least squares gives a scale and a minimum for codes of several ranges, of which the best are kept.
+2. Each block: d and dmin, near whose multiples the groups' scales and minimums lie, and these multiples, sc and mn.
+3. The integers, then d and dmin, are improved in turns, where that lowers the error.
 """
 
 from collections.abc import Callable
@@ -19,9 +20,10 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class RangeFit:
-    """What is to be approximated: x and the weights of its squared errors, fp32 [group, groups, blocks].
+    """The blocks to approximate: x, and the weights of its squared errors, fp32 [group, groups, blocks].
 
-    `top` is the largest code; `sum_w` and `sum_x` are the sums of the weights and of weighted x over groups.
+    `top` is the largest code. `weighted` is weights times x; `sum_w` and `sum_x` are each group's sums of the weights
+    and of `weighted`.
     """
 
     top: int
@@ -32,7 +34,7 @@ class RangeFit:
     sum_x: Tensor
 
     def values(self, scale: Tensor, low: Tensor) -> Tensor:
-        """The codes as fp32 under a scale and a minimum [groups, blocks]; x is near scale*q - low."""
+        """The codes q, as fp32, for which scale*q - low is nearest to x. scale, low: [groups, blocks]."""
         ratio = (self.x + low).mul_(divided(torch.ones_like(scale), scale))
         return ratio.round_().clamp_(0, self.top)
 
@@ -42,7 +44,7 @@ class RangeFit:
         return total(difference.mul_(difference).mul_(self.weights))
 
     def moments(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Weighted sums of q, q*q and q*x over groups."""
+        """Each group's weighted sums of q, q*q and q*x."""
         first = self.weights * q
         sum_q = total(first)
         return sum_q, total(first.mul_(q)), total(self.weighted * q)
@@ -55,7 +57,7 @@ def fit_of(top: int, x: Tensor, weights: Tensor) -> RangeFit:
 
 @dataclass(frozen=True)
 class RangeFits:
-    """What a search finds for blocks in the layout of `by_group`.
+    """The result of a search, for blocks in the layout of `by_group`.
 
     codes         uint8 [group, groups, blocks]
     d, dmin       fp16 [blocks]
@@ -74,14 +76,14 @@ RangeSearch = Callable[[BlockFormat, Tensor, Tensor | None], RangeFits]
 
 
 def as_ranges(fmt: BlockFormat, found: RangeFits, count: int) -> Groups:
-    """Fits of `count` rows as a type with minimums."""
+    """The blocks of `count` rows in a type with minimums, from what a search has found."""
     sub, sub_min = (None if each is None else by_row(each, count) for each in (found.sub, found.sub_min))
     d, dmin = by_row(found.d, count), by_row(found.dmin, count)
     return Groups(fmt, by_row(found.codes, count), d, sub, dmin, sub_min)
 
 
 def fit_ranges(fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> RangeFits:
-    """The search, of fp32 rows [R, K] and their importances, fp32 [R or 1, K], `floored`, or None."""
+    """Searches for fp32 rows [R, K]. importance: of their weights, fp32 [R or 1, K], `floored`; None: all alike."""
     x, weights = weighted(fmt, rows, importance)
     fit = fit_of((1 << fmt.bits) - 1, x, weights)
     scale, low = _group_fits(fit, widenings(fmt))
@@ -98,14 +100,15 @@ def _codes(fit: RangeFit, scale: Tensor, low: Tensor) -> Tensor:
 
 
 def widenings(fmt: BlockFormat) -> list[float]:
-    """How far the codes of a group's range may exceed the largest code, or fall short of it."""
+    """Trial ranges: by how much the code of a group's largest weight exceeds the largest code, before it is clamped."""
     if not fmt.sub_scale_bits:
         return [i * 0.05 for i in range(-20, 21)]
     return [i * 0.1 for i in range(-9, 10)] if fmt.bits == 2 else [i * 0.2 for i in range(-5, 6)]
 
 
 def _group_fits(fit: RangeFit, wider: list[float]) -> tuple[Tensor, Tensor]:
-    """Scale and negated minimum, neither negative, of least squares for the best range: [groups, blocks] each."""
+    """The scale and the negated minimum that least squares gives for the best range, neither negative: [groups, blocks]
+    each."""
     least = fit.x.amin(0).clamp_(max=0) + 0.0  # of zeros +0, whatever their signs, and so below
     span = fit.x.amax(0) - least + 0.0
     inverse = divided(torch.ones_like(span), span)
@@ -123,7 +126,7 @@ def _group_fits(fit: RangeFit, wider: list[float]) -> tuple[Tensor, Tensor]:
 
 
 def _solved(fit: RangeFit, sum_q: Tensor, sum_qq: Tensor, sum_qx: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and negated minimum of least squares; a minimum above 0 becomes 0."""
+    """The scale and the negated minimum of least squares for codes with these moments. A minimum above 0 becomes 0."""
     determinant = fit.sum_w * sum_qq - sum_q * sum_q
     low = divided(sum_q * sum_qx - sum_qq * fit.sum_x, determinant)
     scale = divided(fit.sum_w * sum_qx - sum_q * fit.sum_x, determinant)
@@ -132,7 +135,7 @@ def _solved(fit: RangeFit, sum_q: Tensor, sum_qq: Tensor, sum_qx: Tensor) -> tup
 
 
 NEIGHBOURS = ((1, 0), (-1, 0), (0, 1), (0, -1))
-"""Steps (d, dmin), in units of fp16, that are tried around the least-squares solution of blocks of one group."""
+"""Steps of (d, dmin), in units of the last bit of fp16, that are tried around the solution of least squares."""
 LARGEST_BITS = 0x7BFF
 """The bits of the largest finite fp16."""
 
@@ -152,14 +155,14 @@ def _refined(fit: RangeFit, scale: Tensor, low: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _moved(half: Tensor, step: int) -> Tensor:
-    """fp16 >= 0 moved by so many units, not below 0."""
+    """fp16 >= 0, moved by so many units of the last bit, but not below 0."""
     return (half.view(torch.int16) + step).clamp_(0, LARGEST_BITS).view(torch.float16)
 
 
 def _better(
     fit: RangeFit, found: tuple[Tensor, Tensor], error: Tensor, other: tuple[Tensor, Tensor]
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """The other where its error is less."""
+    """For each group the other (d, dmin) where its error is less, and the less of the errors."""
     there = fit.error(other[0].float(), other[1].float())
     better = there < error
     d, dmin = (torch.where(better, new, old) for new, old in zip(other, found, strict=True))
@@ -169,7 +172,7 @@ def _better(
 def _block_fits(
     fit: RangeFit, scale: Tensor, low: Tensor, limit: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """d and dmin fp16 [blocks], and the integers sc and mn as fp32 [groups, blocks], from 0 to limit."""
+    """d and dmin, fp16 [blocks], and the integers sc and mn from 0 to limit, as fp32 [groups, blocks]."""
     d, dmin = common_unit(scale, fit.sum_w, limit), common_unit(low, fit.sum_w, limit)
     sc, mn = _integers(scale, d, limit), _integers(low, dmin, limit)
     error = fit.error(d.float() * sc, dmin.float() * mn)
@@ -184,7 +187,8 @@ def _block_fits(
 
 
 def common_unit(values: Tensor, weights: Tensor, limit: int) -> Tensor:
-    """fp16 [blocks] u: multiples of u from 0 to limit are near the values [groups, blocks], in weighted squares."""
+    """The unit, fp16 [blocks], whose multiples from 0 to limit come nearest to the values [groups, blocks], in weighted
+    squares."""
     largest = values.amax(0)
     unit, best = by_number(largest, limit).half(), torch.full_like(largest, torch.inf)
     for top in unit_tops(limit):
@@ -198,7 +202,7 @@ def common_unit(values: Tensor, weights: Tensor, limit: int) -> Tensor:
 
 
 def unit_tops(limit: int) -> tuple[float, ...]:
-    """Multiples of the unit that are tried for the largest value of a block."""
+    """Trial units: the multiple of the unit, not always whole, that the largest value of a block is."""
     return (limit - 0.4, limit - 0.2, limit, limit + 0.2, limit + 0.4, limit + 0.6)
 
 
@@ -209,7 +213,8 @@ def _integers(values: Tensor, unit: Tensor, limit: int) -> Tensor:
 def _better_integers(
     fit: RangeFit, d: Tensor, dmin: Tensor, found: tuple[Tensor, Tensor, Tensor], limit: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The best of the scales near a group's own, each with the minimum of least squares for its codes."""
+    """Tries each group's scale and its two neighbours, with the minimum that least squares gives their codes. Returns
+    the best sc and mn, and their errors."""
     sc, mn, error = found
     first, first_min = sc, mn
     for step in (0, -1, 1):
@@ -226,7 +231,8 @@ def _better_integers(
 
 
 def _solved_block(fit: RangeFit, sc: Tensor, mn: Tensor, d: Tensor, dmin: Tensor) -> tuple[Tensor, Tensor]:
-    """d and dmin of least squares for the codes that these give, fp16 [blocks]; unchanged where they are none."""
+    """The d and dmin that least squares gives the codes under these scales, fp16 [blocks]; the given ones where least
+    squares has no solution with d > 0 and dmin >= 0."""
     sum_q, sum_qq, sum_qx = fit.moments(fit.values(d * sc, dmin * mn))
     qq, qm = total(sc * sc * sum_qq), total(sc * mn * sum_q)
     mm, qx, mx = total(mn * mn * fit.sum_w), total(sc * sum_qx), total(mn * fit.sum_x)
