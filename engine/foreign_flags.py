@@ -234,10 +234,9 @@ _ANSWERS: Mapping[str, str] = {
     "--embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default": _BY_NAME,
     "--fim-qwen-7b-spec --fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default": _BY_NAME,
     "--gpt-oss-120b-default --vision-gemma-4b-default --vision-gemma-12b-default": _BY_NAME,
-    "--quantize-activations -qa": "files are run as they are stored; there is no quantizer",
-    "--draft-quantize --quantize": "files are run as they are stored; there is no quantizer",
+    "--draft-quantize --quantize": "files are run as they are stored; engine quantize IN OUT TYPE writes another type",
     "--modelfile --parameters --license --template": "engine show MODEL",
-    "--experimental --truncate --dimensions --lib-dir": "not an option here",
+    "--experimental --truncate --dimensions --lib-dir --quantize-activations -qa": "not an option here",
 }
 
 FOREIGN: Mapping[str, str] = {name: answer for names, answer in _ANSWERS.items() for name in names.split()}
@@ -252,5 +251,5 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
 NO_EFFECT: Mapping[str, str] = {
     name: values for names, values in _WITHOUT_EFFECT.items() for name in names.split()
 }
-"""Flags of llama-server that `serve` passes over with a warning, since they ask for what is so anyhow. The value is a
-pattern of the values that are passed over; it matches the empty text where the flag may stand alone."""
+"""Flags of llama-server that `serve` ignores with a warning, since they ask for what holds anyway. Each maps to a
+pattern of the values that are ignored, which matches the empty text where the flag may stand alone."""
