@@ -27,9 +27,10 @@ _SHARED = re.compile(r"(\w+):(tp|layer)(\d+)")
 
 @dataclass(frozen=True)
 class SideSpec:
-    """A side as it is requested: the model, and its device, `reference`, `cpu`, `cuda` or `cuda:N`. `ranks` devices
-    share the model; `split`: each layer, or the layers. `cpu_moe`: experts are in host memory. `name` is for the
-    report."""
+    """A side as it is requested.
+
+    name: for the report. device: `reference`, `cpu`, `cuda` or `cuda:N`. ranks: devices that share the model. split:
+    how they share it (`EngineConfig.split`). cpu_moe: experts are in host memory."""
 
     name: str
     model: str | Path
@@ -40,12 +41,13 @@ class SideSpec:
 
 
 class LLMSide:
-    """A loaded model as one of the two sides: `name` for the report, `device` as in `SideSpec`; `has_experts`: it is a
-    mixture of experts; `encoder`: of images, None where it reads text alone; `images`: those whose rows its
-    prefill steps have.
+    """A loaded model as one of the two sides.
 
-    The reference is one definition, not an implementation of phases: it runs in chunks, which is quick, but where a
-    state goes from one side to the other.
+    name: for the report. device: as in `SideSpec`. has_experts: the model is a mixture of experts. encoder: the encoder
+    of images; None: it reads text alone. images: the images whose rows its prefill steps have.
+
+    The reference has one definition for both phases, so it computes chunks in decode too, which is quicker; but not
+    where states are handed from one side to the other.
     """
 
     def __init__(self, name: str, llm: LLM, device: str | None = None) -> None:
@@ -59,13 +61,13 @@ class LLMSide:
 
     @property
     def watchable(self) -> bool:
-        """Whether the operations of the whole model can be watched: of several ranks each has parts of the values, and
-        so have a GPU and its host."""
+        """Whether the operations of the whole model can be watched. With several ranks, or experts in host memory, no
+        process or device has all values."""
         whole = self.decoder.config.ranks == 1 and self.decoder.config.stage is None
         return whole and self.decoder.host_experts is None
 
     def step(self, phase: Phase) -> int:
-        """Tokens that the side computes at once in a phase; one where it hands over states."""
+        """Tokens that the side computes at once in a phase: in decode one, except for the reference without states."""
         alone = self.device != REFERENCE or any(self.are_states)
         return 1 if phase == "decode" and alone else self.decoder.chunk_size
 
@@ -93,8 +95,8 @@ class LLMSide:
             pass
 
     def cached(self, start: int, end: int) -> list[Tensor]:
-        """A copy of what is stored of positions start .. end - 1 in every layer: keys and values, or their codes
-        and scales; or of its state as it is now.
+        """A copy of what every layer stores of positions start .. end - 1: keys and values, or their codes and scales;
+        or of its state as it is now.
         """
         return read_cached(self.llm.runner, start, end, self.llm.model_config)
 
@@ -132,7 +134,7 @@ class LLMSide:
 
 
 def _phase(ids: list[int]) -> Phase:
-    """A single token is a decode step."""
+    """The phase that computes these tokens: a single token is a decode step."""
     return "decode" if len(ids) == 1 else "prefill"
 
 
@@ -145,7 +147,7 @@ class SidePair(NamedTuple):
 
 @contextmanager
 def loaded_sides(a: SideSpec, b: SideSpec, config: EngineConfig) -> Iterator[SidePair]:
-    """Both sides, which are closed again.
+    """A block with both sides, which are closed at its end.
 
     Raises:
         EngineError: a model is wrong.
@@ -164,9 +166,10 @@ def default_device() -> str:
 def parse_sides(a: str | None, b: str | None, model: str | None) -> tuple[SideSpec, SideSpec]:
     """The two sides of a command line; each is DEVICE (of `model`), FILE, FILE@DEVICE, or None for the default.
 
-    A side that is one of the devices' names is that device; the text after the last @ is a device only if it has such a
-    name. A file without a device runs where a model runs by default. A side that is left out is `model`: b on that
-    device; a on the CPU where that is a GPU, else by the definition; but if b names another file, both run alike.
+    A side that is the name of a device is `model` on it; the text after the last @ is a device only if it has such a
+    name. A file without a device runs on the default device. If b is left out, it is `model` on the default device. If
+    a is left out, it is `model` on b's device where b names a file; else on the CPU if the default is a GPU, or by the
+    definition.
 
     Raises:
         EngineError: a side has no file, or both have one and `model` is given as well.
@@ -175,7 +178,7 @@ def parse_sides(a: str | None, b: str | None, model: str | None) -> tuple[SideSp
     other = "cpu" if device == "cuda" else REFERENCE
     spec_b = _parse("--b", b, model, device)
     if a is None and b is not None and not is_device(b):
-        other = spec_b.device
+        other = spec_b.name.rpartition("@")[2]  # with its ranks
     spec_a = _parse("--a", a, model, other)
     if model is not None and not any(side is None or is_device(side) for side in (a, b)):
         raise EngineError(f"--model {model}: both sides name a file, and it is none of them; leave it out")
@@ -192,7 +195,7 @@ def is_device(text: str) -> bool:
 
 
 def _on(name: str, model: str | Path, device: str) -> SideSpec:
-    """A side on a device as it is written: "cuda:tp2" is two, "cuda:moe" one with experts in host memory."""
+    """A side on a device as it is written: "cuda:tp2" is two devices, "cuda:moe" one with experts in host memory."""
     if device == _MOE:
         return SideSpec(name, model, "cuda", cpu_moe=True)
     if (shared := _SHARED.fullmatch(device)) is None:

@@ -346,6 +346,16 @@ def test_a_side_may_have_its_experts_in_host_memory(monkeypatch: pytest.MonkeyPa
     assert (b.model, b.device, b.cpu_moe) == ("m.gguf", "cuda", True)
 
 
+@pytest.mark.parametrize("device", ["cpu:tp2", "cpu:layer2", "cuda:moe"])
+def test_a_model_runs_as_the_file_that_it_is_compared_with(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on("cpu", monkeypatch)
+    a, b = parse_sides(None, f"copy@of@m.gguf@{device}", "m.gguf")
+    assert (a.model, b.model) == ("m.gguf", "copy@of@m.gguf")
+    assert (a.device, a.ranks, a.split, a.cpu_moe) == (b.device, b.ranks, b.split, b.cpu_moe)
+
+
 def test_the_reference_has_its_own_budget() -> None:
     assert budgets_for("reference", "cpu") == budgets_for("reference", "cuda") == REFERENCE_BUDGETS
     assert budgets_for("cpu", "cuda") == DEVICE_BUDGETS
