@@ -1,10 +1,11 @@
 """Files of saved prefixes: safetensors, with metadata on the model and on how the keys and values were computed.
 
-Tensors: `token_ids` int64 [T], below 0 at the rows of images (`PromptImages.keyed`), of which the last T % 32 are in no
-block; of each group of layers `held.G` int64, the
-indices of its blocks; of each layer `layer.N.k` and `.v` [blocks, 32, kv_heads, head_dim], fp16, or codes
-(kernels/kv/kv_codes.py) with `.k_scale` and `.v_scale` fp16 [.., head_dim / 32]; of a state its parts,
-`layer.N.state.P` fp32 [1, ...].
+Tensors:
+    `token_ids` int64 [T]: below 0 at the rows of images (`PromptImages.keyed`). The last T % 32 are in no block.
+    `held.G` int64: the indices of the blocks of each group of layers.
+    `layer.N.k`, `layer.N.v` [blocks, 32, kv_heads, head_dim]: fp16, or codes (kernels/kv/kv_codes.py) with `.k_scale`
+        and `.v_scale` fp16 [.., head_dim / 32].
+    `layer.N.state.P` fp32 [1, ...]: the parts of a layer's state.
 Metadata: `PrefixFiles.header`, and a digest of all tensors. Format: https://huggingface.co/docs/safetensors.
 """
 
@@ -15,6 +16,7 @@ from contextlib import suppress
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from threading import get_ident
 
 import torch
 from safetensors import SafetensorError
@@ -74,9 +76,9 @@ class PrefixFiles:
             for name, tensor in zip(self._names(layer), stored, strict=True):
                 tensors[f"layer.{layer}.{name}"] = tensor.contiguous()
         header = {**self.header, _DIGEST: content_digest(tensors)}
-        beside = path.with_name(f".{os.getpid()}.saving")
+        beside = path.with_name(f".{os.getpid()}-{get_ident()}.saving")
         try:
-            beside.touch(mode=0o600)  # what it holds can be read as the conversation
+            beside.touch(mode=0o600)  # its contents reveal the conversation
             save_file(tensors, beside, header)
             size = beside.stat().st_size
             beside.replace(path)
@@ -147,7 +149,7 @@ class PrefixFiles:
         return found
 
     def _names(self, layer: int) -> list[str]:
-        """Of a layer's tensors."""
+        """The names of a layer's tensors."""
         stored = self._loaded.cache.layers[layer]
         states = isinstance(stored, SlotLayer)
         return [f"state.{part}" if states else _NAMES[part] for part in range(len(stored.tensors))]

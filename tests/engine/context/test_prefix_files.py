@@ -1,7 +1,9 @@
 """Saved prefixes: restored by another engine they are not computed again, and what does not fit is refused."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quengine import LLM, EngineError, SamplingParams
+from quengine.context import prefix_file
 from quengine.context.prefix_file import PrefixFiles, content_digest
 from quengine.context.saved_prefix import restore_prefix, save_prefix
 from tests.gguf_builder import ModelSizes
@@ -232,6 +235,25 @@ def test_what_is_no_such_file_is_refused(
     ):
         with pytest.raises(EngineError, match=wrong):
             restore(saver, file)
+
+
+def test_two_threads_write_into_one_folder(
+    saver: LLM, saved_file: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither moves or removes what the other has not finished."""
+    saved, _ = files_of(saver).read(saved_file)
+    both, write = Barrier(2), prefix_file.save_file
+
+    def written(*given: Any) -> None:
+        write(*given)
+        both.wait(timeout=60)
+
+    monkeypatch.setattr(prefix_file, "save_file", written)
+    targets = [folder / "one", folder / "two"]
+    with ThreadPoolExecutor(2) as pool:
+        sizes = list(pool.map(lambda target: files_of(saver).write(target, saved), targets))
+    assert sizes == [target.stat().st_size for target in targets]
+    assert all(files_of(saver).read(target)[0].token_ids == saved.token_ids for target in targets)
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(saver: LLM, folder: Path) -> None:
