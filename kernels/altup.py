@@ -1,9 +1,9 @@
 """Alternating updates (AltUp) and sparse activations of Gemma 3n: torch, the definition and what all devices run.
 
-The residual stream is N rows of a token side by side, [T, N, W], of which a layer computes the first one alone: all
-rows after the layer are predicted from those before it, and corrected by how the computed one differs from its
-prediction. The numbers of both follow from the row itself, by a router. Every sum is of one row in an order that its
-width alone fixes. Sources: Baykal et al. 2023, "Alternating Updates for Efficient Transformers"; `Gemma3nTextAltUp`,
+The residual stream has N rows per token, [T, N, W], and a layer computes only the first of them. All rows after the
+layer are predicted from the rows before it, then corrected by how the computed row differs from its prediction. A
+router makes the weights of both from the row itself. Every sum is over one row, in an order that depends on its width
+alone. Sources: Baykal et al. 2023, "Alternating Updates for Efficient Transformers"; `Gemma3nTextAltUp`,
 `Gemma3nTextModel` and `Gemma3nTextMLP` in the `transformers` library.
 """
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 LEAST = 1e-5
-"""Least mean square of a projected row, which is divided by its root."""
+"""Lower limit of the mean square by whose root a projected row is divided."""
 
 
 def modalities(x: Tensor, router: Tensor) -> Tensor:

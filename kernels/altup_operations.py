@@ -32,9 +32,9 @@ class AltUpSpec:
 
 
 class AltUpOperations:
-    """Rows of a token are x [N, T, W]: the N rows of T tokens, of which layers compute the first.
+    """The operations on x [N, T, W]: N rows of each of T tokens, of which layers compute the first.
 
-    backend: the `Backend` that has the matrices. The CPU's, which compiles decode steps, has a class of its own
+    backend: the `Backend` that has the matrices. The CPU backend, which compiles decode steps, has a class of its own
     (kernels/cpu/altup.py).
     """
 
@@ -48,8 +48,8 @@ class AltUpOperations:
         return torch.cat([x[None], altup.of_size(projected, x[None])])
 
     def closed(self, batch: ForwardBatch, x: Tensor, unembed: Sequence[Any]) -> Tensor:
-        """The mean [T, W] of each token's first row and the products of its others with `unembed`, each scaled to the
-        first's root mean square."""
+        """The mean [T, W] of each token's first row and the products of its other rows with `unembed`, each product
+        scaled to the first row's root mean square."""
         total = x[0].clone()
         for row, weight in zip(x[1:], unembed, strict=True):
             total += altup.of_size(self._backend.linear(batch, row.contiguous(), weight), x[0])

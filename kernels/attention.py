@@ -2,7 +2,7 @@
 
 The KV cache of one layer is two tensors `[context, kv_heads, head_dim]`, keys already rotated: a row holds one
 position of all heads. Prefill takes a slice of the precomputed mask; decode (one query row, which sees every key that
-it is given) takes none. K and V are dequantized, and in the order of their positions.
+it is given) takes none. K and V come dequantized, in the order of their positions.
 """
 
 import torch
@@ -84,8 +84,8 @@ def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def split_gates(qkv: torch.Tensor, heads: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a gated attention, where each query head's columns are followed by its gates: the rows without gates
-    [T, (heads + 2 * kv_heads) * head_dim], and the gates [T, heads * head_dim].
+    """Splits rows of a gated attention, where each query head's columns are followed by its gates, into the rows
+    without gates [T, (heads + 2 * kv_heads) * head_dim] and the gates [T, heads * head_dim].
     """
     queries, rest = qkv[:, : 2 * heads * head_dim], qkv[:, 2 * heads * head_dim :]
     q, gates = queries.reshape(len(qkv), heads, 2, head_dim).unbind(2)

@@ -45,10 +45,11 @@ _CODED: dict[torch.dtype, CacheType] = {torch.int8: "q8_0", torch.uint8: "q4_0"}
 class KVLayer:
     """One layer's KV cache, written in place.
 
-    `k`, `v`: [rows, kv_heads, head_dim], BLOCK_SIZE rows per block, fp16, or codes with `k_scale`, `v_scale` [rows,
-    kv_heads, head_dim / 32] fp16 (kernels/kv/kv_codes.py): q8_0's are int8, q4_0's uint8 [rows, kv_heads, head_dim /
-    2]. Strides are arbitrary; in memory each head's positions are adjacent. In latent attention `v` and `v_scale` are
-    `k` and `k_scale` themselves, as values are the first elements of keys (kernels/latent_attention.py).
+    `k`, `v`: [rows, kv_heads, head_dim] with BLOCK_SIZE rows per block, fp16 or codes (kernels/kv/kv_codes.py). The
+    codes of q8_0 are int8, those of q4_0 uint8 [rows, kv_heads, head_dim / 2]; both have scales `k_scale`, `v_scale`,
+    fp16 [rows, kv_heads, head_dim / 32]. Strides are arbitrary; in memory each head's positions are adjacent. In latent
+    attention `v` and `v_scale` are `k` and `k_scale` themselves, as values are the first elements of keys
+    (kernels/latent_attention.py).
     """
 
     k: Tensor
@@ -88,9 +89,9 @@ class KVLayer:
 
 @dataclass(frozen=True)
 class SlotLayer:
-    """One layer's state of each sequence, written in place: `parts` fp32 [slots, ...] each, slot 0 for padding.
+    """One layer's state of each sequence, written in place. Each of `parts` is fp32 [slots, ...]; slot 0 is padding.
 
-    A sequence's slot is the one entry of its block table in the layer's cache group (ForwardBatch.slots_of).
+    A sequence's slot is the first entry of its block table in the layer's cache group (ForwardBatch.slots_of).
     """
 
     parts: tuple[Tensor, ...]
@@ -101,7 +102,7 @@ class SlotLayer:
 
     @property
     def blocks(self) -> list[Tensor]:
-        """A slot is a block of its pool."""
+        """The parts: a slot is a block of its pool."""
         return list(self.parts)
 
 
@@ -126,9 +127,9 @@ class AttentionSpec:
     `softcap`: scores s become `softcap * tanh(s / softcap)`; 0: they stay as they are.
     `shared`: keys and values are those that an earlier layer of the step has written; the rows are queries alone, and
     there is no k_norm.
-    `images_both_ways`: in this layer, rows of an image that the batch lets attend both ways do so.
-    `chunk`: a position sees only those before it in its chunk of this many positions, and `window` is None; 0: there
-    are no chunks. The layer is given `ForwardBatch.chunked`, if the batch has it.
+    `images_both_ways`: this layer lets image rows attend both ways, where the batch says so.
+    `chunk`: positions per chunk, 0 without chunks. A position sees none before its own chunk, and `window` is None. The
+    layer is given `ForwardBatch.chunked`, if the batch has it.
     """
 
     heads: int
@@ -212,20 +213,21 @@ class Backend(Protocol[WeightT]):
         ...
 
     def embed(self, batch: ForwardBatch, weight: WeightT, scale: float = 1.0) -> Hidden:
-        """Rows `batch.token_ids` of a one-part weight, times `scale`, but for those of `batch.embeds`: [T, K]."""
+        """Rows `batch.token_ids` of a one-part weight times `scale`, with rows of `batch.embeds` in place: [T, K]."""
         ...
 
     def row_table(self, table: QuantTensor) -> WeightT:
-        """Loads a matrix of which a step reads one row per token (`layer_inputs`): it stays in host memory."""
+        """Loads a matrix that stays in host memory: a step reads one row of it per token (`layer_inputs`)."""
         ...
 
     def layer_inputs(
         self, batch: ForwardBatch, projected: Hidden, norm: RMSNorm, table: WeightT, scale: float
     ) -> Hidden:
-        """Per-layer embeddings [T, layers * n], for weights [n] of the norm.
+        """The per-layer embeddings of the step's tokens: [T, layers * n], for norm weights [n].
 
-        They are `norm` of each n columns of `projected`, a result of `norm_linear` that is overwritten, plus rows
-        `batch.token_ids` of `table` [vocab, layers * n] times `scale`. They stay valid until the step's end.
+        They are `norm` of each n columns of `projected`, plus rows `batch.token_ids` of `table` [vocab, layers * n]
+        times `scale`. `projected` is a result of `norm_linear` and is overwritten. The embeddings stay valid until the
+        step's end.
         """
         ...
 
@@ -261,7 +263,7 @@ class Backend(Protocol[WeightT]):
         gate_up: WeightT,
         activation: Gating = "silu",
     ) -> Hidden:
-        """`norm` of x [T, K], or x itself, gate_up [2F, K] (gate rows first), activation(gate) * up: [T, F]."""
+        """`norm` of x [T, K], or x itself, times gate_up [2F, K], gate first; then activation(gate) * up: [T, F]."""
         ...
 
     def norm_pointwise(
@@ -273,7 +275,7 @@ class Backend(Protocol[WeightT]):
         activation: Pointwise,
         bias: Tensor | None = None,
     ) -> Hidden:
-        """`norm` of x [T, K], or x itself, up [F, K], plus bias [F], its activation: [T, F], without a gate."""
+        """`norm` of x [T, K], or x itself, times up [F, K], plus bias [F]; then the activation, gateless: [T, F]."""
         ...
 
     def linear_add(
@@ -309,9 +311,9 @@ class Backend(Protocol[WeightT]):
         share: ExpertShare | None = None,
     ) -> WeightT:
         """Loads the gate and up matrices [F, K] of E experts, for `experts_glu`. bias: [E, 2F], gate first. gate None:
-        they have no gate, and no bias. share: which of the layer's experts they are; None: all of them.
+        the experts have neither gate nor bias. share: which of the layer's experts they are; None: all of them.
 
-        All gate matrices have one format, and all up matrices.
+        All gate matrices have the same format, and so do all up matrices.
         """
         ...
 
@@ -333,7 +335,7 @@ class Backend(Protocol[WeightT]):
         ...
 
     def weighed(self, batch: ForwardBatch, x: Hidden, norm: RMSNorm, weights: Tensor) -> Hidden:
-        """`norm` of x [T, K], each row times its routing weight, of `weights` [T, 1]: [T, K]. x is not changed."""
+        """`norm` of x [T, K], each row times its routing weight in `weights` [T, 1]: [T, K]. x is not changed."""
         ...
 
     def experts_glu(
@@ -345,11 +347,11 @@ class Backend(Protocol[WeightT]):
         gate_up: WeightT,
         activation: Activation = "silu",
     ) -> Hidden:
-        """`norm` of x [T, K], or x itself, gate and up of each row's k experts, activation(gate) * up: [T, k, F];
-        activation(up) if the activation has no gate (glu.GATELESS).
+        """activation(gate) * up of each row's k experts, which read `norm` of x [T, K], or x itself: [T, k, F]. If the
+        activation has no gate (glu.GATELESS), activation(up).
 
-        Experts that `gate_up` lacks, as another rank has them, are skipped. x is not changed: the shared expert reads
-        it next.
+        Experts that `gate_up` lacks, because another rank has them, are skipped. x is not changed: the shared expert
+        reads it next.
         """
         ...
 
@@ -364,7 +366,7 @@ class Backend(Protocol[WeightT]):
         *,
         partial: bool = False,
     ) -> Hidden:
-        """The weighted sum of each row's experts, `down` of gated [T, k, F], in ascending order, plus residual [T, N].
+        """Residual [T, N] plus the weighted sum of each row's experts: `down` of gated [T, k, F], in ascending order.
         Experts that `down` does not have add nothing.
 
         Without a residual the result is the sum alone, in memory that no other operation of the layer writes.
@@ -394,8 +396,8 @@ class Backend(Protocol[WeightT]):
     def latent_attention(
         self, batch: ForwardBatch, q: Hidden, latent: Hidden, spec: LatentSpec, layer: KVLayer
     ) -> Hidden:
-        """Latent attention of the step's tokens: q [T, heads * (plain + rotated)], latent [T, rank + rotated], results
-        of `norm_linear`, which may be written over. Returns [T, heads * values]. See kernels/latent_attention.py.
+        """Latent attention of the step's tokens: [T, heads * values]. q [T, heads * (plain + rotated)] and latent [T,
+        rank + rotated] are results of `norm_linear` and may be overwritten. See kernels/latent_attention.py.
         """
         ...
 
@@ -418,8 +420,8 @@ class Backend(Protocol[WeightT]):
         ...
 
     def gated_delta(self, batch: ForwardBatch, x: Hidden, spec: GatedDeltaSpec, state: SlotLayer) -> Hidden:
-        """The gated delta net of the step's tokens, x [T, sum of spec.widths], which may be written over, and their
-        history and memory, the parts of `state`: [T, value_heads * head_dim]. See kernels/gated_delta.py.
+        """The gated delta net of the step's tokens, x [T, sum of spec.widths]: [T, value_heads * head_dim]. x may be
+        overwritten. The parts of `state` are history and memory. See kernels/gated_delta.py.
         """
         ...
 
@@ -432,8 +434,8 @@ class Backend(Protocol[WeightT]):
         ...
 
     def mamba2(self, batch: ForwardBatch, x: Hidden, spec: Mamba2Spec, state: SlotLayer) -> Hidden:
-        """The Mamba2 layer of the step's tokens, x [T, sum of spec.widths], which may be written over, and their
-        history and memory, the parts of `state`: [T, heads * head_dim]. See kernels/mamba2.py.
+        """The Mamba2 layer of the step's tokens, x [T, sum of spec.widths]: [T, heads * head_dim]. x may be
+        overwritten. The parts of `state` are history and memory. See kernels/mamba2.py.
         """
         ...
 
@@ -449,8 +451,8 @@ class Backend(Protocol[WeightT]):
         ...
 
     def add_to_rows(self, x: Hidden, rows: Tensor, values: Tensor) -> Hidden:
-        """x [T, K] with values [n, K] added to rows `rows`, int64 [n], without repeats. x is the residual stream, may
-        be overwritten, and no norm has read it yet."""
+        """x [T, K] with values [n, K] added to rows `rows`, int64 [n], without repeats. x is the residual stream, which
+        no norm has read yet, and may be overwritten."""
         ...
 
     def flat_hidden(self, x: Hidden) -> Tensor:

@@ -1,14 +1,14 @@
 """The GGUF block formats as one table, and their torch unpacking: the meaning of a weight row's bytes.
 
-A row of K weights is K / `block` blocks of `nbytes` bytes. Groups of `group` weights in it share a scale:
+A row of K weights is K / `block` blocks of `nbytes` bytes. Each group of `group` weights in the row shares a scale:
 
     w = s*q - m      s = d*sc (d where the format has no sub-scales),  m = dmin*mn (dmin without sub-minimums)
 
 q is `code - offset`, or `table[code]` for formats with a non-uniform grid. Codebook formats (IQ1 to IQ3) store indices
-of entries of several codes (codebooks.py), and signs. `Groups` keeps the stored integers (codes, sc, mn) and 16-bit
-scales (d, dmin) unchanged: any packed layout can be made from it. References: the `gguf` package (`gguf.quants`, to
-which `dequantize` is bit-exact) and ggml's `ggml-common.h`; MXFP4 is the OCP Microscaling Formats specification 1.0,
-NVFP4 NVIDIA's E2M1 with a scale in unsigned E4M3 for each 16 weights.
+of codebook entries, each of several codes (codebooks.py); IQ2 and IQ3 store signs too. `Groups` keeps the stored
+integers (codes, sc, mn) and 16-bit scales (d, dmin) unchanged, so any packed layout can be made from it. References:
+the `gguf` package (`gguf.quants`, to which `dequantize` is bit-exact) and ggml's `ggml-common.h`. MXFP4 follows the OCP
+Microscaling Formats specification 1.0; NVFP4 is NVIDIA's E2M1 with one unsigned E4M3 scale per 16 weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +49,7 @@ class BlockFormat:
     table: tuple[int, ...] | None = None  # q = table[code]
     sub_scale_bits: int = 0  # of sc (and mn); 0: the scale is d itself
     has_min: bool = False
-    book: str = ""  # the codebook (codebooks.py) that the block's indices are of
+    book: str = ""  # the codebook (codebooks.py) that the block's indices refer to
     width: int = 0  # weights of an entry of the codebook
     unit: float = 1.0  # the super-scale is unit * d; a power of two
 
@@ -73,7 +73,10 @@ class BlockFormat:
 
 
 def _format(name: str, block: int, group: int, bits: int, fields: str, **more: Any) -> BlockFormat:
-    """`fields`: names and sizes in bytes, in order. `codes`: the low bits of the codes; `high`: their upper bits."""
+    """A format from `fields`, the names and byte sizes of a block's fields in order.
+
+    `codes` has the low bits of the codes, `high` the upper bits of codes or indices.
+    """
     layout, start = {}, 0
     for field in fields.split(", "):
         name_of, size = field.split()
@@ -84,7 +87,7 @@ def _format(name: str, block: int, group: int, bits: int, fields: str, **more: A
 
 
 NVFP4_SCALED = "NVFP4_SCALED"
-"""No type of GGUF: NVFP4 whose blocks of 256 begin with the scale that files have once for a tensor, in fp32."""
+"""NVFP4 in blocks of 256, each headed by the fp32 scale that files store once per tensor. GGUF has no such type."""
 _IQ1: Mapping[str, Any] = {"table": IQ1_TABLE, "book": "IQ1", "width": 8, "unit": 0.125}
 _IQ2: Mapping[str, Any] = {"table": IQ2_TABLE, "width": 8, "unit": 0.125}
 
@@ -135,7 +138,7 @@ FORMATS: Mapping[str, BlockFormat] = MappingProxyType({fmt.name: fmt for fmt in 
 Fields: TypeAlias = Mapping[str, Tensor]
 """The bytes of each field of blocks: uint8 [R, blocks, bytes]."""
 Scales: TypeAlias = dict[str, Tensor]
-"""Those of the fields d, sc, dmin, mn and top of `Groups` that a format has."""
+"""The fields d, sc, dmin, mn and top of `Groups`, as far as a format has them."""
 
 
 @dataclass(frozen=True)
@@ -143,15 +146,15 @@ class Groups:
     """The stored integers and scales of R rows of K weights, on the device of the bytes they were read from.
 
     codes  uint8 [R, K] in weight order (Q8_0: int8), see `BlockFormat.offset` and `.table`
-    d      fp16 [R, K/block]; uint8 for MXFP4, the E8M0 exponent e of the scale 2^(e-128), and for NVFP4
-           [R, K/group], an E4M3 number
+    d      fp16 [R, K/block]. MXFP4: uint8 [R, K/block], the E8M0 exponent e of the scale 2^(e-128). NVFP4 and
+           NVFP4_SCALED: uint8 [R, K/group], an E4M3 number
     sc     [R, K/group] sub-scales or None: uint8 (Q2_K 4 bits, Q4_K and Q5_K 6 bits; codebook formats 2n + 1 of
            n in 3 or 4 bits), int8 where signed (Q3_K and IQ4_XS -32..31, Q6_K 8 bits)
-    dmin   fp16 [R, K/block] or None; Q4_1 and Q5_1 store an added minimum: negated here, so w = d*q - dmin
+    dmin   fp16 [R, K/block] or None. Q4_1 and Q5_1 store a minimum to add; here it is negated, so w = d*q - dmin
     mn     uint8 [R, K/group] sub-minimums or None (same bits as sc)
     top    fp32 [R, K/block] of NVFP4_SCALED, by which scales are multiplied, else None
-    index  int16 [R, K/width] of codebook formats: entries of the codebook, from which `codes` follow with
-    signs  uint8 [R, K/8], a bit for each weight; None for IQ1
+    index  int16 [R, K/width] of codebook formats, else None: entries of the codebook; index and signs give `codes`
+    signs  uint8 [R, K/8] of IQ2 and IQ3, a bit for each weight, else None
     """
 
     format: BlockFormat
@@ -169,7 +172,7 @@ class Groups:
         return self.format.group
 
     def super_scales(self) -> Tensor:
-        """d, times the format's unit, as fp32 of the shape of d: exact but for one product with `top`."""
+        """d times the format's unit, as fp32 of the shape of d. Exact, except that a product with `top` is rounded."""
         if self.top is not None:
             return self.top.repeat_interleave(self.format.block // self.group, 1) * e4m3_half(self.d)
         if self.d.dtype == torch.uint8:
@@ -177,7 +180,7 @@ class Groups:
         return self.d.float() * self.format.unit
 
     def scales(self) -> Tensor:
-        """s of w = s*q - m: fp32 [R, K/group]; exact, a product of 11 by at most 8 bits."""
+        """s of w = s*q - m: fp32 [R, K/group]. Exact without `top`, as it multiplies 11 bits by at most 8."""
         supers, groups = self.super_scales(), self.codes.shape[1] // self.group
         if self.sc is None and supers.shape[1] != groups:
             return supers.repeat_interleave(groups // supers.shape[1], dim=1)
@@ -217,8 +220,10 @@ def unpack(fmt: BlockFormat, data: Tensor) -> Groups:
 
 
 def unpack_scales(fmt: BlockFormat, data: Tensor) -> Groups:
-    """As `unpack`, but the codes are arbitrary, and take no time and no memory, unless the format has a codebook: for
-    callers that read scales and minimums."""
+    """As `unpack`, for callers that read only scales and minimums.
+
+    The codes are arbitrary and take neither time nor memory, except in codebook formats, where they are unpacked.
+    """
     if fmt.name in _UNPACK_BOOK:
         return unpack(fmt, data)
     codes = data.new_zeros(1).expand(data.shape[0], fmt.cols(data.shape[1]))
@@ -243,7 +248,7 @@ def dequantize(fmt: BlockFormat, data: Tensor) -> Tensor:
 
 
 def with_tensor_scale(data: Tensor, scales: Tensor) -> Tensor:
-    """Rows of NVFP4, uint8 [R, row_bytes], with the scale of each row's tensor, fp32 [R], as rows of NVFP4_SCALED.
+    """NVFP4 rows, uint8 [R, row_bytes], as NVFP4_SCALED rows. scales: fp32 [R], of the tensor that each row is of.
 
     Raises ValueError for rows that are not whole blocks of 256 weights.
     """
@@ -256,7 +261,7 @@ def with_tensor_scale(data: Tensor, scales: Tensor) -> Tensor:
 
 
 def _aligned(data: Tensor) -> Tensor:
-    """A copy if the bytes do not start or step at a multiple of 4, as a wider view requires."""
+    """data, or a contiguous copy if its bytes do not start or step at a multiple of 4, as a wider view requires."""
     aligned = data.is_contiguous() and data.storage_offset() % 4 == 0 and data.data_ptr() % 4 == 0
     return data if aligned and data.shape[-1] % 4 == 0 else data.clone(memory_format=torch.contiguous_format)
 
@@ -281,9 +286,9 @@ def _e8m0_half(e: Tensor) -> Tensor:
 
 
 def e4m3_half(byte: Tensor) -> Tensor:
-    """Half of a number in unsigned E4M3 as fp32, exact. As in ggml, the code of NaN, 0x7F, is 0, and bit 7 is ignored.
+    """Half of the unsigned E4M3 number in each byte, exact in fp32. As in ggml, NaN (0x7F) is 0; bit 7 is ignored.
 
-    The code's bits, moved to those of an fp16, are 2^-8 times the number.
+    The code's bits, moved to the exponent and mantissa of an fp16, are 2^-8 times the number.
     """
     half = ((byte & 127).to(torch.int16) << 7).view(torch.float16).float() * 128.0
     return torch.where(byte == 127, 0.0, half)
@@ -358,12 +363,12 @@ def _q6_k_codes(f: Fields) -> Tensor:
 
 
 def _nvfp4_codes(f: Fields) -> Tensor:
-    # Of each 16 weights, 8 are the low nibbles of 8 bytes, and 8 the high ones.
+    # Of each 16 weights, the first 8 are the low nibbles of 8 bytes, the last 8 the high nibbles.
     return _join(_bit_planes(f["codes"], 8, 4))
 
 
 def _tq1_0_codes(f: Fields) -> Tensor:
-    """Codes 0, 1, 2: digits in base 3 of a fraction byte/256; digit n of a run of bytes is a run of weights."""
+    """Codes 0, 1, 2: base-3 digits of the fraction byte/256. The n-th digits of a run of bytes are a run of weights."""
     runs = (f["codes"][..., :32], 5), (f["codes"][..., 32:], 5), (f["high"], 4)
     return _join(torch.cat([_digits(field, count) for field, count in runs], -1))
 
@@ -494,7 +499,7 @@ def _unpack_iq3_s(fmt: BlockFormat, f: Fields) -> Groups:
 
 
 def _unpack_iq1_s(fmt: BlockFormat, f: Fields) -> Groups:
-    # 16 bits for each 32 weights: four times the upper 3 bits of an index, 3 of the sub-scale, the sign of the eighth.
+    # 16 bits for each 32 weights: the upper 3 bits of four indices, the sub-scale's 3 bits, the sign of the eighth.
     high = _words(f["high"], torch.int16).int()
     index = f["index"].int() | (_fields(high, 3, 4) << 8)
     index += _fields(high >> 15, 1, 1).repeat_interleave(4, -1) * IQ1_ENTRIES
@@ -502,7 +507,7 @@ def _unpack_iq1_s(fmt: BlockFormat, f: Fields) -> Groups:
 
 
 def put_split_half(blocks: Tensor, d: Tensor) -> None:
-    """Writes d [R, B] to IQ1_M blocks, uint8 [R, B, 56]: four bits of the fp16 on top of each word of the scales."""
+    """Writes d [R, B] to IQ1_M blocks, uint8 [R, B, 56]: each word of the scales has four bits of the fp16 on top."""
     bits = d.half().view(torch.int16).int().unsqueeze(-1) >> torch.arange(0, 16, 4, device=d.device)
     start, stop = FORMATS["IQ1_M"].layout["scales"]
     upper = blocks[..., start + 1 : stop : 2]

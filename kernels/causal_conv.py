@@ -1,7 +1,7 @@
-"""The causal convolution of each channel by itself, in front of recurrent layers: the torch definition.
+"""The depthwise causal convolution in front of recurrent layers: the torch definition.
 
 `c_p = silu(bias + sum over t of weight_t x_(p - taps + 1 + t))`, where rows x of positions before the first are 0. A
-sequence keeps the rows of its last positions, its history: position p in row p mod the number of rows. Source: Gu and
+sequence's history keeps the rows of its last positions, position p in row p mod the number of rows. Source: Gu and
 Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", section 3.4.
 """
 
@@ -14,7 +14,7 @@ def causal_conv(x: Tensor, start: int, weight: Tensor, history: Tensor, bias: Te
     """The convolution c [T, channels] of the rows x of one sequence from position `start` on, which are written to
     `history`.
 
-    weight: [taps, channels], the oldest position's first. bias: [channels]. history: [at least taps - 1 rows,
+    weight: [taps, channels], the oldest position's weights first. bias: [channels]. history: [at least taps - 1 rows,
     channels], written in place, in its own dtype. Computed in x's dtype.
     """
     rows, before, kept = len(x), len(weight) - 1, len(history)

@@ -1,7 +1,7 @@
-"""Messages between two processes of ours, over a pair of sockets: each is its length, in 8 bytes, and its bytes.
+"""Messages between two processes of the engine, over a pair of sockets: a length in 8 bytes, then as many bytes.
 
-A message is MessagePack or JSON that msgspec makes of structs, and is checked against their types where it is received:
-reading one runs nothing, as reading a pickle may.
+A message is MessagePack or JSON that msgspec makes of structs; the receiver checks it against their types. Reading a
+message runs no code, unlike reading a pickle.
 """
 
 import select
@@ -39,8 +39,8 @@ class Channel(Generic[T]):
     """One end, which receives messages of the type T. One thread may send while another receives.
 
     Args:
-        end: one of a pair of stream sockets; it is this object's from then on.
-        decoder: of what is received.
+        end: one of a pair of stream sockets, which the channel owns from then on.
+        decoder: decodes the received messages.
     """
 
     def __init__(self, end: socket.socket, decoder: MessageDecoder[T]) -> None:
@@ -51,8 +51,8 @@ class Channel(Generic[T]):
         return Channel(self._socket, decoder)
 
     def send(self, message: object) -> None:
-        """Send a message as MessagePack. Raises OSError where the other end is closed; as `encode`, with nothing sent,
-        for a message that has no form."""
+        """Send a message as MessagePack. Raises OSError where the other end is closed. Raises as `encode`, with nothing
+        sent, for a message that cannot be encoded."""
         self.send_bytes(encode(message))
 
     def send_bytes(self, data: bytes) -> None:
@@ -67,7 +67,7 @@ class Channel(Generic[T]):
         """The bytes of the next message.
 
         Raises:
-            TimeoutError: it is not here, as a whole, within `seconds`.
+            TimeoutError: the whole message has not arrived within `seconds`.
             TooLongError: it has more than `most` bytes.
             EOFError, OSError: the other end is closed, or has ended.
         """
@@ -90,8 +90,8 @@ class Channel(Generic[T]):
         return data
 
     def poll(self, seconds: float = 0.0) -> bool:
-        """Whether there is a message, or the other end is closed; waits for it for `seconds`. Raises OSError where this
-        end is closed."""
+        """Whether a message has arrived or the other end is closed; waits up to `seconds` for either. Raises OSError
+        where this end is closed."""
         descriptor = self.fileno()  # once: another thread may close this end
         if descriptor < 0:
             raise OSError("the channel is closed")

@@ -23,16 +23,16 @@ class ChildProcess(Generic[T]):
     """A running program. It is killed when this process exits, if it has not ended.
 
     Args:
-        program: of the interpreter's arguments those that name it: ("-m", MODULE), ("-c", TEXT) or (FILE,). It finds
+        program: the interpreter's arguments that name the program: ("-m", MODULE), ("-c", TEXT) or (FILE,). It finds
             modules where this process does.
-        decoder: of the messages that it sends.
-        arguments: of the program, after the descriptor of its end of the channel.
-        descriptors: further ones that it has open, under their numbers.
-        environment: variables that it has beside those of this process.
-        quiet: its standard error is dropped, as its standard output is always.
+        decoder: decodes the messages that the program sends.
+        arguments: the program's own arguments, after the descriptor of its end of the channel.
+        descriptors: further file descriptors that the program inherits, under the same numbers.
+        environment: variables that the program has beside those of this process.
+        quiet: drop the program's standard error. Its standard output is always dropped.
 
     Attributes:
-        channel: to the program, which ends by itself when it is closed, unless it waits for something else.
+        channel: this process's end of it. When closed, the program ends by itself, unless it waits for something else.
 
     Raises:
         OSError: no process can be started.
@@ -103,19 +103,19 @@ class ChildProcess(Generic[T]):
 
 
 def import_path() -> dict[str, str]:
-    """The environment in which a process of Python finds the modules that this one does, but for the working folder."""
+    """This process's environment, in which another Python finds the same modules, except in the working folder."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def parent_channel(decoder: MessageDecoder[T]) -> Channel[T]:
-    """In a `ChildProcess`: its end of the channel, of which the descriptor is its first argument."""
+    """In a `ChildProcess`: its end of the channel, whose descriptor is its first argument."""
     return Channel(socket.socket(fileno=int(sys.argv[1])), decoder)
 
 
 def end_with_parent() -> None:
-    """In a `ChildProcess`: end with the process that has started this one, whatever is waited for, by no Ctrl-C.
+    """In a `ChildProcess`: ends this process when its parent ends, whatever it waits for, and ignores Ctrl-C.
 
-    That one alone holds the other end of standard input open. Not all kernels (gVisor) report the hang-up of a socket.
+    Only the parent holds the other end of standard input open. Some kernels (gVisor) do not report a socket's hang-up.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

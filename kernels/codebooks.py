@@ -1,9 +1,9 @@
 """The codebooks of IQ1, IQ2 and IQ3: each entry is four or eight neighbouring weights.
 
-An entry has a code for each of its weights. Those of IQ2 and IQ3 stand for magnitudes, to which a block adds a sign for
-each weight; `BlockFormat.table` has the integers of both signs. Those of IQ1 are -1, 0 and 1, to which a block adds an
-eighth, or takes one away: the codebook has both cases, so that its table has all integers, in eighths. Reference:
-ggml's `ggml-common.h`, from which the numbers are, packed at 2 bits a code (IQ3: 4 bits), the first code lowest.
+An entry has a code for each of its weights. The codes of IQ2 and IQ3 stand for magnitudes, to which a block adds a sign
+for each weight; `BlockFormat.table` has the integers of both signs. The codes of IQ1 stand for -1, 0 and 1, to each of
+which a block adds 1/8 or -1/8. Its codebook has entries for both cases, and its table has the sums as integers, in
+eighths. The numbers are from ggml's `ggml-common.h`, packed at 2 bits a code (IQ3: 4 bits), the first code lowest.
 """
 
 import base64
@@ -169,7 +169,7 @@ _STORED: Mapping[str, tuple[str, int, int]] = MappingProxyType(
         "IQ3_S": (_IQ3_S, 4, 4),
     }
 )
-"""(text, bits of a code, codes of an entry)."""
+"""(base64 text, bits of a code, codes of an entry) by name."""
 
 
 @cache
@@ -183,7 +183,7 @@ def codebook(name: str) -> Tensor:
 
 
 def _with_eighths(codes: Tensor) -> Tensor:
-    """Codes 0, 1, 2 of g = -1, 0, 1 as indices of IQ1_TABLE: those of 8g + 1, then those of 8g - 1."""
+    """Codes 0, 1, 2, for g = -1, 0, 1, as indices of IQ1_TABLE: entries for 8g + 1, then entries for 8g - 1."""
     added = [[IQ1_TABLE.index(8 * g + eighth) for g in (-1, 0, 1)] for eighth in (1, -1)]
     return torch.cat([torch.tensor(places, dtype=torch.uint8)[codes.int()] for places in added])
 

@@ -11,8 +11,10 @@ _pauses, _was_enabled = 0, False
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """No collection in any thread until this block and all others have ended: while one makes many objects at once, or
-    captures CUDA graphs, during which a collection might destroy CUDA objects."""
+    """Pauses collection in all threads until this block and all other such blocks have ended.
+
+    For making many objects at once, and for capturing CUDA graphs, when a collection might destroy CUDA objects.
+    """
     global _pauses, _was_enabled
     with _lock:
         if not _pauses:

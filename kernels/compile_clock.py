@@ -16,7 +16,7 @@ def seconds() -> float:
 
 
 class Moment(NamedTuple):
-    """`time.perf_counter` now, and the seconds until now that were compilation."""
+    """`time.perf_counter` at a moment, and the seconds of compilation until then."""
 
     now: float
     compiled: float

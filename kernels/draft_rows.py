@@ -1,12 +1,12 @@
 """Steps that draft, verify and accept on a device: which rows they have, and what is accepted; the torch definition.
 
-A device has tables by slot: the newest token of each sequence, its position, and its tokens by position (`Newest`). A
-layer that drafts computes rows up to the newest token, whose last gives the first drafted token, then a row for each
-drafted token but the last. The model verifies the newest token and all drafted ones as rows of a step. The token
-sampled after a row is right where the rows before are; a drafted token is accepted as long as it equals the one sampled
-at its position, and the first that does not ends the draft. So what is sampled is what it would be without drafts.
+A device has tables by slot (`Newest`): each sequence's newest token, that token's position, and the sequence's tokens
+by position. A draft layer computes rows up to the newest token, the last of which gives the first drafted token, then a
+row for each drafted token but the last. The model verifies the newest token and all drafted ones as rows of one step.
+Drafted tokens are accepted in order, as long as each equals the token sampled at its position; the first that differs
+ends the draft. A sampled token counts only if all rows before it are right, so it is what it would be without drafts.
 
-No row depends on numbers that only the host knows, so a step can be launched before the one before it is read.
+No row depends on numbers that only the host knows, so a step can be launched before the last one's results are read.
 """
 
 from typing import NamedTuple
@@ -30,8 +30,8 @@ class Drafting(NamedTuple):
     """What the host tells a step about its B sequences, with up to N drafted tokens each.
 
     Attributes:
-        slots: int32 [B]; the last slot: padding.
-        counts: int32 [B], drafted tokens at most.
+        slots: int32 [B], the sequences' slots; the last slot stands for padding.
+        counts: int32 [B], the most drafted tokens of each sequence.
         ends: int32 [B], the first position that has no block, or is not to be computed.
         positions: int32 [B], the newest token's, where the host knows it; -1: the device has it.
         recent: int32 [B, W], the newest tokens, the newest one last, where the host knows them.
@@ -72,9 +72,10 @@ def rows_of(
 ) -> PlacedRows:
     """The rows of each sequence from `first` to `first + count - 1` after its newest token.
 
-    tokens: int32 [S, context], where the tokens beside the newest one lie by position. tables: int32 [groups, S,
-    blocks], the slots' block tables; entries after a row's position name the padding block. A row before the sequence's
-    first position, after its last drafted token or at `ends` is padding: token 0 at position 0 of the last slot.
+    tokens: int32 [S, context], tokens by position, from which all but the newest are read. tables: int32 [groups, S,
+    blocks], the slots' block tables; in the result, entries after a row's position name the padding block. A row before
+    the sequence's first position, after its last drafted token, or from `ends` on is padding: token 0 at position 0 of
+    the last slot.
     """
     unused, context = len(newest.tokens) - 1, tokens.shape[1]
     offset = torch.arange(first, first + count, device=tokens.device)
@@ -93,12 +94,13 @@ def rows_of(
 
 
 def accept(drafting: Drafting, newest: Newest, drafted: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
-    """Moves the slots on to the tokens sampled after the last accepted drafted ones.
+    """Accepts drafted tokens, and moves each slot on to the token sampled after its last accepted one.
 
-    drafted: int32 [S, context], the drafted tokens by position, of which those that are not valid count as token 0.
-    sampled: int64 [B * (N + 1)], after the rows of `rows_of(first=0, count=N + 1)`; below 0: none could be. Returns the
-    number of accepted tokens int32 [B], -1 where a sequence has no row; and for the host int64 [B, 2 N + 1] what was
-    sampled after each row, -1 where a sequence has none, then the drafted tokens, -1 for those that the step has not.
+    drafted: int32 [S, context], the drafted tokens by position; negative ones count as token 0. sampled: int64 [B * (N
+    + 1)], the token sampled after each row of `rows_of(first=0, count=N + 1)`; negative: none could be. Returns the
+    number of accepted tokens, int32 [B], -1 for a sequence without rows. Also returns, for the host, int64 [B, 2 N +
+    1]: the tokens sampled after each row, -1 for a sequence without rows, then the drafted tokens, -1 for those that
+    the step does not have.
     """
     unused, context = len(newest.tokens) - 1, drafted.shape[1]
     most = len(sampled) // len(drafting.slots) - 1

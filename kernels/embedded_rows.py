@@ -1,4 +1,4 @@
-"""Rows of a step that are given as embeddings, as those of an image are, in place of the embeddings of their tokens."""
+"""Rows of a step that are given as embeddings, such as an image's, instead of by their tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,12 +11,12 @@ class EmbeddedRows(NamedTuple):
     """The rows of a step that are given as embeddings.
 
     Attributes:
-        rows: int64 [n], their numbers in the step, each at most once; in a captured step entries of -1 are none.
+        rows: int64 [n], their numbers in the step, each at most once; in a captured step -1 stands for no row.
         values: fp32 [n, embedding length], on the same device.
         later: fp32 [layers, n, embedding length], what is added to these rows after each of the first layers
             (Qwen3-VL's deepstack); None: nothing is.
         spans: runs of rows that attend to one another both ways (kernels/image_attention.py), on the host: the first
-        row in the step, the row after the last, and rows of the run in the cache before them.
+        row in the step, the row after the last, and how many earlier rows of the run the cache has.
     """
 
     rows: Tensor
@@ -31,8 +31,7 @@ class EmbeddedRows(NamedTuple):
 
 
 def place_embeddings(x: Tensor, given: EmbeddedRows | None) -> Tensor:
-    """x [T, K] with the given rows written over it without the embedding's scale; the definition, and the CPU's
-    operation."""
+    """x [T, K] with the given rows written over it, without the embedding's scale: the torch definition."""
     if given is not None:
         known = given.rows >= 0
         x.index_copy_(0, given.rows[known], given.values[known].to(x.dtype))
@@ -42,14 +41,14 @@ def place_embeddings(x: Tensor, given: EmbeddedRows | None) -> Tensor:
 def sent(
     values: Sequence[int] | Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The values on a device, without waiting for what it computes."""
+    """The values on a device, without waiting for the device's work."""
     made = torch.tensor(values, dtype=dtype)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The features [n, width] of several images, one after the other, on a CUDA device where some of them are on it. To
-    be called as its step is launched: others may give up the parts' memory from then on."""
+    """The features [n, width] of several images, one after the other, on a CUDA device if some of them are on it. Call
+    it as the step is launched: from then on the owners of the parts may give up their memory."""
     on_device = [part for part in parts if part.is_cuda]
     for part in on_device:
         part.record_stream(torch.cuda.current_stream(part.device))

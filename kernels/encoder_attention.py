@@ -1,6 +1,6 @@
 """Attention of an encoder, in which positions of a text see those before and after them: the torch definition.
 
-Nothing is kept of a text: all its rows are of one step.
+No state of a text is kept: all its rows are in one step.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,15 @@ from quengine.kernels.rms_norm import rms_norm
 from quengine.kernels.rope import apply_rope
 
 _QUERIES_AT_A_TIME = 512
-"""Rows of queries at once in a text with a reach, whose scores beyond it are not computed."""
+"""Query rows computed at once in a text with a reach; scores beyond the reach are not computed."""
 
 
 @dataclass(frozen=True)
 class EncoderAttentionSpec:
-    """`heads` query heads of `head_dim` share `kv_heads` heads of keys and values; None: as many as there are queries.
+    """The constants of an encoder's attention.
 
-    scale: multiplies the scores. cos, sin: as in AttentionSpec, one element of a rotated pair in each half; None:
+    heads, kv_heads: `heads` query heads share `kv_heads` key/value heads; None: each has its own. head_dim: elements of
+    a head. scale: multiplies scores. cos, sin: as in AttentionSpec, one element of a rotated pair in each half; None:
     nothing is rotated. q_norm, k_norm: weights [head_dim] of the norms of each head, with `eps`; None: there are none.
     reach: how far a position sees to either side; None: to both ends of its text.
     """
@@ -81,7 +82,7 @@ def encoder_attention(batch: ForwardBatch, qkv: Tensor, spec: EncoderAttentionSp
 def fused_attention(
     batch: ForwardBatch, qkv: Tensor, spec: EncoderAttentionSpec, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """`encoder_attention` by torch's own operation, on qkv's device, in `dtype`; None: qkv's dtype."""
+    """`encoder_attention` by torch's scaled_dot_product_attention, on qkv's device, in `dtype`; None: qkv's dtype."""
     q, k, v = (part.to(dtype or qkv.dtype).transpose(0, 1) for part in split_heads(batch, qkv, spec))
     if len(k) < len(q):  # kernels with a mask share no heads
         k, v = (part.repeat_interleave(len(q) // len(k), 0) for part in (k, v))
@@ -94,7 +95,7 @@ def fused_attention(
 
 
 def _of_text(q: Tensor, k: Tensor, v: Tensor, spec: EncoderAttentionSpec) -> Iterator[Tensor]:
-    """Results [rows, heads, head_dim] of a text's queries, of all or with a reach of some at a time, in order."""
+    """Yields results [rows, heads, head_dim] of a text's queries in order: all at once, or with a reach in parts."""
     length = q.shape[2]
     reach = length if spec.reach is None else spec.reach
     step = length if reach >= length - 1 else _QUERIES_AT_A_TIME

@@ -17,7 +17,7 @@ BlockTables: TypeAlias = Sequence[Sequence[int]]
 with a recurrent state has a `state_table` instead."""
 
 MOST_CHECKPOINTS = 2
-"""Most states of a sequence that a prefill step keeps beside its last one."""
+"""The most states of a sequence that a prefill step keeps beside the final one."""
 
 STATE_ENTRIES = 1 + 2 * MOST_CHECKPOINTS
 """Entries of a `state_table`, padding included."""
@@ -25,15 +25,18 @@ STATE_ENTRIES = 1 + 2 * MOST_CHECKPOINTS
 
 class StateCheckpoint(NamedTuple):
     """Tells a prefill step to write a sequence's state after its first `position` tokens to block `block` as well. The
-    row before that position is in the step."""
+    step has the row at position `position - 1`."""
 
     position: int
     block: int
 
 
 def state_table(slot: int, checkpoints: Sequence[StateCheckpoint]) -> list[int]:
-    """A sequence's block table of a prefill step in a group with a state: the slot, then for each checkpoint, in order
-    of position, its negative position and its block. Padding is not negative, and so is told from checkpoints."""
+    """A sequence's block table for a prefill step, in a cache group with a state.
+
+    It has the slot, then each checkpoint's negated position and block, in order of position. Padding entries are not
+    negative, which tells them from checkpoints.
+    """
     return [slot, *chain.from_iterable((-position, block) for position, block in checkpoints)]
 
 
@@ -84,8 +87,9 @@ class ForwardBatch:
             `table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE` of the cache of the group's layers. Entries of
             positions that have left the group's window name the padding block.
         starts: in prefill, the position of each sequence's first row. Empty in a captured step, where only the device
-            has it.
-        query_lens: in prefill, the number of rows of each sequence, which are concatenated; empty likewise.
+            knows the positions.
+        query_lens: in prefill, the number of rows of each sequence; the sequences' rows are concatenated. Empty in a
+            captured step.
         logits_rows: int64 [n] on the device: the rows to compute logits for; None: all.
         shares_sequences: in decode, whether a sequence may have several rows, at consecutive positions. The keys and
             values of all rows must then be written before any are read.
@@ -94,8 +98,8 @@ class ForwardBatch:
         angle_rows: int32 [T], on the device: the row of the rotary tables that rotates each token; None: its position.
         chunked: the batch for layers whose attention is within chunks of positions (`with_chunks`); None: there are no
             such layers, or the backend finds the chunks by the positions.
-        pending: in a decode step that verifies drafts on the device, layers with a state leave it as it was and append
-            it to this list; None: layers write their states.
+        pending: in a decode step that verifies drafts on the device, a list to which each layer with a state appends
+            its PendingStates instead of writing the state; None: layers write their states.
         adapters: fp32 [M, T], on the device, contiguous: the scale of each LoRA adapter for each row
             (kernels/lora/low_rank.py); None: no row has any.
     """
@@ -123,14 +127,14 @@ class ForwardBatch:
         return self.token_ids.device
 
     def selected(self, rows: Tensor) -> "ForwardBatch":
-        """The batch for operations on the rows `rows`, int64 [n], alone: with the adapters of these rows."""
+        """The batch for operations on rows `rows`, int64 [n], alone: with the adapter scales of these rows."""
         if self.adapters is None:
             return self
         return replace(self, adapters=self.adapters[:, rows].contiguous())
 
     def of_last_rows(self, rows: Tensor) -> "ForwardBatch":
-        """The batch of each chunk's last row alone, `rows` int64 [S], of an eager prefill step, for layers that write
-        no keys."""
+        """The batch of each chunk's last row alone, for layers that write no keys, in an eager prefill step. rows:
+        int64 [S], the numbers of these rows."""
         starts = tuple(start + length - 1 for start, length in zip(self.starts, self.query_lens, strict=True))
         return replace(
             self,
@@ -195,11 +199,11 @@ class ForwardBatch:
         return self.block_tables[group][:, 0]
 
     def sequences(self, group: int, *parts: Tensor) -> Iterator[tuple[slice, int, int]]:
-        """For each sequence in prefill, and each row in decode: its rows, the position of the first, and its slot in
-        `group`, a group of layers that keep a state.
+        """Yields, for each sequence in prefill and each row in decode, its rows, the position of the first of them, and
+        its slot in `group`, a cache group with a state.
 
-        A sequence with checkpoints comes in pieces that end at them. When the piece after a checkpoint is requested,
-        the state is copied to the checkpoint's block, in all `parts` [slots, ...].
+        A sequence with checkpoints comes in pieces that end at them. When the caller asks for the item after such a
+        piece, the state is copied to the checkpoint's block, in all `parts` [slots, ...].
         """
         if self.phase == "decode":
             slots = self.slots_of(group).tolist()
@@ -218,9 +222,11 @@ class ForwardBatch:
                 row += end - at
 
     def state_pieces(self, group: int) -> Iterator[tuple[slice, tuple[int, int] | None]]:
-        """The rows of a step in pieces that end at the checkpoints of any sequence (in decode one piece), for
-        operations that continue from the states of the piece before. With each piece, (slot whose state is copied after
-        it, block that it is copied to), or None if it ends at no checkpoint."""
+        """Yields the rows of a step in pieces that end at the checkpoints of any sequence; decode has one piece.
+
+        It is for operations that continue from the states of the piece before. With each piece comes (slot, block), if
+        the state of `slot` is to be copied to `block` after it, or None if it ends at no checkpoint.
+        """
         if self.phase == "decode":
             yield slice(0, len(self)), None
             return
@@ -251,7 +257,7 @@ class ForwardBatch:
 
 
 def _pieces(sequence: int, start: int, rows: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """`rows` rows from position `start` on, cut where chunks of `length` end: (sequence, first position, rows) each."""
+    """Cuts `rows` rows from position `start` on at the ends of chunks of `length`: (sequence, first position, rows)."""
     end = start + rows
     while start < end:
         stop = min(end, (start // length + 1) * length)
@@ -265,8 +271,7 @@ def _copy(parts: Sequence[Tensor], slot: int, block: int) -> None:
 
 
 def _from(first: int, count: int, device: torch.device) -> Tensor:
-    """`count` positions from `first` on, int32; without values on the meta device, as arange on it imports
-    sympy."""
+    """`count` positions from `first` on, int32. On the meta device, where arange imports sympy, without values."""
     if device.type == "meta":
         return torch.empty(count, dtype=torch.int32, device=device)
     return torch.arange(first, first + count, dtype=torch.int32, device=device)

@@ -1,19 +1,19 @@
 """The gated delta net: the torch definition.
 
 A position has a row of qkv, [key_heads * d | key_heads * d | value_heads * d], a gate z [value_heads * d], and for each
-value head two numbers b and a. The rows of qkv go through a causal convolution of each channel by itself
-(kernels/causal_conv.py). Queries and keys of its result are divided by their length per head,
-`x / sqrt(sum x^2 + L2_EPS)`, and queries multiplied by d**-0.5. Each value head keeps a matrix S [d of the key, d of
-the value], which is 0 before the first position:
+value head two numbers b and a. The rows of qkv go through a depthwise causal convolution (kernels/causal_conv.py). In
+its result, each head's query and key are divided by their length, `x / sqrt(sum x^2 + L2_EPS)`, and queries are
+multiplied by d**-0.5. Each value head keeps a matrix S [d of the key, d of the value], which is 0 before the first
+position:
 
     S = exp(decay * softplus(a + bias)) * S
     S = S + k (sigmoid(b) * (v - S^T k))^T
     o = S^T q,  y = rms_norm(o) * norm * silu(z)
 
-A value head reads the query and key of one key head; `tiled` says which. The state of a sequence has two parts:
-`history`, the rows of qkv of its last positions, position p in row p mod its rows, and `memory`, S of each value head.
-Sources: Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule"; `Qwen3NextGatedDeltaNet` in the
-`transformers` library.
+A value head reads the query and key of one key head; `tiled` says which. The state of a sequence has two parts.
+`history` has the rows of qkv of its last positions, position p in row p mod the number of rows. `memory` has S of each
+value head. Sources: Yang et al. 2024, "Gated Delta Networks: Improving Mamba2 with Delta Rule";
+`Qwen3NextGatedDeltaNet` in the `transformers` library.
 """
 
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ L2_EPS = 1e-6
 
 @dataclass(frozen=True)
 class GatedDeltaSpec:
-    """What stays the same from step to step.
+    """The constants of one layer's gated delta net.
 
     Attributes:
-        conv: fp32 [taps, channels], the oldest position's first.
+        conv: fp32 [taps, channels], the oldest position's weights first.
         decay: fp32 [value_heads], negative: -exp(A_log).
         bias: fp32 [value_heads], added to a.
         norm: fp32 [head_dim].
@@ -43,7 +43,7 @@ class GatedDeltaSpec:
         head_dim: of queries, keys and values alike.
         tiled: value head j reads key head `j % key_heads`, as in GGUF files; else `j // (value_heads // key_heads)`.
         eps: of the gated norm.
-        cache_group: of the layer, whose block tables name the sequences' slots (ForwardBatch.slots_of).
+        cache_group: the layer's cache group, whose block tables name the sequences' slots (ForwardBatch.slots_of).
     """
 
     conv: Tensor
@@ -88,8 +88,8 @@ def gated_delta(
     """y [T, value_heads * head_dim] of x [T, sum of spec.widths].
 
     history fp32 [slots, taps - 1 or more, channels] and memory fp32 [slots, value_heads, head_dim, head_dim] are
-    written in place; what a slot holds is not read by a sequence's first position. Rows of one sequence are in the
-    order of their positions. In x's dtype; the state is read and written in its own. Checkpoints of the batch
+    written in place. A sequence's first position ignores what its slot holds. Rows of one sequence are in the order of
+    their positions. The computation is in x's dtype; states are stored in their own. Checkpoints of the batch
     (`state_table`) are written too. With `batch.pending` the states stay as they are until they are advanced.
     """
     if batch.pending is not None:
@@ -103,7 +103,7 @@ def gated_delta(
 
 @dataclass(frozen=True)
 class PendingMemory:
-    """The states of a step that verifies drafts, x [T, ...]: those after accepted rows are of these rows alone."""
+    """The states of a step that verifies drafts; `advance` makes them of the step's rows x [T, sum of spec.widths]."""
 
     batch: ForwardBatch
     x: Tensor
@@ -120,7 +120,7 @@ class PendingMemory:
 
 
 def _of_sequence(x: Tensor, start: int, spec: GatedDeltaSpec, history: Tensor, memory: Tensor) -> Tensor:
-    """`gated_delta` of one sequence's rows, from position `start` on. history and memory: its slot's."""
+    """`gated_delta` of one sequence's rows, from position `start` on. history, memory: those of its slot."""
     qkv, z, b, a = torch.split(x, list(spec.widths), dim=1)
     convolved = causal_conv(qkv, start, spec.conv, history)
     heads = convolved.view(len(x), -1, spec.head_dim)

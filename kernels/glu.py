@@ -16,7 +16,7 @@ Activation: TypeAlias = Gating | Pointwise
 """The activation of experts, with a gate or without."""
 
 GATELESS: frozenset[str] = frozenset(get_args(Pointwise))
-"""Activations of the up value alone: the first matrix has its rows, and no gate's."""
+"""Activations of the up value alone: the first matrix has up rows, and no gate rows."""
 
 _APPROXIMATIONS = {"gelu_tanh": "tanh", "gelu_erf": "none"}
 
@@ -25,7 +25,7 @@ SWISH_SLOPE, CLAMP = 1.702, 7.0
 
 
 def glu_width(columns: int, activation: Activation) -> int:
-    """Columns of the result of a projection to `columns` columns."""
+    """Columns of the activation's result, from a projection to `columns` columns."""
     return columns if activation in GATELESS else columns // 2
 
 

@@ -1,10 +1,9 @@
 """Hidden rows kept for each position of a sequence: the torch definition.
 
-A layer that drafts tokens reads, beside a token, what the model made of the position before it: the row after the final
-norm (multi-token prediction, models/draft_layer.py), fp16, or rows of several layers joined (EAGLE-3,
-models/eagle_decoder.py), fp32 as no norm limits them. These rows [rows, width] lie in blocks as keys and values do, in
-the order of the first cache group: a sequence's block table of that group says where each position's row is. The
-backends do the same.
+A layer that drafts tokens reads, beside a token, a hidden row of the position before it. For multi-token prediction
+(models/draft_layer.py) that is the row after the final norm, fp16. For EAGLE-3 (models/eagle_decoder.py) it is rows of
+several layers joined, fp32, as no norm limits them. These rows [rows, width] lie in blocks, as keys and values do: a
+sequence's block table of the first cache group says where each position's row is. The backends do the same.
 """
 
 import torch
@@ -23,7 +22,7 @@ def places(batch: ForwardBatch, positions: Tensor) -> Tensor:
 def keep_rows(batch: ForwardBatch, rows: Tensor, kept: Tensor, newest: bool = False) -> None:
     """Writes rows [T, width] of any float type to the rows of `kept` for the step's positions.
 
-    newest: in decode, of a sequence's rows, which are at consecutive positions, only the last.
+    newest: in decode, write only the last of each sequence's rows, which are at consecutive positions.
     """
     positions = batch.positions.long()
     where, rows = places(batch, positions), rows.to(kept.dtype)
@@ -53,7 +52,7 @@ def spread_logits(logits: Tensor, tokens: Tensor, vocab: int) -> Tensor:
 
 
 def _sequences(batch: ForwardBatch) -> Tensor:
-    """Which block table each row has: int64 [T]."""
+    """The index of each row's block table: int64 [T]."""
     if batch.phase == "decode":
         return torch.arange(len(batch), device=batch.device)
     if batch.tiles is not None:

@@ -25,8 +25,8 @@ def attend_within_images(
 ) -> Tensor:
     """`out` [T, heads * head_dim] with the rows of `batch.embeds.spans` written over it.
 
-    q: of `rope_store`, [T, heads, head_dim], of a prefill step, whose keys and values are in the cache. A row sees
-    what causal attention sees, within the layer's window, and all rows of its run.
+    q: [T, heads, head_dim], what `rope_store` returns in a prefill step, whose keys and values are in the cache. A row
+    sees what causal attention sees, within the layer's window, and all rows of its run.
     """
     spans = spans_of(batch, spec)
     for first, end, before in spans:

@@ -1,10 +1,10 @@
-"""Latent attention: keys and values of all heads are made of one latent vector a position. The torch definition.
+"""Latent attention: keys and values of all heads are made of one latent vector per position. The torch definition.
 
-A position is cached as one row: the latent c, normalized, then its rotated key elements, which all heads share. A key
-of head h is [W_h c | rotated] and a value V_h c, so that scores and sums can be taken over the rows themselves: a query
-[q | r] becomes [W_h^T q | r], whose product with a row is the score, and V_h is applied to the weighted sum of latents.
-That is attention with one key head, whose values are the first elements of its keys. Sources: DeepSeek-AI 2024,
-"DeepSeek-V2", section 2.1; `DeepseekV2Attention` in the `transformers` library.
+A position is cached as one row: the latent c, normalized, then its rotated key elements, which all heads share. The
+key of head h is [W_h c | rotated], its value V_h c. Scores and sums can therefore be taken over the rows themselves: a
+query [q | r] becomes [W_h^T q | r], whose product with a row is the score, and V_h is applied to the weighted sum of
+latents. This is attention with one key head, whose values are the first elements of its keys. Sources: DeepSeek-AI
+2024, "DeepSeek-V2", section 2.1; `DeepseekV2Attention` in the `transformers` library.
 """
 
 import torch

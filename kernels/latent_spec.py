@@ -12,8 +12,8 @@ from quengine.kernels.rope import RopeLayout
 class LatentSpec:
     """The constants of one layer's latent attention.
 
-    heads: of queries. rank: elements of the latent. plain, rotated: elements of a query that are not and that are
-    rotated, in this order. values: elements of a head's value. `cos`, `sin`, `rope_layout`, `mask_band`,
+    heads: query heads. rank: elements of the latent. plain, rotated: a query has `plain` elements that are not rotated,
+    then `rotated` elements that are. values: elements of a head's value. `cos`, `sin`, `rope_layout`, `mask_band`,
     `query_scale`, `cache_group`: as in AttentionSpec. norm [rank], eps: of the latent. absorb, expand: the matrices
     [rank, plain] and [values, rank] of the heads, in the backend's form (`Backend.down_experts`).
     """

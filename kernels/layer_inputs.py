@@ -1,4 +1,4 @@
-"""What layers get of a token beside the residual stream (per-layer embeddings): the torch definition.
+"""Per-layer embeddings, which layers read of a token beside the residual stream: the torch definition.
 
 It defines kernels/cuda/layer_inputs.py. Source: `project_per_layer_inputs` of `Gemma4TextModel`, and
 `Gemma4TextDecoderLayer`, in the `transformers` library, whose factors are in the norm and in the table's rows here.

@@ -10,9 +10,9 @@ from quengine.kernels.rms_norm import RMSNorm, rms_norm
 
 @dataclass(frozen=True, eq=False)
 class LayerNorm:
-    """The weights of a LayerNorm and its bias, [D] each on the device, and its epsilon, which is added to the variance.
+    """The weights and bias of a LayerNorm, [D] each on the device, and its epsilon, which is added to the variance.
 
-    bias: None: there is none.
+    bias: None if there is none.
     """
 
     weight: torch.Tensor

@@ -1,7 +1,7 @@
 """Mamba2's state space layer: the torch definition.
 
 A position has a row [z | xBC | dt]: a gate z [heads * d], the channels x [heads * d], B and C [groups * n each], and
-for each head a number dt. xBC goes through a causal convolution of each channel by itself (kernels/causal_conv.py).
+for each head a number dt. xBC goes through a depthwise causal convolution (kernels/causal_conv.py).
 Each head keeps a matrix S [d, n], which is 0 before the first position; head h reads B and C of group h // (heads /
 groups):
 
@@ -9,10 +9,10 @@ groups):
     S = exp(decay * t) * S + t x B^T
     y = S C + skip * x,  out = rms_norm(y * silu(z)) * norm
 
-The norm is of the columns of each group's heads by themselves. The state of a sequence has two parts: `history`,
-the rows of xBC of its last positions, position p in row p mod its rows, and `memory`, S of each head. Sources: Dao and
-Gu 2024, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space Duality";
-`NemotronHMamba2Mixer` in the `transformers` library.
+The norm is taken over the columns of each group's heads separately. The state of a sequence has two parts. `history`
+has the rows of xBC of its last positions, position p in row p mod the number of rows. `memory` has S of each head.
+Sources: Dao and Gu 2024, "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State
+Space Duality"; `NemotronHMamba2Mixer` in the `transformers` library.
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ from quengine.kernels.forward_batch import ForwardBatch
 
 @dataclass(frozen=True)
 class Mamba2Spec:
-    """What stays the same from step to step.
+    """The constants of one Mamba2 layer.
 
     Attributes:
-        conv: fp32 [taps, channels], the oldest position's first.
+        conv: fp32 [taps, channels], the oldest position's weights first.
         conv_bias: fp32 [channels]; zeros where a model has none.
         decay: fp32 [heads], negative: -exp(A_log).
         bias: fp32 [heads], added to dt.
@@ -41,7 +41,7 @@ class Mamba2Spec:
         state_dim: n, elements of B and of C in a group.
         step_limits: the least and the largest t.
         eps: of the norm.
-        cache_group: of the layer, whose block tables name the sequences' slots (ForwardBatch.slots_of).
+        cache_group: the layer's cache group, whose block tables name the sequences' slots (ForwardBatch.slots_of).
     """
 
     conv: Tensor
@@ -87,9 +87,9 @@ def mamba2(batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, history: Tensor, me
     """The result [T, heads * head_dim] of x [T, sum of spec.widths].
 
     history fp32 [slots, taps - 1 or more, channels] and memory fp32 [slots, heads, head_dim, state_dim] are written in
-    place; what a slot holds is not read by a sequence's first position. Rows of one sequence are in the order of their
-    positions. In x's dtype; the state is read and written in its own. Checkpoints of the batch (`state_table`) are
-    written too.
+    place. A sequence's first position ignores what its slot holds. Rows of one sequence are in the order of their
+    positions. The computation is in x's dtype; states are stored in their own. Checkpoints of the batch (`state_table`)
+    are written too.
     """
     sequences = batch.sequences(spec.cache_group, history, memory)
     return torch.cat(
@@ -98,7 +98,7 @@ def mamba2(batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, history: Tensor, me
 
 
 def _of_sequence(x: Tensor, start: int, spec: Mamba2Spec, history: Tensor, memory: Tensor) -> Tensor:
-    """`mamba2` of one sequence's rows, from position `start` on. history and memory: its slot's."""
+    """`mamba2` of one sequence's rows, from position `start` on. history, memory: those of its slot."""
     z, inputs, dt = torch.split(x, list(spec.widths), dim=1)
     convolved = causal_conv(inputs, start, spec.conv, history, spec.conv_bias)
     of_b = spec.groups * spec.state_dim

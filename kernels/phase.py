@@ -3,4 +3,4 @@
 from typing import Literal
 
 Phase = Literal["prefill", "decode"]
-"""The chunks of prompts, or a row of each sequence."""
+"""Either "prefill", chunks of prompts, or "decode", a row of each sequence (several to verify a draft)."""

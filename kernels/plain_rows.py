@@ -1,4 +1,4 @@
-"""The operations of a backend whose hidden rows are one tensor [T, K], and which computes states of every size."""
+"""Operations of backends whose hidden rows are one tensor [T, K] and which support states of every size."""
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ class PlainRows:
         return flat.view(rows, -1)
 
     def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
-        """Heads of every size are computed."""
+        """Heads of every size are supported."""
 
     def check_mamba2(self, spec: Mamba2Spec) -> None:
-        """Heads of every size are computed."""
+        """Heads of every size are supported."""

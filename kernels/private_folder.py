@@ -15,7 +15,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class ForeignFolderError(OSError):
-    """Another user owns the folder, or could replace it; `strerror` gives the reason."""
+    """Another user owns, may replace or may write to the folder, or it is no folder; `strerror` gives the reason."""
 
     def __init__(self, folder: Path, problem: str) -> None:
         super().__init__(None, problem, str(folder))
@@ -31,8 +31,8 @@ def user_cache() -> Path | None:
 
 
 def cache_of_file(folder: str, file: Path, *facts: object) -> Path | None:
-    """A path in a folder of the engine's caches for a file and `facts`: another one once the file has changed. None
-    without a home folder. Raises OSError where there is no such file."""
+    """The path of a cache entry for `file` and `facts`, in a folder of the engine's cache; it differs once the file has
+    changed. None without a home folder. Raises OSError where there is no such file."""
     cache, path = user_cache(), file.resolve()
     status = path.stat()
     digest = sha256(repr((str(path), status.st_size, status.st_mtime_ns, *facts)).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""The end of a process that takes nothing apart.
+"""The end of a process without any clean-up.
 
-An ordinary one destroys what modules and C libraries hold: 0.1 s with torch, and after a device has failed freeing what
-it holds may hang.
+An ordinary end destroys what modules and C libraries hold. With torch that takes 0.1 s, and it may hang after a device
+has failed.
 """
 
 import os
@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 BEFORE_END: set[Callable[[], object]] = set()
-"""What is done before it all the same, in any thread. The functions of `atexit` are not called."""
+"""Functions that `end_at_once` calls first, in any thread. Those of `atexit` are not called."""
 
 
 def end_at_once(code: int) -> NoReturn:
@@ -25,8 +25,8 @@ def end_at_once(code: int) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, with what it has printed: by C libraries too, whose streams into files and
-    pipes would be lost."""
+    """End this process at once, but flush its output first. That of C libraries, too, would be lost in files and
+    pipes."""
     try:
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):  # nothing reads it, or it is closed

@@ -74,7 +74,7 @@ class ReferenceExperts:
 
     @property
     def numbers(self) -> range:
-        """The numbers that a routing names these experts by."""
+        """The numbers of these experts in a routing."""
         return range(len(self.experts)) if self.share is None else self.share.numbers(len(self.experts))
 
     @property
@@ -104,7 +104,7 @@ class ReferenceBackend(PlainRows):
         return self._loaded(parts)
 
     def _loaded(self, parts: Sequence[QuantTensor]) -> ReferenceWeight:
-        """`weight` that no subclass replaces."""
+        """What `weight` does; no subclass overrides this method."""
         dense = torch.cat([self._dense(part) for part in parts]) if self.keep else None
         return ReferenceWeight(tuple(parts), dense)
 
@@ -316,7 +316,7 @@ class ReferenceBackend(PlainRows):
         return latent_attention(batch, q, latent, spec, layer, absorb, expand)
 
     def check_latent(self, spec: LatentSpec) -> None:
-        """All sizes are computed."""
+        """Every size is supported."""
 
     def encoder_attention(self, batch: ForwardBatch, qkv: Tensor, spec: EncoderAttentionSpec) -> Tensor:
         return encoder_attention(batch, qkv, spec)

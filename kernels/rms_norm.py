@@ -10,7 +10,7 @@ class RMSNorm:
     """The weights of a norm, [D] on the device, and its epsilon, which is added to the mean square.
 
     experts: the number of experts per row that read the result, if only they and their router do; 0: others read it
-    too. residual_scale: of a norm of what is added to a residual, multiplies that residual.
+    too. residual_scale: multiplies the residual that the norm's result is added to.
     """
 
     weight: torch.Tensor

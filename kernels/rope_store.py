@@ -17,8 +17,9 @@ from quengine.kernels.rope import apply_rope
 def rope_store(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, batch: ForwardBatch) -> Tensor:
     """Rotates queries and keys of the T tokens of a step, and writes keys and values to `layer`.
 
-    qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp64, computed in that type, of a gated attention without its
-    gates (`split_gates` of kernels/attention.py), of a `shared` one heads * head_dim columns, and nothing is written.
+    qkv: [T, (heads + 2 * kv_heads) * head_dim], fp32 or fp64; the computation is in that type. A gated attention's qkv
+    comes without its gates (`split_gates` of kernels/attention.py). A `shared` attention's qkv has heads * head_dim
+    columns, and nothing is written.
     Returns the rotated queries [T, heads, head_dim], transformed where the stored keys are (CacheFormat.hadamard).
     """
     tokens = qkv.shape[0]

@@ -32,7 +32,7 @@ MASS_BITS = 44
 """The largest logit's mass is 2^44: 2^18 tokens of it sum to 2^62, within int64."""
 
 HALVINGS = 64.0
-"""From here on a mass is 0, as it is above MASS_BITS + 1; exponents are clamped to it."""
+"""The most halvings of a mass; more are clamped to it. Above MASS_BITS + 1 halvings a mass is 0 anyway."""
 
 _LOG2_E, _LN_2 = 1.4426950408889634, 0.6931471805599453
 
@@ -165,7 +165,7 @@ def keep_typical_p(candidates: Candidates, p: float) -> Candidates:
 def keep_top_p(candidates: Candidates, p: float) -> Candidates:
     """Nucleus sampling (Holtzman et al., 2020): the fewest most likely tokens whose probability reaches `p`.
 
-    Probabilities are those among the candidates. At least one is kept; p >= 1 keeps all.
+    Probabilities are relative to the candidates. At least one is kept; p >= 1 keeps all.
     """
     if p >= 1:
         return candidates
@@ -240,7 +240,7 @@ def sharpness(temperature: float) -> float:
 
 
 def masses(gaps: Floats, sharpness: float) -> Ids:
-    """2^(44 - gaps * sharpness) to the nearest integer, int64 [C], for `gaps` >= 0 [C]: the largest logit minus each.
+    """2^(44 - gaps * sharpness) to the nearest integer: int64 [C]. gaps: [C], the largest logit minus each, >= 0.
 
     Every product and sum is rounded to fp64 separately, in this order; a kernel that fuses them differs.
     """

@@ -1,6 +1,6 @@
-"""What stands between the matrices of a vision encoder's layer: the torch definitions.
+"""The operations between the matmuls of a vision encoder's layer: the torch definitions.
 
-Rows between the parts are fp32 (fp64 in tests); with fp16 matrices the inputs and products of these are fp16.
+Rows between them are fp32 (fp64 in tests). With fp16 matrices, the inputs and results of the matmuls are fp16.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def scaled_below_one(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def expanded_blocks(codes: Tensor, scales: Tensor, kind: torch.dtype) -> Tensor:
-    """A matrix of Q8_0 as floats of this type, each rounded once: [N, K].
+    """A matrix of Q8_0 as floats of type `kind`, each rounded once: [N, K].
 
     codes: int8 [N, K / 32, 32]; scales: fp16 [N, K / 32, 1].
     """

@@ -1,2 +1,4 @@
-"""What a command of the tools, and a process that decodes hostile files, run under. It imports the standard library
-alone: `keeper` is a process of its own."""
+"""The confinement of tool commands and of processes that decode hostile files.
+
+It imports only the standard library, as `keeper` is a process of its own.
+"""

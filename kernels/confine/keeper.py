@@ -1,8 +1,9 @@
-"""Runs a program and ends with it all that it has started, what left its session or its parent too.
+"""Runs a program and, when it ends, kills all that it has started, even what has left its session or its parent.
 
 Arguments: "confined" or "free", the folder that the program may write in, one more for temporary files, and the program
-with its own arguments. A confined one has a PID namespace, which ends as a whole. Where there can be none, and for a
-free one, this process adopts what loses its parent and kills it. SIGTERM ends it all; the exit status is the program's.
+with its own arguments. A confined program has a PID namespace, which ends as a whole. Where there can be none, and for
+a free program, this process adopts and kills what loses its parent. SIGTERM ends all of it. The exit status is the
+program's.
 """
 
 import os
@@ -18,7 +19,7 @@ from . import landlock, namespaces, privileges
 from .libc import CHILD_SUBREAPER, DEATH_SIGNAL, prctl
 
 _END_SECONDS = 5.0
-"""How long children are killed over and over: some may start new ones as fast."""
+"""How long children are killed over and over, as some may start new ones just as fast."""
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
     confined = how == "confined"
     isolated = confined and namespaces.enter([folder, temporary])
     prctl(CHILD_SUBREAPER, 1)
-    prctl(DEATH_SIGNAL, signal.SIGTERM)  # of the server
+    prctl(DEATH_SIGNAL, signal.SIGTERM)  # when the server ends
     keeper, status = os.getpid(), 0
     try:
         if isolated:
@@ -50,10 +51,10 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _start_init() -> None:
-    """The first process of the PID namespace: it takes in orphans, and its end is that of all."""
+    """Starts the first process of the PID namespace: it adopts orphans, and all others end with it."""
     if os.fork() == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are gone when they end
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of orphans stay
         prctl(DEATH_SIGNAL, signal.SIGKILL)
         os.closerange(0, 3)
         while True:
@@ -61,7 +62,7 @@ def _start_init() -> None:
 
 
 def _become(program: list[str], folders: list[str] | None, keeper: int | None) -> None:
-    """Become the program, confined to `folders`; `keeper`: where this process has no PID namespace."""
+    """Become the program, confined to `folders` if given. keeper: the keeper's process id, without a PID namespace."""
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
@@ -101,7 +102,7 @@ def _end_all() -> None:
 
 
 def _children() -> list[int]:
-    """By /proc, which the PID namespace of the children has no part in."""
+    """The ids of this process's children, from /proc, which does not belong to their PID namespace."""
     me, found = os.getpid(), []
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
@@ -113,7 +114,7 @@ def _children() -> list[int]:
 
 
 def _end_as(status: int) -> None:
-    """End as the program did."""
+    """End with the program's exit code, or by the signal that ended it."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         sys.exit(code)

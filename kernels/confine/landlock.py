@@ -1,4 +1,4 @@
-"""Landlock: which files a process and all that it starts may read and write, for good.
+"""Landlock: limits for good which files a process and all that it starts may read and write.
 
 Layouts: linux/landlock.h (https://docs.kernel.org/userspace-api/landlock.html).
 """
@@ -15,8 +15,7 @@ SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix", "/sys"),
     *("/proc/self", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/filesystems", "/proc/version"),
 )
-"""What programs read, beside /etc. Other processes' folders in /proc are not among it: they tell the variables of
-each."""
+"""What programs read, beside /etc. It leaves out other processes' folders in /proc, which show their environment."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # on every architecture
 _PATH_BENEATH = 1
@@ -24,11 +23,11 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REFER, _TRUNCATE = (1 << bit for 
 _REMOVE_AND_MAKE = 0x1FF0
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _SCOPED = 3
-"""No signals to processes that are not confined, and none of their abstract sockets."""
+"""Refuses signals to processes that are not confined, and connections to their abstract sockets."""
 
 
 def version() -> int:
-    """The version of Landlock's interface; 0 where the kernel has none, or none that is on."""
+    """The version of Landlock's interface; 0 where the kernel lacks Landlock or has it switched off."""
     try:
         return system_call(_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     except OSError:
@@ -36,13 +35,13 @@ def version() -> int:
 
 
 def confine(folders: Sequence[str], others: Sequence[str]) -> None:
-    """Confine this process: `folders` are read and written, `others` are read. Raises OSError."""
+    """Confine this process: it may read and write `folders`, and read `others`. Raises OSError."""
     has = version()
     write = _WRITE_FILE | _REMOVE_AND_MAKE | (_REFER if has >= 2 else 0) | (_TRUNCATE if has >= 3 else 0)
     attributes = struct.pack("=QQQ", _READ | write, 0, _SCOPED)[: 24 if has >= 6 else 16 if has >= 4 else 8]
     ruleset = system_call(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
     device = (_READ_FILE | _WRITE_FILE | _TRUNCATE) & (_READ | write)
-    files = _EXECUTE | _READ_FILE | device  # a rule of a file has no other rights
+    files = _EXECUTE | _READ_FILE | device  # the rights that a rule for a file may have
     for paths, access in ((folders, _READ | write), (others, _READ), (_DEVICES, device)):
         for path in paths:
             _allow(ruleset, path, access, access & files)
@@ -52,9 +51,9 @@ def confine(folders: Sequence[str], others: Sequence[str]) -> None:
 
 
 def open_parts(folder: str) -> list[str]:
-    """The folder where anybody may read all of it, else its largest parts that anybody may read.
+    """The folder if anybody may read all of it, else its largest parts that anybody may read.
 
-    Root reads its own files whatever their mode is: /etc/shadow is among them.
+    For root, which may read its own files whatever their mode is, such as /etc/shadow.
     """
     parts, whole = list[str](), True
     with os.scandir(folder) as entries:

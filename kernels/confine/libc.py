@@ -14,20 +14,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def system_call(number: int, *arguments: object) -> int:
-    """Raises OSError."""
+    """The result of a system call. Raises OSError where it fails."""
     result: int = _libc.syscall(ctypes.c_long(number), *arguments)
     return _checked(result)
 
 
 def prctl(option: int, first: int = 0, second: object = 0) -> int:
-    """Raises OSError."""
+    """The result of prctl. Raises OSError where it fails."""
     given = ctypes.c_ulong(second) if isinstance(second, int) else second
     result: int = _libc.prctl(option, ctypes.c_ulong(first), given, ctypes.c_ulong(0), ctypes.c_ulong(0))
     return _checked(result)
 
 
 def unshare(flags: int) -> None:
-    """Raises OSError."""
+    """Leaves the namespaces that `flags` names for new ones. Raises OSError where it fails."""
     _checked(_libc.unshare(flags))
 
 

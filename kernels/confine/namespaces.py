@@ -1,8 +1,8 @@
-"""Namespaces of a command: of processes, so that all of it ends at once, and of mounts, in which all is read-only but
-its folders.
+"""The namespaces of a command: a PID namespace, which ends as a whole, and mounts, read-only except for its folders.
 
 Landlock does not cover a file's mode, owner, times and attributes; a read-only mount does. Root makes the namespaces
-itself, others within a user namespace; where the system allows neither, as most containers do not, there are none.
+itself, other users make them within a user namespace. Where the system allows neither, as in most containers, there
+are none.
 """
 
 import ctypes
@@ -23,8 +23,10 @@ _PRIVATE = 1 << 18
 
 
 def enter(writable: Sequence[str]) -> bool:
-    """Give the processes that this one starts a PID namespace, and this one mounts that are written in `writable`
-    alone; whether the system allows that. Where it does not, nothing has changed."""
+    """Give this process mounts that are writable in `writable` alone, and the processes that it starts a PID namespace.
+
+    Returns whether the system allows that. Where it does not, nothing has changed.
+    """
     probe = os.fork()  # it might fail half way
     if probe == 0:
         try:

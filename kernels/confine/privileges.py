@@ -1,5 +1,6 @@
-"""Takes from a process what its user may do beside files: capabilities, and system calls that Landlock does not judge;
-or, from one that only computes, all system calls but those that this takes.
+"""Takes from a process rights other than those to files: capabilities, and system calls that Landlock does not judge.
+
+A process that only computes loses all system calls except the few that computing takes.
 
 The filter is a program of classic BPF over struct seccomp_data (https://docs.kernel.org/userspace-api/seccomp_filter.html).
 Numbers of system calls: linux/unistd.h of each architecture.
@@ -21,7 +22,7 @@ _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _X32 = 0x40000000
-"""Calls of x86's third interface begin here; on other architectures there are none."""
+"""The calls of x86's third interface, x32, begin here; on other architectures there are none."""
 _EPERM, _EAFNOSUPPORT, _ENOSYS = 1, 97, 38
 _AF_UNIX, _AF_VSOCK = 1, 40
 _SET_FLAGS, _SET_ATTRIBUTES = 0x40086602, 0x401C5820
@@ -30,8 +31,8 @@ _SET_FLAGS, _SET_ATTRIBUTES = 0x40086602, 0x401C5820
 
 @dataclass(frozen=True)
 class _Machine:
-    """`numbers` of the calls below; a name that an architecture lacks is not among them. `computing`: numbers of what
-    a process calls that computes with the memory and the descriptors that it has."""
+    """Numbers of system calls on an architecture. `numbers`: the calls below, without those that it lacks. `computing`:
+    the calls of a process that computes with the memory and the descriptors that it has."""
 
     architecture: int
     capset: int
@@ -118,13 +119,13 @@ _ARM_COMPUTING = (
     *(172, 178, 98, 128, 73, 278),
     *(93, 94),
 )
-"""The same; poll is ppoll."""
+"""The same calls; poll is ppoll."""
 _MACHINES = {
     "x86_64": _Machine(0xC000003E, 126, _X86_NUMBERS | _EVERYWHERE, _X86_COMPUTING),
     "aarch64": _Machine(0xC00000B7, 91, _ARM_NUMBERS | _EVERYWHERE, _ARM_COMPUTING),
 }
 _SHUT = ("add_key", "request_key", "keyctl", "io_uring_setup")
-"""The user's keys; and a way to make other calls that no filter sees."""
+"""Calls for the user's keys, and io_uring, which makes other calls that no filter sees."""
 _BY_PATH = (
     *("chmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchownat", "utime", "utimes", "futimesat"),
     *("setxattr", "lsetxattr", "removexattr", "lremovexattr", "setxattrat", "removexattrat", "file_setattr"),
@@ -139,7 +140,7 @@ def supported() -> bool:
 
 
 def drop_capabilities() -> None:
-    """Have none, nor get any by starting a program, as root either. Raises OSError."""
+    """Drop all capabilities. No program that is started gives any back, not even to root. Raises OSError."""
     for capability in range(64):
         with suppress(OSError):  # who may not lower the bound has none to lose
             prctl(CAPBSET_DROP, capability)
@@ -150,22 +151,23 @@ def drop_capabilities() -> None:
 
 
 def filter_calls(keep_metadata: bool, keeper: int | None) -> None:
-    """Refuse system calls to this process and all that it starts. Raises OSError.
+    """Refuse some system calls to this process and all that it starts. Raises OSError.
 
-    Sockets of files (AF_UNIX) are among them: the user's session bus or a container daemon runs any command for who
-    connects.
+    AF_UNIX sockets are among them: the user's session bus or a container daemon runs any command for whoever connects.
 
     Args:
-        keep_metadata: whether mode, owner, times and attributes of files are kept as well. They change through an open
-            file, which Landlock has judged, and for root not at all, since /etc is among what it opens.
-        keeper: a process that gets no signals and no limits.
+        keep_metadata: refuse changes of files' mode, owner, times and attributes by path as well, and chattr's in any
+            way. On an open file, which Landlock has judged, all others stay allowed, but not to root: it opens /etc.
+        keeper: the id of a process that may be sent no signals and set no limits.
     """
     _install(program(_MACHINES[platform.machine()], keep_metadata, os.geteuid() == 0, keeper))
 
 
 def allow_computing_alone() -> None:
-    """Refuse every system call but those of a process that computes with the memory and the descriptors that it has: it
-    opens no file and no socket, and starts no process and no thread. Raises OSError."""
+    """Refuse every system call but those for computing with the memory and the descriptors that the process has.
+
+    It can then open no file and no socket, and start no process and no thread. Raises OSError.
+    """
     _install(computing_program(_MACHINES[platform.machine()]))
 
 
@@ -177,7 +179,7 @@ def _install(made: bytes) -> None:
 
 
 def program(machine: _Machine, keep_metadata: bool, root: bool, keeper: int | None) -> bytes:
-    """The filter."""
+    """The filter of `filter_calls`."""
     numbers, code = machine.numbers, _of_architecture(machine)
     refused = [
         *_SHUT,
@@ -208,7 +210,7 @@ def computing_program(machine: _Machine) -> bytes:
 
 
 def _of_architecture(machine: _Machine) -> list[bytes]:
-    """The beginning of a filter: the number of a call of this architecture is loaded."""
+    """The beginning of a filter: loads the number of a call. A call of another architecture kills the process."""
     return [
         _step(_LOAD, _ARCHITECTURE_AT),
         _step(_EQUAL, machine.architecture, 1, 0),
@@ -220,12 +222,12 @@ def _of_architecture(machine: _Machine) -> list[bytes]:
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """struct sock_filter."""
+    """An instruction of a filter: struct sock_filter."""
     return struct.pack("=HBBI", code, if_true, if_false, value & 0xFFFFFFFF)
 
 
 def _argument_is(number: int, at: int, values: Sequence[int], error: int) -> list[bytes]:
-    """Refuse a call whose argument has one of these values, in its lower half: these arguments are of 32 bits."""
+    """Refuses call `number` if argument `at` has one of these values in its lower half: the argument has 32 bits."""
     checks = [_step(_LOAD, _ARGUMENTS_AT + 8 * at)]
     for value in values:
         checks += [_step(_EQUAL, value, 0, 1), _step(_RETURN, _ERROR | error)]
@@ -234,7 +236,7 @@ def _argument_is(number: int, at: int, values: Sequence[int], error: int) -> lis
 
 
 def _times_by_path(number: int, root: bool) -> list[bytes]:
-    """Refuse utimensat with a path; without one it is of an open file, which root may not change either."""
+    """Refuses utimensat with a path. Without a path it changes an open file, which root may not do either."""
     refuse = _step(_RETURN, _ERROR | _EPERM)
     if root:
         return [_step(_EQUAL, number, 0, 1), refuse]

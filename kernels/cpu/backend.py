@@ -3,8 +3,8 @@ in two terms of each operand on AMX tiles.
 
 Implements kernels.backend.Backend with the kernels of kernels/cpu/. A row's result does not depend on its chunk in
 prefill, nor on the other rows in decode. An operation is recorded as kernels (step_recorder.py) and run at once; a
-decode step can be recorded whole and run as one list. What differs in a chunk of a prompt, matmuls and attention, has
-kernels of its own.
+decode step can be recorded whole and run as one list. For chunks of prompts, matmuls and attention have kernels of
+their own.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""The CPU backend with adapters: their matrices as plain floats, multiplied by the kernels of such weights.
+"""The CPU backend with adapters: their matrices are plain floats, multiplied by the kernels of such weights.
 
-A step reads the first matrices of the adapters that its rows have, and the second ones of all, whose sums are then the
-same whichever those are: a row has the bits that it has alone.
+A step reads the first matrices of only those adapters that its rows have, but the second matrices of all adapters. The
+sums are then the same whichever adapters the step has, so a row has the bits that it has alone.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ class AdaptedCpu(Adapted, CpuBackend):
         return CpuBackend.linear_add(self, batch, x, weight, changed, next_norm, None, bias)
 
     def _shrunk(self, batch: ForwardBatch, x: Tensor, changes: Changes, scales: Tensor) -> Tensor | None:
-        """The scaled products of A with x, [T, P * M * R], zeros for adapters that no row has; None: none has any."""
+        """The scaled products of A with x, [T, P * M * R], zeros for adapters that no row has; None if none has any."""
         if not (used := _used(batch, scales)):
             return None
         matrices = [[_matrix(of_part[number]) for number in used] for of_part in changes.a]

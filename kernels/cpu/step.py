@@ -18,7 +18,7 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE, PADDING_BLOCK
 
 class CompiledStep:
     """A decode step of `rows` tokens, of sequences with at most `blocks` blocks in each of `groups` cache groups.
-    adapters: the number of LoRA adapters; 0: rows have none. used: those that rows may have.
+    adapters: the number of LoRA adapters; 0: rows have none. used: the numbers of those that rows may have.
 
     forward(batch) calls the backend's operations, `logits` last, and returns its result; nothing is computed during
     the call. Steps that never run at once may share `buffers`.
@@ -76,8 +76,8 @@ class CompiledStep:
     ) -> Tensor:
         """Logits fp32 [rows, V] after each token; keys and values are written to the blocks of the tokens' tables.
 
-        They are valid until the next run. Each table must have at least the blocks up to its token's position, within
-        the cache. angle_rows: as of ForwardBatch, each no larger than its position. adapters: the scales of each
+        The logits are valid until the next run. Each table must have at least the blocks up to its token's position,
+        within the cache. angle_rows: as in ForwardBatch, each no larger than its position. adapters: the scales of each
         LoRA adapter for the first rows; the others have none. Raises ValueError for a token outside the embedding or a
         position outside the context.
         """
@@ -102,7 +102,7 @@ class CompiledStep:
             used = position // BLOCK_SIZE + 1
             self._tables[0, i, used : used + 1] = of_token[0][used : used + 1] or PADDING_BLOCK
             for group, table in enumerate(of_token):
-                filled = min(used, len(table))  # of a group with a state the first entry counts alone
+                filled = min(used, len(table))  # in a group with a state only the first entry counts
                 self._tables[group, i, :filled] = table[:filled]
                 self._slots[group, i] = table[filled - 1] * BLOCK_SIZE + position % BLOCK_SIZE
         lengths = [position + 1 for position in positions]
@@ -122,7 +122,7 @@ class CompiledStep:
         return self._logits
 
     def _set_splits(self, splits: int, attentions: list[tuple[RecordedAttention, int]]) -> None:
-        """The number of tasks of each kernel, for `splits` KV splits."""
+        """Sets the number of tasks of each attention kernel for `splits` KV splits."""
         for attention, number in attentions:
             tasks = attention.kv_heads * splits
             attention.stage.set_tasks(tasks)

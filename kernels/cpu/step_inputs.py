@@ -20,11 +20,11 @@ class StepInputs(Protocol):
     """The inputs of operations, at addresses that kernels read when they run; `group`: a cache group."""
 
     def tokens(self, vocabulary: int) -> Tensor:
-        """int64 [rows], below `vocabulary`."""
+        """The token ids: int64 [rows], below `vocabulary`."""
         ...
 
     def tokens_within(self, rows: int) -> Tensor:
-        """int64 [rows], with 0 for tokens from `rows` on."""
+        """The token ids: int64 [rows], with 0 in place of ids from `rows` on."""
         ...
 
     def cache_rows(self, group: int, context: int, layer: KVLayer) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,7 @@ class StepInputs(Protocol):
         ...
 
     def angle_rows(self, spec: AttentionSpec) -> Tensor | None:
-        """int64 [rows], rows of the rotary tables; None: the positions."""
+        """The rows of the rotary tables: int64 [rows]; None: the positions."""
         ...
 
     def visible(self, group: int, context: int, seen: Seen) -> Visible:

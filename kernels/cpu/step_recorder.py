@@ -3,8 +3,8 @@
 A decode step is compiled once and run for every token (step.py); elsewhere an operation is recorded and run at once
 (`recorded`). A layer of one row is five stages (runtime/stage.py), between which the threads synchronise: QKV |
 attention | output projection | gate and up | down; with experts, the router comes before the last two. Norms, rotation,
-quantization and residuals are parts of these stages; for several rows, those too large for one thread get stages of
-their own.
+quantization and residuals are parts of these stages; with several rows, work that is too large for one thread gets a
+stage of its own.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ from quengine.kernels.quant_tensor import QuantTensor
 from quengine.kernels.rms_norm import RMSNorm
 from quengine.kernels.short_conv import ShortConvSpec
 
-# Tasks per thread and stage, if a matrix has enough rows, so that threads finish close together: at least the first,
-# and up to the second where a task keeps these bytes of weights.
+# Tasks per thread and stage, so that threads finish close together: _SHARES if a matrix has enough rows, and up to
+# _MOST_SHARES as long as a task keeps _SHARE_BYTES bytes of weights.
 _SHARES, _MOST_SHARES, _SHARE_BYTES = 4, 16, 16 << 10
 
 
@@ -87,7 +87,7 @@ _StateSpec = TypeVar("_StateSpec", ShortConvSpec, GatedDeltaSpec, Mamba2Spec)
 
 @dataclass(frozen=True)
 class CpuWeight:
-    """Matrices on one input, each where it lies in the file."""
+    """Matrices that multiply the same input, each where it lies in the file."""
 
     parts: tuple[QuantTensor, ...]
 
@@ -116,11 +116,11 @@ class RecordedAttention:
 
 @dataclass
 class StepRecorder:
-    """Records operations on `rows` rows as stages of kernels, which nothing runs but `run` or a `CompiledStep`.
+    """Records operations on `rows` rows as stages of kernels, which only `run` or a `CompiledStep` runs.
 
-    Operations take and return buffers that the stages read and write. Those of one kind share a buffer: a hidden state
-    is valid until the second `linear_add` or `experts_add` after the one that made it, any other result until the next
-    operation of its kind. Steps with the same `buffers` share them too, so only one of these may run at a time.
+    Operations take and return buffers that the stages read and write. Operations of one kind share a buffer: a hidden
+    state is valid until the second `linear_add` or `experts_add` after the one that made it, any other result until the
+    next operation of its kind. Steps with the same `buffers` share them too, so only one such step may run at a time.
     """
 
     rows: int
@@ -128,18 +128,18 @@ class StepRecorder:
     buffers: Buffers = field(default_factory=dict)
     stages: list[KernelStage] = field(default_factory=list)
     attentions: list[RecordedAttention] = field(default_factory=list)
-    # Rows of a step, where they are kept, whether only a sequence's last one is.
+    # (rows of a step, where to keep them, whether to keep only each sequence's last row)
     kept: list[tuple[Tensor, Tensor, bool]] = field(default_factory=list)
     before: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # rows to be filled from kept ones
-    # The logits of some tokens, these, and where the logits of all go.
+    # (logits of some tokens, the ids of these tokens, where the logits of all tokens go)
     spread: tuple[Tensor, Tensor, Tensor] | None = None
-    one_earlier: bool = False  # attention's positions are those before the rows'
+    one_earlier: bool = False  # attention's positions are one before those of the rows
     _cleared: set[int] = field(default_factory=set)
     _row_stage: KernelStage | None = None  # the newest stage with one task per row
-    # The last normalised hidden state: input, norm, result. Router and experts read the same.
+    # The last normalised hidden state: input, norm, result. Router and experts read the same one.
     _latest: tuple[Tensor, Norm, Tensor] | None = None
-    # The rows that each buffer of quantized rows holds, by its address. Each result is a tensor object of its own, so
-    # an object stands for values, also where a buffer has been written again.
+    # By the address of each buffer of quantized rows: the rows that it holds, and the buffer. Each result is a new
+    # tensor object, so an object identifies values even after its memory has been overwritten.
     _quantized: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -370,7 +370,7 @@ class StepRecorder:
         sinks: Tensor | None = None,
         cap: float = 0.0,
     ) -> Launch:
-        """The stage of attention's KV splits; returns the kernel that combines them to `out` (attention_launches)."""
+        """Adds the stage of attention's KV splits; returns the kernel that combines them (`attention_launches`)."""
         size = part_bytes(visible, queries.shape[1], layer.value_dim)
         parts = self._buffer("parts", size // self.rows, torch.uint8)
         splits, combine = attention_launches(queries, layer, visible, scale, out, parts, sinks, cap)
@@ -379,7 +379,7 @@ class StepRecorder:
         return combine
 
     def _of_heads(self, role: str, x: Tensor, matrices: CpuExperts, out: Tensor) -> None:
-        """The stages of `head_launches`."""
+        """Adds the stages of `head_launches`."""
         heads, size = x.shape[1], record_bytes(matrices)
         records = self._buffer(f"{role} rounded", heads * size, torch.uint8) if size else None
         rounded = None if records is None else records.view(self.rows, heads, size)
@@ -449,10 +449,13 @@ class StepRecorder:
     def shrunk(
         self, x: Tensor, matrices: Sequence[Sequence[QuantTensor]], used: Sequence[int], scales: Tensor
     ) -> Tensor:
-        """Products of x with the first matrices [R, K] of the `used` ones of M adapters (kernels/lora/low_rank.py), for
-        each of P parts, times scales fp32 [M, T]: [T, P * M * R], zeros for the others."""
+        """Products of x with the first matrices of LoRA adapters (kernels/lora/low_rank.py), times scales fp32 [M, T]:
+        [T, P * M * R], zeros for adapters that are not in `used`.
+
+        matrices: for each of P parts, a matrix [R, K] of each adapter in `used`.
+        """
         rank = matrices[0][0].rows
-        role = f"shrunk {len(matrices)} {rank} {used}"  # of one place for each product: all else stays zero
+        role = f"shrunk {len(matrices)} {rank} {used}"  # a place for each product; all others stay zero
         y = self._fp32(role, len(matrices) * len(scales) * rank).zero_()
         step, stage = min(rank, _fair_rows(len(matrices) * len(used) * rank)), list[list[Launch]]()
         for part, of_part in enumerate(matrices):
@@ -466,8 +469,8 @@ class StepRecorder:
     def changed_rows(
         self, x: Tensor, rows: QuantTensor, back: QuantTensor, scales: Tensor, factor: float
     ) -> Tensor:
-        """x, rows that were read by token, plus the changes of these: rows [vocabulary, M * R] by token, scaled by
-        scales fp32 [M, T], times back [K, M * R]."""
+        """x, rows that were read by token, plus their LoRA changes: `factor` times the tokens' rows of `rows`
+        [vocabulary, M * R], scaled by scales fp32 [M, T], times back [K, M * R]."""
         width, each = rows.cols, rows.cols // len(scales)
         read = self._fp32("shrunk", width)
         self._stage([embed_launch(rows, self.inputs.tokens(rows.rows), read, factor)])
@@ -476,7 +479,7 @@ class StepRecorder:
         return self.add_changes(x, read, [back])
 
     def add_changes(self, y: Tensor, shrunk: Tensor, parts: Sequence[QuantTensor]) -> Tensor:
-        """y plus the products of `shrunk` with the second matrices, [rows, M * R] for each part of y's columns."""
+        """y plus the products of `shrunk` with the second matrices, one [N, M * R] for each part of y's columns."""
         added, column, width = self._fp32("changes", y.shape[1]), 0, shrunk.shape[1] // len(parts)
         stage = list[list[Launch]]()
         for number, b in enumerate(parts):
@@ -502,7 +505,7 @@ class StepRecorder:
         row_scale: Tensor | None,
         branch: Branch | None,
     ) -> Tensor:
-        """The result of `linear_add`, given its product with bias, which is overwritten."""
+        """The result of `linear_add` from its product, bias included, which is overwritten."""
         width = product.shape[1]
         if row_scale is not None:
             self._then(scale_launch(product, row_scale, 0, width, width))
@@ -554,7 +557,7 @@ class StepRecorder:
         return y
 
     def keep_hidden(self, x: Tensor, norm: Norm | None, kept: Tensor, newest: bool) -> None:
-        """The rows are copied to `kept` after the list of kernels (CompiledStep.run)."""
+        """Marks rows that are copied to `kept` after the list of kernels (CompiledStep.run)."""
         if norm is not None:
             out = self._fp32("kept", x.shape[1])
             self._then(norm_launch(x, norm, out))
@@ -593,7 +596,7 @@ class StepRecorder:
         return y
 
     def spread_logits(self, logits: Tensor, tokens: Tensor, vocab: int) -> Tensor:
-        """Spread after the list of kernels (CompiledStep.run)."""
+        """The logits of all `vocab` tokens, filled in after the list of kernels (CompiledStep.run)."""
         out = self._fp32("spread logits", vocab).fill_(NOT_DRAFTED)
         self.spread = logits, tokens, out
         return out
@@ -663,8 +666,8 @@ class StepRecorder:
     def _then(self, launch: Launch) -> None:
         """Adds a kernel that needs all results so far.
 
-        With one row, the thread that finishes the newest stage runs it. With several, it gets a stage of its own,
-        shared by consecutive kernels with one task per row.
+        With one row, the thread that finishes the newest stage runs it. With several rows, the kernel gets a stage of
+        its own, which it shares with consecutive kernels of one task per row.
         """
         if self.rows == 1 and self.stages:
             self.stages[-1].finals.append(launch)
@@ -717,7 +720,7 @@ class StepBatch(ForwardBatch):
         return self
 
     def one_earlier(self) -> StepBatch:
-        """As of any batch, for the attention of the whole step."""
+        """The batch itself. The attention of the whole step then has positions one earlier."""
         self.recorder.one_earlier = True
         return self
 

@@ -81,8 +81,8 @@ def _correct_kernel(
 
 
 def predict(x: Tensor, spec: AltUpSpec, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """A layer's results predicted from the rows before it, x fp32 [N, T, W]: predictions [N, T, W]; and the first one,
-    [T, W]."""
+    """Predicts a layer's results from the rows before it, x fp32 [N, T, W]. Returns the predictions [N, T, W], and the
+    first one, [T, W]."""
     x = x.contiguous()
     out, first = torch.empty_like(x), torch.empty_like(x[0])
     _predict_kernel[(x.shape[1],)](
@@ -100,7 +100,8 @@ def predict(x: Tensor, spec: AltUpSpec, pdl: bool = False) -> tuple[Tensor, Tens
 
 
 def correct(x: Tensor, y: Tensor, spec: AltUpSpec, pdl: bool = False) -> tuple[Tensor, Tensor]:
-    """Predictions x fp32 [N, T, W] corrected by the layer's result y [T, W]; and the first one scaled, [T, W]."""
+    """Corrects predictions x fp32 [N, T, W] by the layer's result y [T, W]. Returns the corrected rows [N, T, W], and
+    the first one scaled, [T, W]."""
     x, y = x.contiguous(), y.contiguous()
     out, scaled = torch.empty_like(x), torch.empty_like(y)
     _correct_kernel[(x.shape[1],)](

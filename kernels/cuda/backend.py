@@ -1,18 +1,17 @@
 """The CUDA backend: packed weights through Triton, int16 activations in decode, fp16 matrix units in prefill.
 
-A decode layer is five launches: QKV, attention (rotation, cache write, KV splits and their combination, quantization),
-output with the residual, gate and up with their activation and quantization, down with the residual. Output and down
-also begin the norm that reads their sum, and the matmul that reads it ends it; of products that have a norm of their
-own they compute both norms. Scales of a product's rows are one more launch. A mixture of experts takes three launches
-in place of the last two. A gated delta net has one launch in place of attention, in batches two. Where ranks share a
-model, the launches of output and down sum over them, too. The residual stream is fp32. Implements
-kernels.backend.Backend.
+A decode layer takes five launches: QKV; attention (rotation, cache write, KV splits and their combination,
+quantization); output with the residual; gate and up with their activation and quantization; down with the residual.
+The launches of output and down also begin the norm of their sum, and the matmul that reads the norm ends it. Where a
+product has a norm of its own, the two launches compute both norms. Row scales of a product take one more launch. A
+mixture of experts takes three launches in place of the last two. A gated delta net takes one launch in place of
+attention, or two in batches. Where ranks share a model, the launches of output and down also sum over the ranks. The
+residual stream is fp32. Implements kernels.backend.Backend.
 
-Kernels that few models have are imported where they are first used: reading the sources of all takes a fifth of a
-second.
+Kernels that few models need are imported on first use: reading the sources of all takes a fifth of a second.
 
-The kernels for a row, and so its last bits, depend on the number of rows, unless they are `batch_invariant`: then one
-family of kernels serves every number of rows, and a row's bits follow from its own sequence alone.
+The kernels that compute a row, and so its last bits, depend on the number of rows. With `batch_invariant`, one family
+of kernels serves every number of rows instead, and a row's bits follow from its own sequence alone.
 """
 
 from collections.abc import Sequence
@@ -93,11 +92,11 @@ if TYPE_CHECKING:
 HOPPER = (9, 0)
 
 Q_DOT_ROWS = 1
-"""Rows that q-dot kernels take: a kernel for more compiles for a minute, too long before a short prompt."""
+"""The most rows that q-dot kernels take: a kernel for more compiles for a minute, too long before a short prompt."""
 
 MAX_DEQUANTIZED = 80 << 20
-"""The most weights dequantized to fp16 at a time in prefill: 160 MiB. Larger matrices are dequantized in
-pieces, and so are gate and up, at no loss; where only pieces are needed, they have half as many weights.
+"""The most weights dequantized to fp16 at a time in prefill: 160 MiB. Larger matrices are dequantized in pieces, and
+so are gate and up, at no loss. If no matrix is dequantized whole, pieces have at most half as many weights.
 """
 
 Rows = Tensor | QuantizedActivations | Fp16Operand
@@ -433,8 +432,8 @@ class CudaBackend:
     def _state_step(
         self, batch: ForwardBatch, x: Tensor | ScaledProduct, cache_group: int
     ) -> tuple["StateRows", bool]:
-        """A step's rows for a layer with a state, and whether a sequence may have several rows or checkpoints, as any
-        prompt may, even of one row."""
+        """A step's rows for a layer with a state, and whether a sequence may have several rows or checkpoints: any
+        prompt may, even one of a single row."""
         from quengine.kernels.cuda.gated_delta.rows import StateRows
 
         prompt = batch.phase == "prefill"
@@ -448,8 +447,8 @@ class CudaBackend:
         return StateRows(x.values, x.row_scale, scale, batch.positions, tables, tiles), several
 
     def _reads_ahead(self, batch: ForwardBatch) -> bool:
-        """Whether positions and tables may be read before the launch in front has ended: not a chunk's positions, which
-        may have been written just before."""
+        """Whether positions and tables may be read before the previous launch has ended. In prefill they may not: a
+        chunk's positions may have been written just before."""
         return self.pdl and batch.phase != "prefill"
 
     def check_gated_delta(self, spec: GatedDeltaSpec) -> None:
@@ -465,7 +464,7 @@ class CudaBackend:
         return replace(x, values=x.values.clone(), row_scale=x.row_scale.clone())
 
     def gather_rows(self, x: Rows | Residual, rows: Tensor) -> Tensor:
-        """Selected rows, fp32. A single row then takes the decode kernels, unless they are batch-invariant."""
+        """Selected rows, fp32. A single row then takes the decode kernels, unless the backend is batch-invariant."""
         if isinstance(x, Fp16Operand):
             return x.gather(rows)
         assert not isinstance(x, QuantizedActivations), "nothing is gathered of a single token"
@@ -563,8 +562,8 @@ class CudaBackend:
         return self._add_sum(part, stream, peers, post_norm, next_norm, bias, row_scale, branch)
 
     def _peers(self, rows: int, width: int) -> PeerBuffers | None:
-        """What a launch needs to sum [rows, width] itself; None where a launch of its own does, as for any number of
-        rows where their bits may not depend on it."""
+        """The buffers with which a launch sums [rows, width] over the ranks itself. None where a separate launch sums
+        them, as it always does in batch-invariant mode."""
         return None if self.batch_invariant else self.communicator.peers(rows, width)
 
     def _matvec_norm(
@@ -599,8 +598,8 @@ class CudaBackend:
         branch: Branch | None,
         peers: PeerBuffers | None = None,
     ) -> Residual:
-        """Adds a product to the residual with what the matmul does not do (norm, bias, scales), and norms the
-        sum, in one launch.
+        """Adds a product to the residual, with the steps that the matmul leaves out (norm, bias, row scales), and norms
+        the sum: in one launch, unless `_add_pushed` does it.
         """
         plain = all(each is None for each in (post_norm, bias, row_scale, branch))
         if plain and peers is not None and isinstance(product, Tensor) and len(product) > 1:
@@ -618,8 +617,8 @@ class CudaBackend:
     def _add_pushed(
         self, product: Tensor, residual: Tensor, next_norm: RMSNorm | None, peers: PeerBuffers
     ) -> Residual:
-        """The residual plus the sum of several rows over the ranks, normed by a launch of its own: many programs
-        exchange a row's values, and one would norm them."""
+        """Adds the ranks' sum of several rows to the residual, and norms the result in a second launch: many programs
+        exchange a row's values, but one program norms a row."""
         push_all_reduce(product, peers, self.pdl, residual)
         if next_norm is None:
             return residual
@@ -717,8 +716,8 @@ class CudaBackend:
         return attention_decode(qkv, spec, layer, positions, tables, workspace, out, True, pdl, turns)
 
     def _heads_operand(self, rows: int, width: int) -> QuantizedActivations | Fp16Operand:
-        """Room for rows of heads that the next matmul reads, with row scales. Some of them may be gathered, so there
-        is no layout that pads their columns."""
+        """An empty operand, with row scales, for rows of heads that the next matmul reads. Its layout pads no columns,
+        as some of the rows may be gathered."""
         if self._takes_q_dot(rows):
             return QuantizedActivations.empty(rows, width, self.device)
         if width % 128:
@@ -783,7 +782,7 @@ class CudaBackend:
 
     @property
     def rooms_left(self) -> int:
-        """The number of buffers of many rows replaced by larger ones: graphs captured before must not run again."""
+        """How often a larger buffer of many rows replaced a smaller one. Graphs captured before must not run again."""
         return self._room().rooms_left
 
     def _quantization_scratch(self) -> QuantizationScratch:
@@ -812,5 +811,5 @@ def begun_norm(norm: Norm | None) -> RMSNorm | None:
 
 
 def exact(batch: ForwardBatch) -> bool:
-    """Whether few rows round weights once, as many rows do (MatmulMode): in prefill, not in batched decode."""
+    """Whether a matmul of few rows rounds weights once, as one of many rows does: in prefill, not in batched decode."""
     return batch.phase == "prefill"

@@ -1,5 +1,5 @@
-"""Sums of a causal convolution of each channel by itself, for kernels of recurrent layers: of single tokens, whose past
-is in their histories, and of rows that follow each other, whose past is in the step itself where it has it.
+"""Sums of a causal depthwise convolution, for kernels of recurrent layers: of single tokens, whose past is in their
+histories, and of consecutive rows, whose past is in the step itself as far as the step holds it.
 
 Definition: kernels/causal_conv.py. All of it is fp32.
 """

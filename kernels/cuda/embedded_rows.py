@@ -1,4 +1,4 @@
-"""Rows given as embeddings on CUDA: copied over those of their tokens, in one launch that a graph can hold."""
+"""Copies rows given as embeddings over the rows of their tokens on CUDA, in one launch that a graph can capture."""
 
 import torch
 import triton

@@ -29,7 +29,7 @@ def flattened(x: Tensor | RmsNormed) -> Tensor:
 
 
 def unflattened(flat: Tensor, rows: int, norm: RMSNorm | None) -> Tensor | RmsNormed:
-    """The `rows` rows that `flattened` made a tensor of. norm: the pending norm, which gives the epsilon."""
+    """The `rows` rows from which `flattened` made `flat`. norm: the pending norm, which gives the epsilon."""
     if rows > 1 or norm is None or len(flat) == len(norm.weight):
         return flat.view(rows, -1)
     cols = len(norm.weight)

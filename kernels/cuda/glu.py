@@ -23,9 +23,9 @@ SILU, GELU_TANH, GELU_ERF = tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)
 CLAMPED_SWISH, BIASED_SWISH = tl.constexpr(5), tl.constexpr(6)
 RELU2, GELU = tl.constexpr(7), tl.constexpr(8)
 QUICK_GELU = tl.constexpr(9)
-"""Epilogues of a matmul: rows plus a bias, rows, rows plus a residual, or gated linear units by their activation;
-BIASED_SWISH: the clamped swish of products plus a bias. RELU2 and GELU, which have no gate, are of stored rows alone;
-QUICK_GELU, x / (1 + exp(-1.702 x)), of a vision encoder's (vision_rows.py) alone.
+"""Epilogues of a matmul: rows plus a bias, rows, rows plus a residual, or gated linear units by their activation.
+BIASED_SWISH is the clamped swish of products plus a bias. RELU2 and GELU, which have no gate, are only for stored rows;
+QUICK_GELU, x / (1 + exp(-1.702 x)), is no epilogue: it serves the clamped swish and vision encoders (vision_rows.py).
 """
 
 EPILOGUES: dict[Activation, int] = {

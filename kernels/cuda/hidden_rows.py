@@ -1,6 +1,6 @@
-"""Hidden rows on CUDA: rows stored by position, those of the position before, and embeddings joined with these.
+"""Hidden rows on CUDA: stores rows by position, reads those of the position before, and joins embeddings with them.
 
-Defined in kernels/hidden_rows.py. A program takes a row, or one of the two halves of a joined one, whole.
+Defined in kernels/hidden_rows.py. A program takes a whole row, or a whole half of a joined row.
 """
 
 import torch
@@ -107,8 +107,9 @@ def keep_hidden(
     newest: bool = False,
     pdl: bool = False,
 ) -> None:
-    """Stores `norm` of x fp32 [T, K], or x itself, to kept [rows, K] at the step's positions, `newest`: only of each
-    sequence's last row. sequences: int32 [T], that of each of a prompt's rows; None: each row has its own table."""
+    """Stores `norm` of x fp32 [T, K], or x itself, to kept [rows, K] at the step's positions; with `newest`, only each
+    sequence's last row. sequences: int32 [T], the sequence of each of a prompt's rows; None: each row has its own block
+    table."""
     rows, width = x.shape
     tables = batch.block_tables_of(0)
     assert x.stride(1) == 1 and kept.is_contiguous() and kept.shape[1] == width
@@ -126,7 +127,8 @@ def hidden_before(
     sequences: torch.Tensor | None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """`norm` of the kept row of the position before each of the step's, or that row: fp32 [T, K]; others as above."""
+    """For each row of the step, the kept row of the position before it, or `norm` of that: fp32 [T, K]; zeros at
+    position 0. Other parameters: see `keep_hidden`."""
     rows, width = len(batch), kept.shape[1]
     tables = batch.block_tables_of(0)
     assert kept.is_contiguous()
@@ -148,7 +150,8 @@ def joined(
     sequences: torch.Tensor | None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """[norm(x) | kept_norm(the kept row of the position before)]: fp32 [T, 2K] of x fp32 [T, K]; others as above."""
+    """[norm(x) | kept_norm(the kept row of the position before)]: fp32 [T, 2K], from x fp32 [T, K]. Other
+    parameters: see `keep_hidden`."""
     rows, width = x.shape
     tables = batch.block_tables_of(0)
     assert x.stride(1) == 1 and kept.is_contiguous() and kept.shape[1] == width

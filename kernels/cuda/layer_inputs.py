@@ -1,8 +1,8 @@
-"""What layers get of a token beside the residual stream (per-layer embeddings) on CUDA; defined in
+"""Per-layer embeddings on CUDA: what each layer gets for a token beside the residual stream. Defined in
 kernels/layer_inputs.py.
 
-The table's planes lie in page-locked host memory (`weights.packed.pack_on_host`), whose addresses kernels read over the
-bus: a token needs a row, 6 KB of 1.6 GB in Gemma 4 E4B, of which only the kernel knows the number in a captured step.
+The table's planes lie in page-locked host memory (`weights.packed.pack_on_host`), which kernels read over the bus. A
+token needs one row, 6 KB of 1.6 GB in Gemma 4 E4B; in a captured step only the kernel knows which.
 """
 
 import torch
@@ -105,7 +105,8 @@ def _input_glu_quantize_kernel(
 def input_glu(
     gate: Tensor | ScaledProduct, inputs: Tensor, layer: int, activation: Gating, pdl: bool = False
 ) -> Tensor:
-    """activation(gate) * columns of a layer of `inputs`: gate [T, n], inputs fp32 [T, layers * n]; fp32 [T, n]."""
+    """activation(gate) * the columns of layer `layer` of `inputs`, fp32 [T, n]. gate: [T, n]. inputs: fp32
+    [T, layers * n]."""
     values, row_scale, weight_scale = _parts(gate)
     rows, n = values.shape
     up = inputs[:, layer * n : (layer + 1) * n]

@@ -45,7 +45,7 @@ def _pointwise_kernel(
 
 
 def pointwise(x: Tensor | ScaledProduct, activation: Pointwise, pdl: bool = False) -> Tensor:
-    """The activation of contiguous fp32 rows [T, F], or of the product's, in place; the rows."""
+    """Applies the activation to contiguous fp32 rows [T, F], or to a product's, in place; returns the rows."""
     scaled = isinstance(x, ScaledProduct)
     rows = x.values if isinstance(x, ScaledProduct) else x
     row_scale, weight_scale = (x.row_scale, x.weight_scale) if isinstance(x, ScaledProduct) else (rows, 1.0)

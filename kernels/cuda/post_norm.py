@@ -3,9 +3,9 @@
     residual = residual_scale * residual + rms_norm(row_scale * (product + bias), post_norm)
     out = rms_norm(residual, next_norm)
 
-For products with a post-norm, a bias or row scales, each optional; a plain product is added to the residual by the
-matmul. With a branch the post-norm reads the sum of two norms, of the product and of the branch's rows. Where ranks
-share a model, few rows of products are summed over them in the same launch (ranks/peers.py).
+It serves products with a post-norm, a bias or row scales, each optional; the matmul itself adds a plain product to the
+residual. With a branch, the post-norm reads the sum of two norms, of the product and of the branch's rows. Where ranks
+share a model, the same launch also sums few rows of products over the ranks (ranks/peers.py).
 Defined in kernels/rms_norm.py. A program takes one row, which stays in fp32 registers, so a row's bits follow from its
 width alone.
 """
@@ -116,7 +116,7 @@ def _post_norm_add_kernel(
 def branch_arguments(
     branch: Branch | None, y: torch.Tensor
 ) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], float]:
-    """A branch beside rows y as a kernel takes it: its rows, weights of the norm of y and of its own, their eps."""
+    """A kernel's arguments for a branch beside rows y: its rows, the weights of y's norm and of its own, their eps."""
     if branch is None:
         return (None, None, None), 0.0
     rows, first, second = branch.rows, branch.first_norm, branch.norm

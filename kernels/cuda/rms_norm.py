@@ -32,10 +32,10 @@ _MAX_WIDTH = 65536
 """Widest row: 64 fp32 per thread with 1024 threads."""
 
 _FEW_ROWS = 512
-"""Rows up to which each has a multiprocessor nearly to itself, and latency matters, not occupancy."""
+"""The most rows for which each has a multiprocessor nearly to itself, and latency matters, not occupancy."""
 
 _FULL_MACHINE = 16384
-"""Rows from which on there are enough for several per block."""
+"""The fewest rows wider than 2048 of which a block takes several."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def add_norm_fp16(
     out: Fp16Operand,
     pdl: bool = False,
 ) -> Fp16Operand:
-    """`product.finish(residual)`, into the residual, and its `rms_norm_fp16`, into `out`, in one pass. The
+    """Adds the product to the residual, in place, and writes `rms_norm_fp16` of the sum to `out`, in one pass. The
     product and `out` may share their row scales.
     """
     _launch(product.values, weight, eps, _Output.of(out), pdl, False, product, residual)

@@ -84,7 +84,7 @@ def group_normed_rows(
 ) -> None:
     """Fills in `groups` for a routing's experts, int32 [T, k], and stores the norm of rows x fp32 [T, D] at
     their places in `out`, in the WGMMA layout. Columns are padded to 128 with zeros; padding rows are
-    undefined. The most pairs are those of `counted`.
+    undefined. `counted` limits the number of pairs.
     """
     pairs, used = experts.numel(), experts.shape[1]
     assert out.is_wgmma and out.fits(x.shape[1]) and counted(pairs) and experts.is_contiguous()

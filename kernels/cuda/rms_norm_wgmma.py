@@ -1,8 +1,8 @@
 """RMSNorm to fp16 operands in the WGMMA layout (fp16_operand.py) on Hopper, for matmul_wgmma.py.
 
-A program takes a row, and a thread columns that are adjacent in the layout, so that it writes 16 bytes at a time and a
-warp whole cache lines; rms_norm.py's kernel, which serves every layout, writes 2 bytes at a time. The sum of squares
-and the largest value are found in one pass. The order of a row's sum follows from its width alone, so rows are
+A program takes a row, and a thread takes columns that are adjacent in the layout. So a thread writes 16 bytes at a time
+and a warp whole cache lines; the kernel of rms_norm.py, which serves every layout, writes 2 bytes at a time. The sum of
+squares and the largest value are found in one pass. The order of a row's sum follows from its width alone, so rows are
 batch-invariant.
 """
 
@@ -109,7 +109,7 @@ def store_wgmma_layout(out_ptr, y, BLOCKS: gl.constexpr, WARPS: gl.constexpr):
 
 
 def row_geometry(width: int) -> tuple[int, int, int]:
-    """A row's blocks of 128 columns, the blocks per program, a power of two, and its warps."""
+    """The number of a row's blocks of 128 columns; that of a program's blocks, a power of two; and of its warps."""
     blocks = -(-width // 128)
     padded = max(4, int(triton.next_power_of_2(blocks)))
     return blocks, padded, min(32, padded // 4)
@@ -126,7 +126,8 @@ def launch_norm_wgmma(
 ) -> None:
     """RMSNorm of fp32 rows x [T, D] with fp32 weights [D], to the WGMMA layout, padded with zeros.
 
-    product: rows fp32 [splits, T, D] at its start, which are added in order, and their sum to x, in place, first.
+    product: a buffer that starts with rows fp32 [splits, T, D]. These are first added in order, and their sum to x, in
+    place.
     """
     blocks, padded, warps = row_geometry(x.shape[1])
     assert out.is_wgmma and x.dtype == weight.dtype == torch.float32

@@ -1,9 +1,9 @@
 """The gated short convolution on CUDA: y = c * conv(b * x), and the newest b * x stored to the sequences' states.
 
 Defined in kernels/short_conv.py. A program takes a row and some of its channels. In a step of single rows it also
-stores the state. If rows of a step read each other's values, storing is a separate launch: after the convolution in
-prompts, whose chunks read the earlier state, and each other's rows from the step itself; before it in decode steps
-with drafts, whose rows read the state alone.
+stores the state. If rows of a step read each other's values, storing is a separate launch. In prompts it follows the
+convolution, which reads the earlier state, and the step's own rows from the step itself. In decode steps with drafts it
+precedes the convolution, which reads the state alone.
 """
 
 import torch
@@ -77,7 +77,7 @@ def short_conv(
     shares_sequences: bool = False,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """y fp32 [T, C] of bcx fp32 [T, 3C].
+    """y fp32 [T, C] of bcx fp32 [T, 3C], which holds b, c and x side by side. Stores the newest b * x to the states.
 
     positions: int32 [T]. tables: int32 [S, ...], the slots in the first column. sequences: int32 [T], the sequence of
     each of a prompt's rows; None: row t is sequence t. shares_sequences: rows of a decode step may belong to one

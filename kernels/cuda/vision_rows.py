@@ -1,6 +1,6 @@
-"""What stands between the matrices of a vision encoder's layer, on CUDA: fp32 rows, fp16 products and inputs.
+"""The operations between the matrices of a vision encoder's layer, on CUDA: fp32 rows, fp16 products and inputs.
 
-Defined in kernels/vision_rows.py. Each kernel reads what a matrix has stored once, and stores the next one's input: in
+Defined in kernels/vision_rows.py. Each kernel reads a matrix's result once, and stores the next matrix's input: with
 torch's own operations a layer moves some six times the bytes.
 """
 
@@ -20,7 +20,7 @@ _CODES: dict[PatchActivation, int] = {
     "silu": SILU.value,
 }
 _COLUMNS = 1024
-"""Columns of a feed-forward that a program has at once."""
+"""Columns of a feed-forward that a program holds at a time."""
 _BLOCKS = 128
 """Blocks of a matrix that a program expands."""
 
@@ -217,8 +217,8 @@ def hidden_rows(
     gate_bias: Tensor | None,
     activation: PatchActivation,
 ) -> tuple[Tensor, Tensor]:
-    """`activation(up)`, or `activation(gate) * up`, below 1 in fp16, and the power of two that each row is to be
-    multiplied by: [R, F] fp16, [R] fp32.
+    """Returns `activation(up)`, or `activation(gate) * up`, as fp16 [R, F] below 1, and fp32 [R]: the power of two
+    by which each row must be multiplied.
 
     up, gate: [R, F] fp16, contiguous. up_bias, gate_bias: [F] fp32.
     """
@@ -243,7 +243,7 @@ def _expand_kernel(codes_ptr, scales_ptr, out_ptr, blocks, BLOCKS: tl.constexpr)
 
 
 def expanded_blocks(codes: Tensor, scales: Tensor) -> Tensor:
-    """A matrix of Q8_0 in fp16, [N, K].
+    """A Q8_0 matrix dequantized to fp16 [N, K].
 
     codes: int8 [N, K / 32, 32], contiguous; scales: fp16 [N, K / 32, 1], contiguous.
     """

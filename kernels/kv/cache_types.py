@@ -50,7 +50,7 @@ def blocks_for(positions: int) -> int:
 
 
 def row_bytes(cache_type: CacheType, head_dim: int, latent: bool = False) -> int:
-    """Bytes of one row: its values, and of codes an fp16 scale for every CODE_GROUP.
+    """Bytes of one row: its values and, for codes, an fp16 scale for every CODE_GROUP values.
 
     Raises EngineError for rows that cannot be stored in `cache_type`.
     """

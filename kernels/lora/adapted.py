@@ -1,9 +1,9 @@
-"""Backends with adapters: the operations that multiply by a matrix also add what adapters change of it.
+"""Backends with adapters: the operations that multiply by a matrix also add the adapters' changes of the product.
 
-A step without adapters (`ForwardBatch.adapters` is None) runs the plain operations on the plain weights. With them, the
-plain operations run where a weight can have its change; elsewhere an operation that fuses a product with what comes
-before or after it is computed in pieces, between which the changes of the product are added: the norm, the product, the
-changes, and then the activation or the sum with the residual.
+A step without adapters (`ForwardBatch.adapters` is None) runs the plain operations on the plain weights. A step with
+adapters runs the plain operations where a weight can carry its change (`Adapted.with_change`). Elsewhere, an operation
+that fuses a product with what comes before or after it is computed in pieces: the norm, the product, the changes, and
+then the activation or the sum with the residual.
 """
 
 from abc import abstractmethod
@@ -31,7 +31,7 @@ EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """A weight of the backend, and what adapters change of its products, and of the rows that are read of it."""
+    """A weight of the backend, with the adapters' changes of its products and of the rows that are read from it."""
 
     base: Any
     changes: Changes | None
@@ -51,10 +51,10 @@ class AdaptedWeight:
 
 
 class Adapted:
-    """The operations of kernels.backend.Backend on weights with adapters; a class has it before a backend as its base.
+    """The operations of kernels.backend.Backend on weights with adapters. Subclasses list it before a backend.
 
-    adapters: of the weights that it loads. Those of matrices that are not loaded by `weight` or `gate_up_weight` stay
-    in `untaken`. Others of the backend's operations do not take an `AdaptedWeight`.
+    adapters: the changes of the weights that it loads. `untaken` holds the names of changed matrices that `weight` and
+    `gate_up_weight` have not loaded. The backend's other operations do not take an `AdaptedWeight`.
     """
 
     communicator: Communicator
@@ -65,8 +65,8 @@ class Adapted:
         self.untaken = set(adapters.changes)
 
     def end_loading(self) -> set[str]:
-        """Weights that are loaded from now on have no adapters, of whatever names their tensors are. Returns the names
-        of matrices that the adapters change and that none of the weights has."""
+        """Ends the loading of adapted weights: later ones have no adapters, whatever their tensors' names. Returns the
+        names of matrices that the adapters change and that no loaded weight has."""
         self.adapters = replace(self.adapters, changes={})
         return self.untaken
 
@@ -75,8 +75,8 @@ class Adapted:
         """The changes as the backend's kernels take them."""
 
     def with_change(self, weight: Any, changes: Changes, scales: Tensor) -> Any | None:  # noqa: ARG002
-        """The backend's weight with its change, where the plain operations add it to the product; None: they do not,
-        and it is added in pieces."""
+        """The backend's weight with its change, where the plain operations add the change to the product; None where
+        they do not, and the operation is computed in pieces."""
         return None
 
     @abstractmethod
@@ -91,7 +91,7 @@ class Adapted:
 
     @abstractmethod
     def normed_rows(self, batch: ForwardBatch, x: Hidden, norm: Norm | None) -> Hidden:
-        """`norm` of x, or x itself: rows [T, K] that products and changes read."""
+        """`norm` of x, or x itself without one, as rows [T, K] that products and changes read."""
 
     @abstractmethod
     def changed_product(
@@ -150,7 +150,7 @@ class Adapted:
         row_scale: Hidden | None,
         branch: Branch | None,
     ) -> Hidden:
-        """What `linear_add` computes of its product y [T, N], bias included."""
+        """What `linear_add` computes from its product y [T, N], which includes the bias."""
 
     @abstractmethod
     def capped(self, batch: ForwardBatch, y: Hidden, cap: float) -> Hidden:
@@ -178,7 +178,8 @@ class Adapted:
         return base if changes is None else AdaptedWeight(base, changes)
 
     def _changes_of(self, parts: Sequence[QuantTensor]) -> Changes | None:
-        """What is changed of these parts: matrices, several in one, or slices of the rows of one, in order."""
+        """The changes of these parts, None if there are none. A part is a matrix, several matrices in one, or a slice
+        of a matrix's rows; slices come in order."""
         held = [
             pair for part in parts for pair in self.adapters.joined.get(part.name, [(part.name, part.rows)])
         ]
@@ -286,8 +287,8 @@ class Adapted:
         return cast(Tensor, self.capped(batch, product, softcap) if softcap else product)
 
     def _taken(self, batch: ForwardBatch, weight: Any) -> tuple[Any, tuple[Changes, Tensor] | None]:
-        """A weight as the plain operations take it in this step, and the changes that they do not add, with their
-        scales [M, T]; None: there are none."""
+        """The weight as the plain operations take it in this step, and the changes that they do not add, with the
+        changes' scales [M, T]; None in place of these where nothing is left to add."""
         if batch.adapters is None or not isinstance(weight, AdaptedWeight) or weight.changes is None:
             return _base(weight), None
         pair = weight.changes, batch.adapters

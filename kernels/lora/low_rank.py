@@ -35,9 +35,10 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Changes:
-    """The changes of P matrices that read the same input, by M adapters, as rank R, the largest, padded with zeros.
+    """The changes of P matrices that read the same input, by M adapters, padded with zeros to one rank R.
 
-    parts: rows of each matrix, N in all. a: [P, M, R, K]. b: [N, M, R], times the scales. Both have one float dtype.
+    parts: rows of each matrix, N in all. a: [P, M, R, K]. b: [N, M, R], already times `LowRank.scale`. Both have one
+    float dtype.
     """
 
     parts: tuple[int, ...]
@@ -57,7 +58,7 @@ class Changes:
 
 
 def exact_dtype(changes: Changes) -> torch.dtype:
-    """The smallest type that holds the values as they are: most files have 16 bits of each."""
+    """The smallest float type that holds the values exactly: most files have 16-bit values."""
     if changes.a.is_meta:
         return changes.a.dtype
     for dtype in (torch.float16, torch.bfloat16):
@@ -97,7 +98,7 @@ class AdapterShapes:
 
 
 def padded_rank(changes: Iterable[LowRank | None]) -> int:
-    """The rank R of `Changes` of these."""
+    """The rank R of `Changes` made of these: the largest, rounded up to a multiple of `RANKS_AT_ONCE`."""
     most = max(len(change.a) for change in changes if change is not None)
     return -(-most // RANKS_AT_ONCE) * RANKS_AT_ONCE
 
@@ -128,7 +129,7 @@ def stacked(changes: Sequence[Sequence[LowRank | None]], rows: Sequence[int], co
 
 
 def add_changes(y: Tensor, x: Tensor, changes: Changes, scales: Tensor) -> Tensor:
-    """y [T, N], the product of x [T, K], plus the changes of the matrix. scales [M, T]: each adapter's for each row.
+    """y [T, N], the product of x [T, K], plus the changes of the matrix. scales [M, T]: of each adapter for each row.
 
     Computed in the dtype of x.
     """

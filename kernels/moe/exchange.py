@@ -68,11 +68,10 @@ class Exchange:
 
     @property
     def stopped(self) -> Tensor:
-        """1: the device sends no more, and the host waits for nothing: int64 [1]."""
+        """int64 [1]; 1: the device sends no more rows, and the host stops waiting for them."""
         return self.counts[3 * _LINE : 3 * _LINE + 1]
 
     @property
     def given_up(self) -> Tensor:
-        """1: sums did not come in time, as of a process that was stopped, and the device waits for no others: int64
-        [1]."""
+        """int64 [1]; 1: sums did not come in time, say from a stopped process, and the device waits for no more."""
         return self.counts[4 * _LINE : 4 * _LINE + 1]

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 
 class ExpertCounts(NamedTuple):
-    """Experts of layers in host memory that the device holds, and those that are in host memory alone; how often rows
-    used the one kind and the other, as of the last look; and how many experts have taken another's place."""
+    """Numbers of experts: those of layers in host memory that the device holds, and those in host memory alone; how
+    often rows used each of these two kinds, as of the last look; how many have taken another's place."""
 
     on_device: int = 0
     in_host: int = 0

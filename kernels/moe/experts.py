@@ -22,7 +22,8 @@ Linear: TypeAlias = Callable[[int, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """The experts of a layer that a device has: those from number `first` of a routing on, of `among`."""
+    """The experts of a layer that a device has: those numbered from `first` on in a routing, whose slots are spread
+    over `among` experts."""
 
     first: int
     among: int
@@ -38,7 +39,7 @@ def experts_glu(
     """activation(gate) * up of rows x [T, K], already normed, by each of their k experts: [T, k, F].
 
     `gate_up` returns [n, 2F], the first F columns being the gate. Experts without rows are not computed. held: the
-    experts that there are, None for all; of others the result is zeros.
+    experts that are here; None: all. The results of other experts are zeros.
     """
     slots = routing.experts
     chosen = _computed(slots, held)
@@ -73,5 +74,5 @@ def experts_add(
 
 
 def _computed(experts: Tensor, held: range | None) -> list[int]:
-    """The different ones of `experts`, ascending, that are `held`."""
+    """The distinct numbers in `experts` that are `held`, ascending."""
     return sorted(expert for expert in set(experts.flatten().tolist()) if held is None or expert in held)

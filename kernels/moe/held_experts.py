@@ -34,7 +34,7 @@ class HeldExperts:
 
 @dataclass(frozen=True)
 class Replacement:
-    """An expert that takes the place of another, whose expert is `before`."""
+    """Expert number `expert` takes place `place` on the device from expert `before`."""
 
     place: int
     before: int

@@ -18,9 +18,8 @@ class RouterKind:
     scores: see Scores.
     normalized: the selected scores are divided by their sum.
     scale: multiplies the weights.
-    groups, groups_used: if groups > 1, the experts form this number of equal groups, and only those in the
-    `groups_used`
-      best groups are selected from; a group's score is the sum of its two highest scores, the selection bias included
+    groups, groups_used: if groups > 1, the experts form this number of equal groups, and are selected from the
+      `groups_used` best groups only. A group's score is the sum of its two highest scores, the selection bias included
       (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
     weighs_inputs: an expert reads its row times the weight, and its result is added as it is (Llama 4).
     """

@@ -38,11 +38,11 @@ class Work:
 
 
 class Follower:
-    """See the module docstring. There is one for a process, since the kernels of the CPU have one team of threads: a
-    list of one step that waits for its device would hold up a list of another that the device waits for.
+    """See the module docstring. A process has one, since the CPU's kernels share one team of threads: with two, a
+    step's list that waits for its device could hold up another list for which the device waits.
 
-    `launching`: held while a step is both given to the thread and launched, so that those of several models come to
-    the thread in the order of their device.
+    `launching`: held while a step is both given to the thread and launched, so that the steps of several models reach
+    the thread in the order in which the device runs them.
     """
 
     def __init__(self) -> None:
@@ -51,8 +51,8 @@ class Follower:
         self._lock, self._started = Lock(), False
 
     def start(self, work: Work) -> None:
-        """Begins `work` after what was given before it, and returns once it has begun: a thread that begins later
-        would have to wait for the interpreter while this one goes on."""
+        """Begins `work` after all work given before it, and returns once it has begun: a later beginning would have to
+        wait for the interpreter lock while the calling thread goes on."""
         self._put(work)
         work.begun.wait()
 

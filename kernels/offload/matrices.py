@@ -25,7 +25,7 @@ from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.quant_tensor import QuantTensor
 
 _BYTES_AT_A_TIME = 64 << 20
-"""Stored bytes of experts that are on a device beside the repacked ones, at most, or one expert's."""
+"""The most stored bytes of experts on a device beside the repacked ones; a larger expert is copied alone."""
 
 Allocate = Callable[[int], Tensor]
 """Allocates uint8 [bytes] on the device."""
@@ -139,8 +139,8 @@ class ExpertPlaces:
     def put(
         self, matrices: Matrices, experts: Sequence[int], places: Tensor, stored: Sequence[Tensor]
     ) -> None:
-        """Repacks experts, whose stored bytes of each kind are on the device, uint8 [n, rows, row_bytes], to
-        `places`, int32 [n] there. Only where there are `tables`."""
+        """Repacks experts to `places`, int32 [n] on the device. stored: uint8 [n, rows, row_bytes] of each kind, the
+        experts' bytes on the device. Requires `tables`."""
         assert self.tables is not None
         parts = [part for part in self.weights.parts if isinstance(part, PackedPart)]
         if matrices.paired:
@@ -172,8 +172,8 @@ class ExpertPlaces:
 def copied(
     kind: Sequence[QuantTensor], experts: Sequence[int], room: Tensor | None, device: torch.device
 ) -> Tensor:
-    """The stored bytes of some experts on the device, uint8 [n, rows, row_bytes], in `room`, if there is one.
-    Neighbours in memory are copied at once."""
+    """Copies the stored bytes of some experts to the device: uint8 [n, rows, row_bytes], in `room` if given. Experts
+    that are adjacent in memory are copied at once."""
     rows, width = kind[0].data.shape
     shape = (len(experts), rows, width)
     if room is None:

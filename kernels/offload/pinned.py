@@ -19,7 +19,7 @@ _READ_ONLY = 8
 
 
 def page_ranges(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The pages of memory from address to address, as such pairs, in order; those that touch are one."""
+    """The pages that cover `spans`, (first, end) addresses, as such pairs in order; ranges that touch are one pair."""
     merged = list[tuple[int, int]]()
     for first, end in sorted(spans):
         first, end = first // PAGESIZE * PAGESIZE, -(-end // PAGESIZE) * PAGESIZE

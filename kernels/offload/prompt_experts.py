@@ -1,8 +1,8 @@
 """Experts of long prompts: a layer's pass through the device, while the layer before is computed.
 
-Many rows use all experts, and the CPU takes longer to multiply them than the bus to carry the weights. So a layer's
-stored blocks are copied to the device, repacked there, and multiplied as those of any layer on it. Room is there for
-one layer as stored and one repacked.
+Many rows use all experts, and the CPU takes longer to multiply them than the bus takes to carry the weights. So a
+layer's stored blocks are copied to the device, repacked there, and multiplied like a layer that is always there. The
+device has room for one layer as stored and one repacked.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PromptExperts:
 
 
 class _Room:
-    """Memory in which the parts of layers of one kind lie, and again those of another."""
+    """Device memory that layers of different kinds share for their parts, one kind at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._held, self._number = device, list[Tensor](), 0
@@ -96,7 +96,7 @@ class _Room:
 
 
 def _kind(layer: LayerMatrices) -> str:
-    """What layers have alike that can use the same places."""
+    """A string that is equal for layers that can use the same places."""
     parts = [
         (
             matrices.paired,

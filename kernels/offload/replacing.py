@@ -41,7 +41,7 @@ class _Change:
 class Replacing:
     """See the module docstring. uses: int32 [layers, E], with a row for each of `layers`, by number.
 
-    `counts`: of all looks so far.
+    `counts`: uses as of the last look, and all replacements so far.
     """
 
     def __init__(self, layers: dict[int, DeviceExperts], uses: Tensor) -> None:
@@ -90,7 +90,7 @@ class Replacing:
             self._looked.record()
 
     def _choose(self) -> None:
-        """The replacements that the uses ask for, once they have arrived."""
+        """Queues the replacements that the uses call for, once the uses have arrived on the host."""
         if self._looked is not None and not self._looked.query():
             return
         self._looking = False
@@ -106,7 +106,7 @@ class Replacing:
                 self._due.append(_Change(layer, changes[first : first + _AT_ONCE]))
 
     def _count(self, held: Tensor) -> None:
-        """Counts the uses since the last look, and of which experts they were that the device holds."""
+        """Adds the uses since the last look to `counts`, those of experts on the device and those of others."""
         new = self._seen - self._left
         self._left = self._seen - (self._seen >> FADING)
         on_device = int(new[held].sum())

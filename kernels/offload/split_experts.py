@@ -2,13 +2,13 @@
 
 A launch sends a layer's rows and their routing to the host. The device then computes the experts that it holds, those
 used most, while the CPU computes the others, on the weights as stored; another launch waits for the CPU's sums and adds
-them. Rows cross the bus, 8 bytes a column and token, not weights. Where the device holds none, the CPU computes all. In
-long prompts, which use all experts, the weights cross it instead (prompt_experts.py).
+them. Rows, not weights, cross the bus: 8 bytes per column and token. Where the device holds no experts, the CPU
+computes all. Long prompts use all experts: for them the weights cross the bus instead (prompt_experts.py).
 
-The kernels of a captured step are a CUDA graph on the device, and one list on the CPU (`recording`). Otherwise each
-layer's are launched as the decoder comes to it. A row's sum is that of its experts on the device, in ascending order,
-plus the residual, plus that of the others, in ascending order: so its last bits depend on where its experts are, in
-decode by the 1e-8 by which the CPU and the device agree.
+The kernels of a captured step are a CUDA graph on the device and one list on the CPU (`recording`). In other steps each
+layer's kernels are launched when the decoder comes to the layer. A row's sum adds its experts on the device, in
+ascending order, then the residual, then the sum of its other experts, in ascending order. Its last bits therefore
+depend on where its experts are; in decode by about 1e-8, to which the CPU and the device agree.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SentRows:
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """Rows of a prompt whose experts the device computes, all of them: gated, for `down`."""
+    """Rows of a prompt for which the device computes all experts. gated: what `down` multiplies."""
 
     gated: GatedRows
     down: ExpertWeights
@@ -76,7 +76,7 @@ class SplitExperts:
         used: experts of a row.
         count: experts of a layer.
         held: how many experts of each layer the device holds; 0: none.
-        streams: the experts of long prompts pass through the device.
+        streams: whether the experts of long prompts pass through the device.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class SplitExperts:
 
     @property
     def last_uses(self) -> list[list[int]] | None:
-        """Uses of each layer's experts, as of the last look; None: there was none, or the device holds no experts."""
+        """Uses of each layer's experts, as of the last look; None before it, or if the device holds no experts."""
         return self.replacing.last_uses
 
     def begin_loading(
         self, stored: Iterable[QuantTensor], uses: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """Page-locks the experts in host memory, `stored`, where they are to be copied to the device, which holds the
-        most used at first. uses: `last_uses` of an earlier run."""
+        """Page-locks the experts in host memory, `stored`, if they are to be copied to a CUDA device. uses: `last_uses`
+        of an earlier run; the device begins with the experts used most."""
         if uses is not None:
             self.replacing.begin_with(torch.tensor(uses, dtype=torch.int32))
         if (self.held or self.streams) and self.device.device.type == "cuda":
@@ -130,7 +130,7 @@ class SplitExperts:
             self.streams &= self._pinned.whole
 
     def end_loading(self) -> None:
-        """Reserves memory for the experts of prompts."""
+        """Reserves device memory for the experts of long prompts, if these pass through the device."""
         tables = (
             matrices.tables(self.device.device)
             for layer in self.of_file.values()
@@ -146,8 +146,8 @@ class SplitExperts:
 
     @contextmanager
     def recording(self) -> Iterator[list[Launch]]:
-        """Within this context the CPU's kernels of decode steps are listed, not run: whoever launches the device's
-        runs them (`followed`)."""
+        """Within this context the CPU's kernels of decode steps are listed, not run. The caller that launches the
+        device's kernels runs them (`followed`)."""
         launches = list[Launch]()
         self._recorded = launches
         try:
@@ -182,14 +182,14 @@ class SplitExperts:
         return run
 
     def begin_exchange(self) -> None:
-        """Called before rows are sent: until their sums are computed, both sides may count differently."""
+        """Called before rows are sent: until their sums are computed, the counts of the two sides may differ."""
         if self._recorded is None:
             self._settle()
             self._unanswered = True
 
     def _settle(self) -> None:
-        """Both sides count alike again after a step that ended early, as one for which the device has no memory, or one
-        whose sums came too late: whoever wants its tokens computes it again."""
+        """Makes the counts of both sides equal after a step that ended early (for lack of device memory, say) or whose
+        sums came too late. A caller that wants the step's tokens computes it again."""
         if not self._unanswered and not self.exchange.given_up.item():
             return
         FOLLOWER.finish()
@@ -208,7 +208,7 @@ class SplitExperts:
         self.exchange.summed.fill_(torch.iinfo(torch.int64).max)
 
     def compute(self, sent: SentRows, down: CpuExperts, phase: str) -> None:
-        """Has the CPU write the sums of `sent` rows; with `recording` later."""
+        """Has the CPU write the sums of `sent` rows; within `recording`, lists a decode step's kernels instead."""
         if phase == "prefill":
             FOLLOWER.call(lambda: self._compute_prompt(sent, down))
             self._unanswered = False
@@ -231,7 +231,7 @@ class SplitExperts:
         return [launch for stage in step.stages for launch in stage.launches()]
 
     def _compute_prompt(self, sent: SentRows, down: CpuExperts) -> None:
-        """As `compute`, in this thread."""
+        """Computes the sums of a prompt's rows in the calling thread."""
         rows, routing = self._received(sent.tokens)
         batch = ForwardBatch("prefill", routing.experts[:, 0], routing.experts[:, 0], routing.experts[None])
         waiting = StepRecorder(1, RunInputs(1, 1, 1))
@@ -244,12 +244,12 @@ class SplitExperts:
         done.run()
 
     def _received(self, tokens: int) -> tuple[Tensor, Routing]:
-        """The rows that the host gets, and their routing: new objects, which stand for new values."""
+        """The rows that the host gets, and their routing: new tensor objects, since the values are new."""
         exchange = self.exchange
         return exchange.rows[:tokens], Routing(exchange.experts[:tokens], exchange.weights[:tokens])
 
     def close(self) -> None:
-        """Ends the CPU's wait for a device that sends nothing more; from then on nothing reads the file."""
+        """Ends the CPU's wait for rows, since the device sends no more; from then on nothing reads the file."""
         self.exchange.stopped.fill_(1)
         FOLLOWER.finish()
         try:

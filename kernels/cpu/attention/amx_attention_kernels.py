@@ -1,7 +1,7 @@
 """The products of prefill attention on AMX tiles of two bf16 terms (gemm/amx.py), in place of the fp32 ones.
 
-Query rows, and their softmax weights, are the rows of tiles, as weights are in ir/amx_ir.py; keys and values are the
-columns, as activations are there.
+Query rows and their softmax weights are the rows of tiles, where ir/amx_ir.py has weights. Keys and values are the
+columns, where it has activations.
 """
 
 from __future__ import annotations

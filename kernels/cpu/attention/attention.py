@@ -47,7 +47,7 @@ def check_caches(q: Tensor, layer: KVLayer) -> None:
 
 
 def check_types(layer: KVLayer) -> None:
-    """Raises ValueError for a cache of no CacheType."""
+    """Raises ValueError if the dtypes of a cache are not those of a CacheType."""
     types = {tensor.dtype for tensor in (layer.k, layer.v)}
     scales = {None if scale is None else scale.dtype for scale in (layer.k_scale, layer.v_scale)}
     if (types, scales) not in (
@@ -148,7 +148,7 @@ class Visible:
         return self._rows.buffer_info()[0], self._owners.buffer_info()[0]
 
     def set(self, lengths: Sequence[int], seen: Seen) -> None:
-        """Lets token i see what is to be `seen` of the positions 0 .. lengths[i] - 1."""
+        """Lets token i see the positions that `seen` allows, of 0 .. lengths[i] - 1."""
         splits = 0
         for i, length in enumerate(lengths):
             count = seen.count(length)
@@ -186,8 +186,8 @@ class SplitArguments(Arguments):
 
 @dataclass
 class CombineArguments(Arguments):
-    """As in `SplitArguments`; out: fp32 [tokens, heads, width], of values; sinks: fp32 [heads], or 0 without sinks;
-    hadamard: as of `hadamard_log`, of the output."""
+    """As in `SplitArguments`, but width: elements of a value. out: fp32 [tokens, heads, width]; sinks: fp32 [heads], or
+    0 without sinks; hadamard: `hadamard_log` of the output."""
 
     visible: int
     parts: int

@@ -1,8 +1,8 @@
 """Latent attention on the CPU, over the latents as stored; defined in kernels/latent_attention.py.
 
-Each head's query is multiplied by the head's matrix first, and its weighted sum of latents by another at the end, so
-that attention has one key of rank + rotated elements a position, whose first `rank` are the value. The cache is viewed
-as if every head had its own, so that heads are tasks.
+Each head's query is first multiplied by one matrix of the head, and its weighted sum of latents by another at the end.
+Attention then has one key of rank + rotated elements per position, whose first `rank` elements are the value. In decode
+the cache is viewed as if every head had its own, so that heads are tasks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from quengine.kernels.latent_spec import LatentSpec
 def prompt_latent_attention(
     batch: ForwardBatch, q: Tensor, latent: Tensor, spec: LatentSpec, layer: KVLayer
 ) -> Tensor:
-    """fp32 [T, heads * values] of q [T, heads * (plain + rotated)] and latent [T, rank + rotated], written over: rows
-    of chunks of prompts.
+    """Latent attention of chunks of prompts: fp32 [T, heads * values]. q [T, heads * (plain + rotated)] and latent [T,
+    rank + rotated] are overwritten.
     """
     positions, slots = checked_slots(batch, spec.cache_group, len(spec.cos), layer)
     queries = torch.empty(len(q), spec.heads, spec.row)
@@ -65,9 +65,9 @@ def views_of_heads(layer: KVLayer, spec: LatentSpec, heads: int | None = None) -
 def head_launches(
     x: Tensor, matrices: CpuExperts, out: Tensor, records: Tensor | None
 ) -> tuple[list[Launch], list[Launch]]:
-    """The kernels of out [T, heads, N] = the heads' matrices [N, K] times x [T, heads, K], by q-dot: those that
-    quantize, of each head, and those that multiply. records: uint8 [T, heads, quantized_row_bytes(K)], for quantized
-    weights.
+    """The kernels of out [T, heads, N] = each head's matrix [N, K] times x [T, heads, K], by q-dot: those that quantize
+    and those that multiply, one of each per head. records: uint8 [T, heads, quantized_row_bytes(K)], for quantized
+    weights, else None: no kernels quantize.
     """
     (part,) = matrices.parts
     quantizes, products = list[Launch](), list[Launch]()

@@ -36,7 +36,7 @@ from quengine.kernels.cpu.runtime.threads import Launch, run
 from quengine.kernels.kv.cache_types import BLOCK_SIZE
 
 TILES = 8  # of query rows per task
-WIDEST = 640  # elements of a head, in kernels of their own beyond DEPTH
+WIDEST = 640  # most elements of a head; kernels of their own compute heads wider than DEPTH
 
 
 def widest(wide: bool) -> int:
@@ -51,7 +51,7 @@ class PrefillArguments(Arguments):
     width, values: elements of keys and of values. group: query heads per key/value head; head_tasks: tasks per
     key/value head; start: position of the first token; window: most positions that a token sees; cap: of soft-capped
     scores, or 0; table: int64 block table. `*_kernel`: addresses of the kernels that a task calls. sinks: fp32 [heads],
-    or 0 without sinks. hadamard: as of `hadamard_log`, of the output.
+    or 0 without sinks. hadamard: `hadamard_log` of the output.
     """
 
     q: int

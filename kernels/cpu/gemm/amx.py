@@ -1,12 +1,12 @@
 """Prefill matmul on AMX tiles: when AMX may be used, and the definition of the result.
 
 AMX multiplies bf16 and accumulates fp32. An fp32 operand is split into two bf16 terms, its upper 16 bits and the
-upper 16 bits of the remainder; of the four products of two operands the smallest is below fp32's rounding and left
-out:
+upper 16 bits of the remainder. Two operands then have four products, of which the smallest is below fp32's rounding
+and is left out:
 
     x = xh + xl,  w = wh + wl:   y = sum over k of xh*wh + xl*wh + xh*wl
 
-Weights of the types in ONE_TERM are bf16 themselves, wl is 0 and its product left out.
+Weights of the types in ONE_TERM are bf16 themselves: wl is 0 and its product is left out.
 
 The relative error of a product is about 2^-16, a tenth of that of int16 activations. An element of the result depends
 on its two rows alone: columns are added in order, 32 at a time, one kind of product after another.

@@ -30,9 +30,9 @@ from quengine.kernels.cpu.runtime.target import host_target
 from quengine.kernels.quant_tensor import QuantTensor
 
 FACTORS = {"Q2_K": 256, "Q3_K": -256, "Q4_K": 32, "Q5_K": 16, "Q6_K": 4, "IQ4_XS": 8}
-"""Powers of two that leave sc * q within -MOST - 128 .. MOST. Of Q3_K it is -128 .. 124 once negated."""
+"""Powers of two that leave sc * q within -MOST - 128 .. MOST. In Q3_K sc * q is -128 .. 124 once negated."""
 MOST = 32639  # 256 * 127 + 127: its high byte is a signed one
-LEAST = 2.0**-100  # of the largest activation: its quotient stays finite
+LEAST = 2.0**-100  # lower limit of the largest activation, so that MOST divided by it stays finite
 
 ROWS = 16  # activation rows per block: rows of a tile
 COLUMNS = 32  # weight rows per strip: columns of two tiles
@@ -63,7 +63,7 @@ MOST_SUMS = 1 << 17
 
 @dataclass
 class BytePanelArguments(Arguments):
-    """One super-block of each of some weight rows, to unpack into a panel; the last row fills the strip."""
+    """One super-block of each of some weight rows, to unpack into a panel; the last row repeats to fill the strip."""
 
     weights: int
     row_bytes: int

@@ -3,7 +3,7 @@
 Strips of weight rows are dequantized panel by panel into the caches and multiplied with all activation rows. Each
 element of the result is summed over the inner dimension in order, in one accumulator: it depends on its two rows
 alone, not on the other rows or the number of threads. K-quants are multiplied as integers, on AMX (amx_bytes.py) or
-as int16 (vnni.py); of other types AMX multiplies two bf16 terms of an fp32 (amx.py).
+as int16 (vnni.py). For other types AMX multiplies each fp32 as two bf16 terms (amx.py).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class TileKind:
     strip: weight rows per strip. block: activation rows per block. row_bytes: packed bytes of a row over DEPTH
     columns. most: most rows per launch, or None. reads_ahead: whether the kernel prefetches weights when rows are
     few. pack_kernel: packs one block per task, or with `by_panel` one block over DEPTH columns. product(w, blocks,
-    matrices): the kernels and tasks that multiply a weight, one of `matrices` alike that are multiplied at once, with
-    `blocks` blocks of rows.
+    matrices): the kernels and tasks that multiply w with `blocks` blocks of rows, where w is one of `matrices` weights
+    of one shape and type that are multiplied at once.
     """
 
     strip: int
@@ -182,15 +182,15 @@ def _vnni_product(w: QuantTensor, blocks: int, matrices: int) -> _Product:
 
 
 def _fair(strips: int, most: int) -> int:
-    """The most strips per task, at least two, that leave _TASKS tasks per thread: with one, all wait for a thread
-    that another process delays."""
+    """The most strips per task, at least two, that leave _TASKS tasks per thread: with one task each, all threads would
+    wait for one that another process delays."""
     return min(most, max(2, strips // (_TASKS * get_threads())))
 
 
 def _strips_of_task(strips: int, most: int, threads: int, matrices: int = 1) -> int:
     """The most strips per task, up to `most`, that keep the slowest thread within 3% of an even share.
 
-    Of several matrices, whose rows differ in number: that leave _TASKS tasks per thread.
+    With several matrices, which multiply different numbers of rows, the most that leave _TASKS tasks per thread.
     """
     if matrices > 1:
         return max(1, min(most, strips, strips * matrices // (_TASKS * threads)))

@@ -56,7 +56,7 @@ MOST_SUMS = 1 << 17
 
 @dataclass
 class VnniPanelArguments(Arguments):
-    """One super-block of each of some weight rows, to unpack into a panel; the last row fills the strip."""
+    """One super-block of each of some weight rows, to unpack into a panel; the last row repeats to fill the strip."""
 
     weights: int
     row_bytes: int
@@ -68,8 +68,8 @@ class VnniPanelArguments(Arguments):
 
 @cache
 def int16_tile() -> Tile:
-    """In fp32 or int32 lanes: 24 accumulators of 32 registers, or 12 of 16. A taller tile would leave more rows unused
-    in the last block."""
+    """The tile in fp32 or int32 lanes, with 24 of 32 registers as accumulators, or 12 of 16. A taller tile would leave
+    more rows unused in the last block."""
     wide = host_tile().byte_dot_lanes == 16
     return Tile(lanes=16, vectors=3, rows=8) if wide else Tile(lanes=8, vectors=2, rows=6)
 

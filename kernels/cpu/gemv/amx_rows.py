@@ -21,7 +21,7 @@ ROWS = 16  # weight rows per panel: columns of a tile
 MOST_ROWS = 16  # activation rows at once: rows of a tile
 LEAST_ROWS = 8  # activation rows from which tiles are faster: fewer take as long as 8
 TYPES = frozenset({"Q3_K", "Q4_K", "Q5_K"})
-"""Types that are faster on tiles. Of Q6_K 8 rows take 1.5 times as long or more; others are not measured."""
+"""Types that are faster on tiles. With Q6_K, 8 rows take 1.5 times as long or more; others are not measured."""
 MOST_GROUPS = DEPTH // 16
 SCALES_AT = DEPTH * ROWS
 MINS_AT = SCALES_AT + 4 * MOST_GROUPS * ROWS

@@ -1,7 +1,7 @@
 """Vector code of prefill matmul on AMX tiles of bytes (gemm/amx_bytes.py, where the layouts are).
 
-Activations are the rows of tiles, so that few of them take little time; weight rows are their columns, so that vectors
-of sums lie as in the result. The panels' codes are transposed and scaled as those of int16 VNNI are.
+Activation rows are the rows of tiles, so that few of them take little time. Weight rows are the columns, so that
+vectors of sums lie as in the result. The panels' codes are transposed and scaled as those of int16 VNNI are.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UPPER = 0xFFFF0000
 _WIDE = 32  # lanes of int16
 _LANES = vec(F32, ROWS)
 _HIGH, _CROSS, _MINS = (2 * i for i in range(3))
-"""The first of two tiles of sums, one for each half of a strip: of high bytes, of high by low ones, of minimums."""
+"""The first tile of the sums of high bytes, of high by low bytes, of minimums. Each has one per half of a strip."""
 
 
 @vector_code

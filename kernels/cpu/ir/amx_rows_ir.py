@@ -1,8 +1,8 @@
 """Vector code of decode's products of a few activation rows on AMX tiles (gemv/amx_rows.py, where the layouts are).
 
-A group's products are summed by two tiles, exactly, of the high and of the low bytes of activations: rows are those of
-the activations, columns ROWS weight rows. What follows in fp32 is that of row_dot_ir.py, in its order, with weight
-rows in lanes instead of groups: bits are the same.
+Two tiles sum a group's products exactly: one for the high bytes of activations, one for the low bytes. Their rows are
+activation rows, their columns ROWS weight rows. The fp32 arithmetic that follows is that of row_dot_ir.py, in the same
+order, with weight rows in lanes instead of groups, so the bits are the same.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Slices:
     scales       fp32 lanes, one per group in order: w = scale * int - min. Groups of 16 have two vectors, for slices
                  0..3 and 4..7, two lanes a slice; of fewer slices the last lanes are zeros
     mins         the minimums to subtract, in the same form, or None
-    multiples    of eight slices: what `unshifted` codes are times those of `codes`, which takes instructions to shift
+    multiples    the factors of eight slices' `unshifted` codes over those of `codes`, which take instructions to shift
     """
 
     codes: Callable[[int, int], ir.Value]
@@ -62,7 +62,7 @@ def emit_blocks(e: Emitter, fmt: BlockFormat, address: ir.Value, count: int) -> 
     return Slices(codes, (scales,), mins, _code_offset(fmt))
 
 
-TABLE_OFFSET = 128  # of integers that are stored, or looked up, as signed bytes
+TABLE_OFFSET = 128  # the offset of integers that are stored, or looked up, as signed bytes
 
 
 def _code_offset(fmt: BlockFormat) -> int:

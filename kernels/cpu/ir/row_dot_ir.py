@@ -4,10 +4,10 @@ Two weight rows are taken at once. With one activation row all sums stay in regi
 unpacked once and multiplied with every activation row in turn, whose sums lie in memory between runs. The arithmetic,
 and so the bits, of a row is the same for any number of rows.
 
-Order of the sums: the products of a group, 16 or 32 weights with one scale, add up to an exact integer. Of 256 weights
-each group has a lane of 16 or 8: the integer times the scale is added to it, then the minimum times the sum of the
-activations subtracted. At the end the lanes are added by halves. Of a row's last weights, fewer than 256, the groups
-of each 64 take the first lanes. The order depends on K and the format alone.
+Order of the sums: the products of a group, 16 or 32 weights with one scale, add up to an exact integer. Within
+256 weights each group has its own lane, one of 16 or 8: the integer times the scale is added to it, then the minimum
+times the sum of the activations is subtracted. At the end the lanes are added by halves. Where a row's last weights are
+fewer than 256, the groups of each 64 take the first lanes. The order depends on K and the format alone.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def dot_rows_with_many(
 class _RowDots:
     """Emits the code of the dot products of two weight rows of one format with activation rows.
 
-    One iteration takes 8 slices of 32 weights: a block of 256, or as many shorter ones; the remaining blocks are taken
-    by two, a last one alone. An activation row's state is the lanes of its sums with each weight row.
+    One iteration takes 8 slices of 32 weights: a block of 256, or shorter blocks of as many weights. The remaining
+    blocks are taken by two, a last one alone. An activation row's state is the lanes of its sums with each weight row.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ _INTS, _WORDS, _BYTES = vec(I32, _LANES), vec(I16, 2 * _LANES), vec(I8, 4 * _LAN
 _Codes = Iterator[tuple[int, ir.Value]]
 """A column, a multiple of 4, and the codes of it and the next three."""
 _Words = Iterator[tuple[int, tuple[ir.Value, ...]]]
-"""A column, a multiple of 4, then q of it and the column after the next, and of the two others."""
+"""A column c, a multiple of 4, then q of columns c and c + 2, and of columns c + 1 and c + 3."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""The host's side of an exchange of rows with another device (kernels/moe/exchange.py), as kernels of a list: one waits
-for the rows of a layer, one says that their sums are there.
+"""The host's side of an exchange of rows with another device (kernels/moe/exchange.py), as two kernels of a list.
 
-So a list of kernels follows the steps of a device: its threads meet the rows where the device writes them, and no
-Python runs between two layers.
+One waits for the rows of a layer, the other says that their sums are written. A list of kernels can thus follow the
+steps of a device: its threads read the rows where the device writes them, and no Python runs between two layers.
 """
 
 from __future__ import annotations

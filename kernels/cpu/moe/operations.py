@@ -34,7 +34,7 @@ class ExpertRows:
     records: Tensor | None = None
 
     def by_slot(self) -> Tensor:
-        """The values [T, k, F], in the order of the routing; zeros of experts that are not there."""
+        """The values [T, k, F], in the order of the routing; zeros for experts that are not here."""
         absent = self.values.new_zeros(1, self.values.shape[1])
         return torch.cat([self.values, absent])[self.groups.places]
 
@@ -55,8 +55,8 @@ def gate_up_experts(
     bias: Tensor | None,
     share: ExpertShare | None = None,
 ) -> CpuExperts:
-    """The gate and up matrices [F, K] of E experts, for `experts_glu`. bias: fp32 [E, 2F], gate first. gate None: they
-    have none, and no bias. share: see `Backend.gate_up_experts`."""
+    """The gate and up matrices [F, K] of E experts, for `experts_glu`. bias: fp32 [E, 2F], gate first. gate None: the
+    experts have neither gate nor bias. share: see `Backend.gate_up_experts`."""
     first = 0 if share is None else share.first
     if gate is None:
         assert bias is None

@@ -28,10 +28,10 @@ _TASK_BYTES = (
 def prompt_expert_launches(
     x: Tensor, routing: Routing, experts: CpuExperts, y: Tensor, by_place: bool = False
 ) -> tuple[ExpertSlots, list[Launch]]:
-    """y fp32 [T * k, sum of N_i] = rows of x times each part's matrix of those of their experts that are here, plus its
-    bias, by place.
+    """y fp32 [T * k, sum of N_i], by place: the place's row of x times its expert's matrix of each part, plus the bias.
 
-    x: fp32 [T, K], or with `by_place` [T * k, K]. All are contiguous. The launches fill the returned groups first.
+    Experts that are not here have no places. x: fp32 [T, K], or with `by_place` [T * k, K]. All are contiguous. The
+    launches fill the returned groups first.
     """
     rows, used = routing.experts.shape
     by_kind: dict[TileKind, list[tuple[int, ExpertPart]]] = {}

@@ -21,8 +21,8 @@ from quengine.kernels.moe.router_kind import MOST_EXPERTS, MOST_EXPERTS_USED
 from quengine.kernels.quant_tensor import QuantTensor
 
 _TASKS = 4  # per thread
-_PROMPT_ROWS = 64  # rows per kernel, of more
-_PROMPT_TASKS = 8  # of each
+_PROMPT_ROWS = 64  # rows per kernel, where there are more
+_PROMPT_TASKS = 8  # tasks of each such kernel
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The kernels of alternating updates, compiled; defined in kernels/altup.py. Each has a task a token."""
+"""The kernels of alternating updates, compiled; defined in kernels/altup.py. Each has one task per token."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _of_spec(
 
 
 def predict_launch(x: Tensor, out: Tensor, work: Tensor, spec: AltUpSpec) -> Launch:
-    """Rows x, out fp32 [N, T, W] and room [T, W + N]."""
+    """Predicts rows out from x, both fp32 [N, T, W]. work: fp32 [T, W + N]."""
     arguments = _of_spec(x, out, x, x, work, spec, spec.predict)
     return Launch(altup_predict_kernel(), arguments, x.shape[1], keep=(x, out, work, spec))
 
@@ -84,7 +84,7 @@ def predict_launch(x: Tensor, out: Tensor, work: Tensor, spec: AltUpSpec) -> Lau
 def correct_launch(
     x: Tensor, y: Tensor, out: Tensor, scaled: Tensor, work: Tensor, spec: AltUpSpec
 ) -> Launch:
-    """Predictions x, y fp32 [T, W] and results out [N, T, W], scaled [T, W]; room [T, W + N]."""
+    """Corrects predictions x [N, T, W] by y [T, W]: out [N, T, W], scaled [T, W]. work: [T, W + N]. All fp32."""
     arguments = _of_spec(x, out, y, scaled, work, spec, spec.correct)
     return Launch(altup_correct_kernel(), arguments, x.shape[1], keep=(x, y, out, scaled, work, spec))
 
@@ -103,13 +103,13 @@ def add_launch(x: Tensor, rows: Tensor) -> Launch:
 
 
 def open_launch(x: Tensor, projected: Tensor, out: Tensor) -> Launch:
-    """Embedded x [T, W] and their products [T, (N - 1) * W] to out [N, T, W]."""
+    """Writes embedded x [T, W] and their products [T, (N - 1) * W] to out [N, T, W]."""
     return Launch(altup_open_kernel(), _rows(out, projected, x), x.shape[0], keep=(x, projected, out))
 
 
 def close_launch(x: Tensor, row: Tensor, total: Tensor, number: int) -> Launch:
-    """Adds a product `row` [T, W] of row `number` of x [N, T, W], from 1 on, to total [T, W]; the first one begins it,
-    the last one divides it."""
+    """Adds the product `row` [T, W] of row `number` (1 .. N - 1) of x [N, T, W] to total [T, W]. Number 1 starts total
+    from row 0 of x, and N - 1 divides it by N."""
     return Launch(altup_close_kernel(), _rows(x, row, total, number), x.shape[1], keep=(x, row, total))
 
 
@@ -119,6 +119,6 @@ def join_launch(y: Tensor, beside: Tensor, out: Tensor) -> Launch:
 
 
 def sparse_gate_launch(gate_up: Tensor, deviations: float, out: Tensor) -> Launch:
-    """Gates and up rows [T, 2F] to out [T, F]."""
+    """out [T, F] = gelu(gates above their cutoff) * up, for gate_up [T, 2F]."""
     arguments = _rows(out[None], gate_up, out, factor=deviations)
     return Launch(sparse_gate_kernel(), arguments, len(out), keep=(gate_up, out))

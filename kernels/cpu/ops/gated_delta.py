@@ -1,10 +1,10 @@
 """The gated delta net in compiled code: the twin of kernels/gated_delta.py.
 
-Three kernels. The first takes a head's channels through the convolution, divides queries and keys by their lengths and
-makes strengths and decays of b and a, all in place. The second goes through the rows with some columns of a value
-head's matrix, each of which is computed by itself; the third normalizes and gates. The matrix is advanced position by
-position in a chunk as in single tokens, so that a sequence's bits do not depend on its chunks. Positions and slots are
-read from memory, so that a list of kernels made once serves every token.
+There are three kernels. The first takes a head's channels through the convolution, divides queries and keys by their
+lengths and makes strengths and decays of b and a, all in place. In the second, a task goes through the rows with some
+columns of a value head's matrix, as no column depends on the others. The third normalizes and gates. A chunk advances
+the matrix position by position, as single tokens do, so a sequence's bits do not depend on its chunks. Positions and
+slots are read from memory, so that a list of kernels made once serves every token.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class GatedDeltaArguments(Arguments):
 def gated_delta_launches(
     x: Tensor, spec: GatedDeltaSpec, layer: SlotLayer, positions: Tensor, tables: Tensor, out: Tensor
 ) -> tuple[Launch, Launch, Launch]:
-    """out [T, value_heads * head_dim] of x [T, sum of spec.widths], which is written over; fp32 both.
+    """out [T, value_heads * head_dim] of x [T, sum of spec.widths], which is overwritten; both fp32.
 
-    positions: int64 [T]. tables: int64 [T, ...], whose first column has the slots; both read when the kernels run. The
-    second and the third kernel need all of the one before. Raises ValueError for heads of other sizes, and a history
-    without a row for the newest position.
+    positions: int64 [T]. tables: int64 [T, ...], whose first column has the slots. Both are read when the kernels run.
+    The second and third kernels need the whole result of the one before. Raises ValueError for heads of other sizes,
+    and a history without a row for the newest position.
     """
     history, memory = layer.parts
     width, tensors = spec.head_dim, (spec.conv, spec.decay, spec.bias, spec.norm, history, memory, out)

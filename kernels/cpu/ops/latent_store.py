@@ -1,5 +1,4 @@
-"""The rows that a latent attention caches, and the rotated part of its queries, compiled; defined in
-kernels/latent_attention.py.
+"""The rows that latent attention caches and its rotated queries, compiled; defined in kernels/latent_attention.py.
 
 Positions and cache rows are read from memory when the kernel runs, so that a compiled list of kernels serves every
 token.
@@ -24,7 +23,7 @@ class LatentStoreArguments(Arguments):
     """q: fp32 rows of heads, `q_stride` bytes apart, [plain | rotated] each; latent: fp32 rows, [rank | rotated].
 
     queries: fp32 [tokens, heads, rank + rotated]. positions, slots: int64, one per row. cos, sin: fp32 tables, `pairs`
-    per position. norm: fp32 [rank]. query_scale: fp32 by position, or 0. rows: of the cache.
+    per position. norm: fp32 [rank]. query_scale: fp32 by position, or 0. rows: the cache's.
     """
 
     q: int
@@ -55,12 +54,12 @@ def latent_store_launch(
     slots: Tensor,
     queries: Tensor,
 ) -> Launch:
-    """Norms and rotates latent fp32 [T, rank + rotated] and stores it to the cache; scales q fp32 [T, heads * (plain +
+    """Norms and rotates latent fp32 [T, rank + rotated] and stores it to the cache. Scales q fp32 [T, heads * (plain +
     rotated)] by its position, rotates it, and copies the rotated elements to the ends of queries fp32 [T, heads, rank +
-    rotated]. q and latent have adjacent elements in their rows, and are written over; queries is contiguous.
+    rotated]. q and latent have adjacent elements in their rows and are overwritten; queries is contiguous.
 
-    positions, slots: int64 [T], where each token is in its sequence and which row of the cache it has, read when the
-    kernel runs.
+    positions, slots: int64 [T], each token's position in its sequence and its row of the cache, read when the kernel
+    runs.
     """
     assert q.stride(1) == latent.stride(1) == 1 and queries.is_contiguous()
     assert spec.cos.is_contiguous() and spec.sin.is_contiguous()

@@ -1,4 +1,4 @@
-"""What layers get of a token beside the residual stream on the CPU; defined in kernels/layer_inputs.py."""
+"""Per-layer embeddings on the CPU; defined in kernels/layer_inputs.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Mamba2's state space layer in compiled code: the twin of kernels/mamba2.py.
 
-Three kernels. The first takes channels through the convolution and makes steps of time of dt, in place. The second goes
-through the rows with some rows of a head's matrix, each of which is computed by itself; the third gates and normalizes.
-The matrix is advanced position by position in a chunk as in single tokens, so that a sequence's bits do not depend on
-its chunks. Positions and slots are read from memory, so that a list of kernels made once serves every token.
+There are three kernels. The first takes channels through the convolution and makes time steps of dt, in place. In the
+second, a task goes through the positions with some rows of a head's matrix, as no row depends on the others. The third
+gates and normalizes. A chunk advances the matrix position by position, as single tokens do, so a sequence's bits do not
+depend on its chunks. Positions and slots are read from memory, so that a list of kernels made once serves every token.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class Mamba2Arguments(Arguments):
 def mamba2_launches(
     x: Tensor, spec: Mamba2Spec, layer: SlotLayer, positions: Tensor, tables: Tensor, out: Tensor
 ) -> tuple[Launch, Launch, Launch]:
-    """out [T, heads * head_dim] of x [T, sum of spec.widths], which is written over; fp32 both.
+    """out [T, heads * head_dim] of x [T, sum of spec.widths], which is overwritten; both fp32.
 
-    positions: int64 [T]. tables: int64 [T, ...], whose first column has the slots; both read when the kernels run. The
-    second and the third kernel need all of the one before. Raises ValueError for heads or states of other sizes, and a
-    history without a row for the newest position.
+    positions: int64 [T]. tables: int64 [T, ...], whose first column has the slots. Both are read when the kernels run.
+    The second and third kernels need the whole result of the one before. Raises ValueError for heads or states of other
+    sizes, and a history without a row for the newest position.
     """
     history, memory = layer.parts
     constants = (spec.conv, spec.conv_bias, spec.decay, spec.bias, spec.skip, spec.norm)

@@ -22,18 +22,18 @@ from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.kv.kv_rows import slot_mapping
 from quengine.kernels.rope_store import row_tables
 
-_TASKS = 4  # per thread, at least, that rows are split into
+_TASKS = 4  # rows per thread from which on a task is a whole row
 
 
 @dataclass
 class RopeStoreArguments(Arguments):
     """qkv: fp32 rows of heads. positions, slots, angle_rows: int64, one per row.
 
-    cos, sin: fp32 tables, `pairs` per row. queries: fp32 [rows, heads, width], where those of qkv are moved that lie
-    between gates; 0: there are no gates.
-    q_norm, k_norm, v_norm: fp32 [width], or 0. norms_rotated: 1 where the first two are of the rotated heads.
-    query_scale: fp32 by position, or 0. hadamard: as of `hadamard_log`, of queries, keys and values. all_heads: heads
-    of all rows; task_heads: how many a task takes.
+    cos, sin: fp32 tables, `pairs` per row. queries: fp32 [rows, heads, width], where the queries that lie between gates
+    in qkv are moved; 0: there are no gates.
+    q_norm, k_norm, v_norm: fp32 [width], or 0. norms_rotated: 1 where q_norm and k_norm apply to rotated heads.
+    query_scale: fp32 by position, or 0. hadamard: `hadamard_log` of queries, keys and values. all_heads: heads of all
+    rows; task_heads: how many of them a task takes.
     """
 
     qkv: int
@@ -71,11 +71,11 @@ def rope_store_launches(
 ) -> list[Launch]:
     """Norms, rotates and scales queries and keys in place in qkv, and stores keys and values to the cache.
 
-    qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], of a shared attention heads * head_dim, contiguous; the first
-    heads * head_dim elements of a row are its queries afterwards. Of a gated attention queries go to `queries`, fp32
-    [T, heads * head_dim], contiguous. layer: of any type. positions, slots: int64 [T], where each token is in its
-    sequence and which row of the cache it has, read when the kernel runs. angle_rows: int64 [T], its row of the rotary
-    tables; None: its position.
+    qkv: fp32 [T, (heads + 2 * kv_heads) * head_dim], for a shared attention heads * head_dim, contiguous. Afterwards
+    the first heads * head_dim elements of a row are its queries, but the queries of a gated attention go to `queries`,
+    fp32 [T, heads * head_dim], contiguous. layer: of any type. positions, slots: int64 [T], each token's position in
+    its sequence and its row of the cache, read when the kernel runs. angle_rows: int64 [T], each token's row of the
+    rotary tables; None: its position.
     """
     angle_rows = positions if angle_rows is None else angle_rows
     kv_heads = 0 if spec.shared else spec.kv_heads
@@ -92,7 +92,7 @@ def rope_store_launches(
             row = qkv[:, column : column + width]
             launches.append(rms_norm_launch(row, norm, spec.eps, row))
         column += width
-    # A head takes less time than to take a task: rows of a prompt are a task each.
+    # To compute a head takes less time than to take a task, so many rows are a task each.
     row_heads = spec.heads + 2 * kv_heads
     task_heads = row_heads if qkv.shape[0] >= _TASKS * get_threads() else 1
     arguments = RopeStoreArguments(

@@ -17,7 +17,7 @@ _TASK_FLOATS = 1 << 14
 
 @dataclass
 class StateCopyArguments(Arguments):
-    """`floats` fp32 at address source, `task_floats` a task, to address target."""
+    """Copies `floats` fp32, `task_floats` per task, from address source to address target."""
 
     source: int
     target: int

@@ -1,5 +1,7 @@
-"""How the kernels of searches read blocks: 16 at a time, the same place of each in a vector, with the weights of their
-squared errors that kernels/quantize/importance.py defines."""
+"""How the search kernels read blocks: 16 at a time, with the same element of each block in one vector.
+
+They also read the weights of squared errors, as kernels/quantize/importance.py defines them.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class BookSearchArguments(BlockArguments):
     index       int16 [vectors of a group, groups, blocks]: numbers of entries
     signs       uint8 [group / 8, groups, blocks]: bits of negative weights; unused by IQ1
     d           int16 [blocks]: bits of fp16
-    sub         uint8 [groups, blocks]: n of the multiples 2n + 1
+    sub         uint8 [groups, blocks]: the n of sub-scales 2n + 1
     """
 
     index: int

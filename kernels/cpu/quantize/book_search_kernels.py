@@ -1,7 +1,7 @@
 """The kernel of the search for entries of codebooks: kernels/quantize/books.py, operation for operation.
 
-For 16 vectors at a time the sums of all combinations of half an entry lie in the L1 cache, and the nearest entry is the
-least of the sums of two: an addition and a minimum for each entry.
+For 16 vectors at a time the sums of all combinations of half an entry lie in the L1 cache. The nearest entry is the one
+whose halves have the least total, which takes an addition and a minimum for each entry.
 """
 
 from __future__ import annotations
@@ -74,9 +74,12 @@ class _Plan:
 
 @cache
 def _plan(name: str) -> _Plan:
-    """The memory: x and weights of a block; these and the target of a group, sums of halves of entries, entries nearest
-    to the group's vectors; a trial's scales, its fit and the best gain; two fits of each group, its scale and multiples
-    of d; d and another."""
+    """The plan of a format.
+
+    Its memory has x and weights of a block; x, weights and target of a group, sums of halves of entries, and entries
+    nearest to the group's vectors; a trial's scales, its fit and the best gain; two fits of each group, its scale and
+    multiples of d; d and another.
+    """
     fmt = FORMATS[name]
     book, vectors = EntryBook(fmt, torch.device("cpu")), fmt.group // fmt.width
     trials = len(SPREADS) + (0 if book.parts > 1 else len(PEAKS))

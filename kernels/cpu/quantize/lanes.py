@@ -1,6 +1,6 @@
 """Arithmetic on lanes with Python's operators: an expression of a definition is the same text in a kernel.
 
-A vector holds the same place of 16 blocks. Every operation is one IEEE operation, rounded for itself.
+A vector holds the same element of each of 16 blocks. Every operation is one IEEE operation, rounded by itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quengine.kernels.cpu.ir.vector_ir import F32, I16, I32, Emitter, vec
 
 LANES = 16
 LANE_BYTES = 4 * LANES
-"""Of a vector of fp32 or int32."""
+"""Bytes of a vector of fp32 or int32."""
 FLOATS, INTS = vec(F32, LANES), vec(I32, LANES)
 
 

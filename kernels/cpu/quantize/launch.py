@@ -1,4 +1,4 @@
-"""What the kernels of searches read, and how they run: in the calling thread, as quantizing has threads of its own."""
+"""What the search kernels read. They run in the calling thread, as quantizing has threads of its own."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class BlockArguments(Arguments):
 
     rows         fp32 weights of `count` blocks
     blocks       a multiple of 16, the last dimension of what is found
-    importance   fp32 [block, period + 15]: of the columns of a row of `period` blocks, the first 15 blocks again after
-                 the last; 0: there are none
+    importance   fp32 [block, period + 15]: of the columns of a row of `period` blocks, whose first 15 blocks follow
+                 again after the last; 0: there are none
     mean_square  fp32 [blocks], of each block's row; 0 where it is the block's own
     """
 
@@ -44,8 +44,8 @@ class BlockArguments(Arguments):
 
 
 class BlockInputs:
-    """The fields of `BlockArguments` for fp32 rows [R, K] and their importances, [R or 1, K] or None; they are kept
-    alive with it."""
+    """The fields of `BlockArguments` for fp32 rows [R, K] and their importances, [R or 1, K] or None, which it keeps
+    alive."""
 
     def __init__(self, fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> None:
         self._rows = rows.contiguous()

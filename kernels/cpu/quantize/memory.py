@@ -28,7 +28,7 @@ class Places:
 
 
 class Memory:
-    """The memory at an address."""
+    """The vectors at an address, laid out by `places`."""
 
     def __init__(self, e: Emitter, places: Places, address: ir.Value) -> None:
         self.e, self._places, self._address = e, places, address
@@ -77,7 +77,7 @@ def field(e: Emitter, arguments: type, args: ir.Value, name: str) -> ir.Value:
 
 
 class TaskBlocks:
-    """The blocks of a task, in tensors of arguments with a field `blocks`, their last dimension."""
+    """A task's blocks in the tensors of `arguments`, whose field `blocks` is the tensors' last dimension."""
 
     def __init__(
         self, e: Emitter, arguments: type[Arguments], args: ir.Value, task: ir.Value, groups: int

@@ -15,7 +15,7 @@ from quengine.kernels.cpu.runtime.kernel_table import plain_blocks_kernel
 
 @dataclass
 class PlainBlocksArguments(Arguments):
-    """x: address of fp32 weights, block after block. out: of the blocks' bytes."""
+    """x: the address of fp32 weights, block after block. out: the address of the blocks' bytes."""
 
     x: int
     blocks: int

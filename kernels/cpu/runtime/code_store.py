@@ -101,7 +101,7 @@ class CodeStore:
         )
 
     def keeps(self) -> bool:
-        """Whether there is a folder for new contents, which is made."""
+        """Whether a folder for new contents exists or can be made; makes it."""
         for folder in self.folders:
             with contextlib.suppress(OSError):
                 if self._made_key(folder) is not None:
@@ -109,7 +109,7 @@ class CodeStore:
         return False
 
     def _made_key(self, folder: Path) -> bytes | None:
-        """The secret of a folder that is made where there is none. Raises OSError if it cannot be."""
+        """The secret of a folder; makes both where missing. Raises OSError if the folder cannot be made."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self._key(folder, make=True)
 
@@ -163,7 +163,7 @@ def code_store() -> CodeStore:
 
 
 def _folders(name: str) -> list[Path]:
-    """Folders of this name: in NUMBA_CACHE_DIR if set, and in the user's cache if not set or another user's there."""
+    """Folders of this name: in NUMBA_CACHE_DIR if set; in the user's cache if not, or if the first is foreign."""
     own = user_cache()
     caches = [] if own is None else [own / name]
     chosen = os.environ.get("NUMBA_CACHE_DIR")

@@ -21,7 +21,7 @@ from quengine.kernels.cpu.runtime.machine_code import ENTRY
 
 
 def compile_kernel(function: Callable[..., None], arguments: type[Arguments]) -> bytes:
-    """Compiles function(arguments, task), whose arguments are at an address: object code."""
+    """The object code of function(arguments, task), whose arguments lie at an address."""
     code: bytes = _object_code(_lowered(function, types.void, (ArgumentsType(arguments), types.int64)))
     return code
 

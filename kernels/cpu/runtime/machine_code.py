@@ -13,7 +13,7 @@ _numbers = count()
 
 
 def link(code: bytes) -> int:
-    """The address of ENTRY in an object file, valid for the process's lifetime.
+    """The address of ENTRY in an object file, which is linked. It stays valid until the process ends.
 
     Raises RuntimeError for an object file of another machine, a damaged one, or one with unresolved symbols.
     """

@@ -1,9 +1,9 @@
 """Memory that prompts compute in, kept from one operation and one prompt to the next.
 
-Large tensors that are allocated anew come from the system page by page, each zeroed at its first use, and the C library
-gives most of them back when they are freed: a prompt of 512 tokens took 24,000 such page faults. The C library is set
-to keep freed memory. It gives back what is larger than 32 MiB all the same, as gate and up of 512 rows of a 7B model,
-14,336 pages a layer: `scratch` keeps such tensors.
+Large tensors that are allocated anew come from the system page by page, each page zeroed at its first use, and the C
+library gives most of them back when they are freed: a prompt of 512 tokens took 24,000 such page faults. The C library
+is set to keep freed memory. It still gives back tensors of more than 32 MiB, such as gate and up of 512 rows of a 7B
+model, 14,336 pages a layer, so `scratch` keeps these.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ class ChainArguments(Arguments):
 class KernelStage:
     """The work between two synchronisations of the threads.
 
-    parts   independent of each other. A part is kernels with equal numbers of tasks: task i of the first, then task i
-            of the second, and so on, on one thread
-    finals  run when all tasks of all parts are done, in order, every task of each, on one thread
+    parts   independent of each other. A part has kernels with equal numbers of tasks: one thread runs task i of the
+            first, then task i of the second, and so on
+    finals  kernels that one thread runs in order, every task of each, when all tasks of all parts are done
     """
 
     parts: list[list[Launch]] = field(default_factory=list)

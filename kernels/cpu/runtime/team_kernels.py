@@ -31,8 +31,8 @@ _YIELD_AFTER = 1_000
 # Turns after which a thread that waits for a task sleeps: the task's owner was descheduled, maybe in favour of the
 # waiting thread. A scheduler may ignore sched_yield; without the sleep a token took 3 times as long on a busy machine.
 _NAP_AFTER, _NAP_MICROSECONDS = _YIELD_AFTER + 50, 5
-# Bytes of the weights of its own tasks that a waiting thread prefetches, at most, and cache lines a turn: waits take
-# an eighth of a step on 16 threads, and a memory that nothing is asked of.
+# The most bytes of its own tasks' weights that a waiting thread prefetches, and cache lines per turn. Waits take an
+# eighth of a step on 16 threads, during which the memory is idle.
 _MOST_AHEAD, _LINES = 1 << 17, 4
 # Turns of the watch loop before a thread sleeps: some 2 ms, mostly yielding. Between two tokens Python takes 0.4 ms.
 _WATCH = 10_000

@@ -29,7 +29,7 @@ from quengine.kernels.cpu.runtime.kernel_table import lead_function, watch_funct
 # counters; the number of threads working on it; whether the team is dismissed; the number of its threads.
 OPEN, TABLE, LENGTH, COUNTERS, INSIDE, DISMISSED, THREADS = (64 * i for i in range(7))
 # A launch in the table: kernel, offset of its arguments in the table (bytes), tasks, after_previous, weights, bytes of
-# weights per task. Its counters, a cache line each: tasks that are done; of each thread's own tasks those taken.
+# weights per task. Its counters, a cache line each: the tasks that are done; how many of each thread's own are taken.
 LAUNCH_BYTES = 48
 _SET_TIMER_SLACK = 29  # PR_SET_TIMERSLACK of Linux's prctl, in nanoseconds
 
@@ -89,7 +89,7 @@ class _Team:
                 self.bell.acquire()
 
     def cleared_counters(self, launches: int) -> int:
-        """The address of the counters of a list of so many launches, all 0."""
+        """The address of counters for a list of `launches` launches, all 0."""
         nbytes = 64 * (1 + self.threads) * launches
         if 8 * len(self.counters) < nbytes + 64:
             self.counters = array("q", bytes(nbytes + 64))
@@ -99,7 +99,7 @@ class _Team:
         return address
 
     def goes_to_sleep(self, known: int) -> bool:
-        """Whether a thread may wait for the bell: not if a list was announced after it stopped watching."""
+        """Whether a thread may sleep until it is woken: not if a list was announced after it stopped watching."""
         with self.asleep_lock:
             if self.lists > known:
                 return False

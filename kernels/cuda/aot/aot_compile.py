@@ -26,7 +26,7 @@ only sm_89 has (fp8). Only the assembler is run for them, in a tenth of the time
 """
 
 _STATIC = re.compile(r"\.shared \.align \d+ \.b8 \w+\[(\d+)\]")
-"""Shared memory that PTX declares with its size, which Triton's own part has none of."""
+"""Matches shared memory that PTX declares with its size; Triton declares none so."""
 
 _TYPES = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",

@@ -24,8 +24,8 @@ _READS = ("ld.global", "cp.async", "prefetch")
 
 @dataclass(frozen=True)
 class Early:
-    """The pointer parameters, by number, that memory is read and written through on some path from the
-    kernel's start to its wait; `waits`: whether there is a wait at all.
+    """The numbers of the pointer parameters through which a kernel reads and writes memory on some path from its start
+    to its wait. waits: whether there is a wait at all.
     """
 
     waits: bool
@@ -128,7 +128,7 @@ def _origins(body: list[_Instruction]) -> dict[str, set[int]]:
 
 
 def _results(operands: str) -> tuple[list[str], str]:
-    """The registers that an instruction writes, its first operand, and the text of the others."""
+    """The registers that an instruction writes (its first operand), and the text of its other operands."""
     first = operands[: operands.index("}") + 1] if operands.startswith("{") else operands.split(",")[0]
     return _REGISTER.findall(first), operands[len(first) :]
 

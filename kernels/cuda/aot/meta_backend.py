@@ -1,8 +1,8 @@
 """The CUDA backend on the meta device: it launches what a model launches, on weights without data.
 
-Some operations of torch have no other form on the meta device than one in Python, which imports torch's compiler: half
-a second to a second (`empty_like`, `x[rows]`, products; not `new_empty` and `index_select`). The steps of usual models
-take none of them, so that their kernels are known the sooner.
+On the meta device, some of torch's operations exist only in Python, and import torch's compiler: half a second to a
+second (`empty_like`, `x[rows]`, products; not `new_empty` and `index_select`). The steps of usual models use none of
+these, so that their kernels are known sooner.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,13 +42,13 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def stored(name: str, rows: int, cols: int) -> QuantTensor:
-    """A matrix of a file, of the type of that name, without data."""
+    """A matrix as a file holds it, in the format `name`, without data."""
     fmt = FORMATS[name]
     return QuantTensor(name, fmt, (rows, cols), empty(rows, fmt.row_bytes(cols), dtype=torch.uint8))
 
 
 def packed_part(name: str, rows: int, cols: int) -> PackedPart | FloatPart:
-    """The same matrix in the layout of a device."""
+    """A matrix in the format `name`, in the layout of a device, without data."""
     fmt = FORMATS[name]
     if not fmt.is_quantized:
         return FloatPart(empty(rows, cols, dtype=_FLOATS[name]))
@@ -57,8 +57,8 @@ def packed_part(name: str, rows: int, cols: int) -> PackedPart | FloatPart:
 
 
 def repack_tile(name: str, cols: int) -> None:
-    """Repacks 16 rows of a type, as all weights of the model are when they are loaded, and computes their bounds;
-    nothing, where torch packs."""
+    """Repacks 16 rows of a format and computes their bounds, as loading a model does for all its weights. Does nothing
+    where torch packs the format."""
     layout, table = packed_layout(FORMATS[name], cols), repack_table(FORMATS[name], cols, META)
     if table is not None:
         chunks = -(-cols // layout.chunk)
@@ -85,7 +85,7 @@ class MetaBackend(CudaBackend):
         )
 
     def gather_rows(self, x: Rows | Residual, rows: Tensor) -> Tensor:
-        """Launches nothing. On the meta device torch imports its compiler, a second, for a product of tensors."""
+        """Launches nothing. A product of tensors on the meta device would import torch's compiler, for a second."""
         if isinstance(x, Fp16Operand):
             return empty(len(rows), x.width)
         return super().gather_rows(x, rows)
@@ -128,7 +128,7 @@ class MetaBackend(CudaBackend):
 
 @contextmanager
 def backend_for(arch: int) -> Iterator[MetaBackend]:
-    """The backend as on a GPU of that architecture."""
+    """The backend with the kernels of a GPU of architecture `arch`."""
     with assuming(gpu_for(arch)):
         yield MetaBackend(META)
 

@@ -75,8 +75,8 @@ class DecodeOutputs(NamedTuple):
 
 
 class HeadShape(NamedTuple):
-    """Key-value heads, query heads of each, elements of a head, whether each query head has gates, whether the newest
-    key and value are in the cache already: what a kernel is compiled for."""
+    """What a kernel is compiled for: key/value heads, query heads of each, elements of a head, whether each query head
+    has gates, whether the newest key and value are in the cache already."""
 
     kv_heads: int
     group: int
@@ -127,8 +127,8 @@ class DecodeArguments:
         return self.workspace.acc.shape[2]
 
     def grid(self, least: int, more: int = 0) -> tuple[int, int, int]:
-        """Programs: key/value heads, KV splits, sequences. A split has `least` keys or more; `more` are added to the
-        number of such splits in the longest sequence.
+        """Programs: key/value heads, KV splits, sequences. A split has `least` keys or more; `more` is added to the
+        number of such splits that the longest sequence can have.
 
         Splits that no sequence can have here are left out: each would cost a program that returns at once.
         """
@@ -141,8 +141,8 @@ class DecodeArguments:
         return self.qkv, rotation, self.positions, self.block_tables, checked_sinks(self.spec)
 
     def results(self) -> tuple[object, ...]:
-        """Outputs and numbers of both kernels: eps of the norms, scale of the scores, in base 2 unless they are
-        soft-capped, rows, blocks, strides.
+        """Outputs and numbers of both kernels: eps of the norms, scale of the scores (in base 2 unless scores are
+        soft-capped), rows, blocks, strides.
         """
         spec = self.spec
         scale = spec.scale if spec.softcap else spec.scale * LOG2_E

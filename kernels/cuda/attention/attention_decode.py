@@ -6,7 +6,7 @@ number and size of splits follow from the sequence's length and the model alone,
 depend on the other sequences. Positions are read from device memory, so one captured launch serves every length. There
 is no mask: the first split begins at the first key within the window, and table entries before it are not read.
 
-There are two kernels: attention_warps.py wins for heads of 64 to 256 and groups of up to 8, on a GPU;
+There are two kernels: attention_warps.py wins on a GPU for heads of 64 and 128, some of 256, and groups of up to 8;
 attention_tiles.py serves all others.
 """
 
@@ -42,11 +42,11 @@ def attention_decode(
     pdl: bool = False,
     angle_rows: Tensor | None = None,
 ) -> Out:
-    """One new token of each of B sequences: rotates, stores its key and value, attends to all keys up to itself.
+    """Rotates one new token of each of B sequences, stores its key and value, and attends to all keys up to its own.
 
-    qkv: [B, (heads + 2 * kv_heads) * head_dim], of a shared layer [B, heads * head_dim], fp32 or fp16, unit inner
-    stride. positions: int32 [B] on the device. block_tables: int32 [B, blocks] on the device, contiguous. `coarse`: few
-    KV splits, for batches. angle_rows: as of ForwardBatch.
+    qkv: [B, (heads + 2 * kv_heads) * head_dim], or for a gated or shared layer [B, qkv_width(spec)], fp32 or fp16, unit
+    inner stride. positions: int32 [B] on the device. block_tables: int32 [B, blocks] on the device, contiguous.
+    `coarse`: few KV splits, for batches. angle_rows: as in ForwardBatch.
 
     `out` is [B, heads * head_dim], written and returned: fp32; quantized activations, int16 per group of 32 for q-dot
     (a head that is not a multiple of 32 takes a second launch); or an fp16 operand, whose row scales must be ones, as

@@ -1,13 +1,13 @@
 """Operands of attention in registers: the cache elements that a thread loads, and their place in a matrix instruction.
 
 The matrix instruction is m16n8k16. Its rows are keys in the score product, and columns of the head in the value
-product; its 8 columns are 4 query heads, each in two fp16 terms (value and remainder, 22 bits) side by side, so groups
-of 4 heads fill it; 8 heads take two. Keys and values are loaded directly as operands, with columns permuted so that
-every load is 16 bytes: a sum over columns is the same in any order that both operands share, and the output columns
-are put in order when heads are stored. BITS: of a stored value. fp16 is loaded as it is multiplied; codes of 8 bits are
-multiplied as fp16, 32 columns at a time, which have one scale; those of 4 bits, of which a load has columns of one
-group, become values first, exactly. A thread is (warp, r, c), lane 4 r + c; its elements of an operand are the last
-dimension of a tensor [threads, n]. `HEADS`: 4 or 8, the padded group size.
+product; its 8 columns are 4 query heads, each in two fp16 terms (value and remainder, 22 bits) side by side. A group of
+4 heads fills one instruction, and 8 heads take two. Keys and values are loaded directly as operands, with columns
+permuted so that every load is 16 bytes: a sum over columns is the same in any order that both operands share, and the
+output columns are put in order when heads are stored. BITS: bits of a stored value. fp16 is multiplied as loaded. Codes
+of 8 bits are multiplied as fp16, 32 columns with one scale at a time. Codes of 4 bits, of which a load has columns of
+one group, become exact values first. A thread is (warp, r, c), lane 4 r + c; its elements of an operand
+are the last dimension of a tensor [threads, n]. `HEADS`: 4 or 8, the padded group size.
 """
 
 import triton

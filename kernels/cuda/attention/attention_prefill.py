@@ -52,8 +52,8 @@ BATCH_INVARIANT_ROWS = 512
 
 
 class PrefillShape(NamedTuple):
-    """Query rows of a program, which divide those of a tile, keys per tile, warps per block, key tiles in flight.
-    `wgmma`: the Hopper kernel reads an fp16 cache, unless `batch_invariant`.
+    """Query rows of a program (a divisor of a tile's rows), keys per tile, warps per block, key tiles in flight.
+    `wgmma`: with an fp16 cache the Hopper kernel is used, unless `batch_invariant`.
     """
 
     block_rows: int
@@ -230,11 +230,11 @@ def attention_prefill(
 
     q: [T, heads, head_dim] fp16, rotated, from `rope_store`, which has stored the chunks' keys and values.
     block_tables: int32 [sequences, blocks]. tiles: from `prefill_tiles`. out: [T, heads * head_dim], fp16 or fp32,
-    written and returned; fp16 may be q itself, since a program reads the queries whose results it writes, and no
-    others. `batch_invariant`: a row's bits are the same whatever chunk it is in: key tiles of one size lie at its
-    multiples, and one in which a row sees nothing leaves its state as it is. `wgmma_layout`: `out` is the values of an
-    fp16 operand in that layout (fp16_operand.py), where `stores_wgmma_layout` allows it. gates: where the spec is
-    gated, the rows of qkv that `rope_store` was given.
+    written and returned; fp16 may be q itself, since a program reads only the queries whose results it writes.
+    `batch_invariant`: a row's bits are the same in every chunk, because key tiles have one size and begin at its
+    multiples, and a tile in which a row sees no key leaves the row's state unchanged. `wgmma_layout`: `out` is the
+    values of an fp16 operand in that layout (fp16_operand.py), where `stores_wgmma_layout` allows it. gates: where the
+    spec is gated, the rows of qkv that `rope_store` was given.
     Source: Dao 2023 (FlashAttention-2).
     """
     tokens, heads, head_dim = q.shape
@@ -251,7 +251,7 @@ def attention_prefill(
         if gates is not None:
             gate_rows(out, gates, spec, layout, pdl)
         return out
-    apart = layer.format.hadamard  # transformed in the kernel above, its sums would spill registers
+    apart = layer.format.hadamard  # the kernel's sums would spill registers if it transformed them too
     gate_ptr = None if apart else gate_ptr
     parts = tiles.block_rows // shape.block_rows
     _attention_prefill_kernel[(heads, parts * tiles.tiles.shape[0])](
@@ -271,8 +271,8 @@ def attention_prefill(
 
 
 def stores_wgmma_layout(spec: AttentionSpec, layer: KVLayer, tiles: PrefillTiles) -> bool:
-    """Whether `attention_prefill` can write the WGMMA layout for these chunks: rows that are transformed or gated in a
-    launch of their own stay in order there."""
+    """Whether `attention_prefill` can write the WGMMA layout for these chunks. It cannot where a launch of its own
+    transforms rows (q4_0): these stay row-major."""
     shape = _shape_of(tiles.longest, spec.head_dim, layer.k.device)
     return _takes_wgmma(shape, spec, layer) or not layer.format.hadamard
 
@@ -295,8 +295,8 @@ def _shape_of(rows: int, head_dim: int, device: torch.device, batch_invariant: b
 def _takes_wgmma(
     shape: PrefillShape, spec: AttentionSpec, layer: KVLayer, batch_invariant: bool = False
 ) -> bool:
-    # That kernel copies the first visible block instead of those before it, so all of that block must have been
-    # written, as is certain only for windows longer than a block.
+    # The wgmma kernel copies the first visible block in place of the blocks before it. All of it must therefore have
+    # been written, which is certain only for windows longer than a block.
     narrow = spec.window is not None and spec.window <= BLOCK_SIZE
     return shape.wgmma and not batch_invariant and layer.k_scale is None and not narrow and not spec.softcap
 

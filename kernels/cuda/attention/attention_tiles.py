@@ -46,8 +46,8 @@ FIRST_KEYS = 32
 """Keys of the first tile; a split has a multiple of it."""
 
 COARSE = 416
-"""Least keys of a coarse split: a first tile and whole tiles. Where other sequences fill the device, more
-splits only cost.
+"""Least keys of a coarse split: a first tile and whole tiles. Other sequences fill the device, so more splits would
+only add cost.
 """
 
 _FIRST = tl.constexpr(FIRST_KEYS)
@@ -412,9 +412,9 @@ def tile_shape(
     """The tile shape by head size, query heads per group, cache type and splits, from benchmarks/cuda/attention.py on
     an H200.
 
-    The tiles of all stages must fit 99 KiB of shared memory (sm_89), and nothing may spill. In a context of 65,536
-    tokens a third tile in flight of heads of 256 takes 87 us where two take 122 with four key-value heads, 57 and 74
-    with two.
+    The tiles of all stages must fit 99 KiB of shared memory (sm_89), and nothing may spill. With heads of 256 and a
+    context of 65,536 tokens, three tiles in flight take 87 us and two take 122 with four key-value heads; with two
+    key-value heads, 57 and 74.
     """
     if head_dim > 256:
         return TileShape(32 if hopper and not coarse else 16, 8, 2)

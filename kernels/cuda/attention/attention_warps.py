@@ -1,13 +1,13 @@
 """Decode attention in registers: each warp of a program takes its own keys, and the warps are combined at the end.
 
 It does the work of attention_tiles.py's kernel (one KV split of one key/value head per program), for heads of 64 or
-128 and groups of up to 8, and for some of 256 (`takes`), where it is faster. There, tiles pass through shared memory
-between barriers; here a warp loads keys and values as operands of the matrix instruction (attention_operands.py), and
-scores and weights stay in the registers of the result. The new key and value are added when the warps are combined.
+128 and groups of up to 8, and for some of 256 (`takes`), where it is faster. That kernel passes tiles through shared
+memory between barriers; here a warp loads keys and values as matrix operands (attention_operands.py), and scores and
+weights stay in the registers of the result. The new key and value are added when the warps are combined.
 
 With a q8_0 cache the codes are multiplied as fp16. A key's scales multiply the scores of its groups of columns; a
-value's scales multiply the softmax weights, which are separate for each group. Codes of a q4_0 cache become values in
-registers, exactly, of which a warp takes twice as many keys at a time.
+value's scales multiply the softmax weights, which are separate for each group. Codes of a q4_0 cache become exact
+values in registers, and a warp takes twice as many keys at a time.
 """
 
 from typing import NamedTuple
@@ -95,8 +95,8 @@ def split_shape(bits: int, coarse: bool) -> SplitShape:
 
 
 def takes(qkv: Tensor, spec: AttentionSpec, layer: KVLayer, coarse: bool) -> bool:
-    """Whether this kernel supports such heads, on a GPU: both elements of a rotated pair must be in one thread. Of 256
-    elements a program takes all registers, so it has groups of up to 4 of one sequence, and an fp16 cache."""
+    """Whether this kernel, on a GPU, supports a layer's heads: one thread must hold both elements of a rotated pair.
+    Heads of 256 take all registers of a program: only groups of up to 4, an fp16 cache and no `coarse` splits."""
     rotates = 2 * spec.cos.shape[1] == spec.head_dim or spec.rope_layout == "pairs"
     aligned = qkv.dtype == torch.float32 and qkv.stride(0) % 4 == 0 and qkv.data_ptr() % 16 == 0
     shaped = spec.heads <= 8 * spec.kv_heads and spec.head_dim in (64, 128)
@@ -592,10 +592,10 @@ def launch_warps(given: DecodeArguments) -> None:
 def _registers(given: DecodeArguments) -> int:
     """The most registers per thread; ptxas alone may choose fewer than needed, and spill.
 
-    The allocation does not affect the sums: a row has the same bits either way. 128 registers are enough for a batch
-    on Hopper (where there is PDL), and a few too few on earlier GPUs. With 168 for a single sequence's program, a
-    projection's program, 8 warps of 80 registers, fits beside it: the end of the previous launch, and the early start
-    of the next.
+    The allocation does not affect the sums: a row has the same bits either way. 128 registers are enough for a batch on
+    Hopper (which has PDL), and a few too few on earlier GPUs. A single sequence's program with 168 leaves room for a
+    projection's program (8 warps of 80 registers), so that the end of the previous launch and the early start of the
+    next one overlap it.
     """
     programs = given.qkv.shape[0] * given.shape.kv_heads
     shares = programs > FEW_PROGRAMS if given.coarse else not given.layer.format.coded

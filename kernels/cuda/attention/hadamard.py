@@ -11,8 +11,8 @@ from quengine.kernels.cuda.launch.kernel import DirectLaunch
 from quengine.kernels.cuda.pdl import wait_then_launch
 
 REMAINDERS = gl.constexpr(2048.0)
-"""The factor of remainders in `hadamard_terms`: half of a value's last bit is as large as the value then, so that
-neither leaves the range of fp16 before the other."""
+"""The factor of remainders in `hadamard_terms`: it makes half of a value's last bit as large as the value, so that both
+leave the range of fp16 together."""
 
 
 @triton.constexpr_function
@@ -61,7 +61,7 @@ def _transform_heads_kernel(out_ptr, count, HEAD_DIM: tl.constexpr, BLOCK: tl.co
 
 
 def transform_heads(out: Tensor, head_dim: int, pdl: bool = False) -> None:
-    """An attention's results [T, heads * head_dim], contiguous, of any float type, transformed in place."""
+    """Transforms an attention's results in place: [T, heads * head_dim], contiguous, of any float type."""
     assert out.is_contiguous()
     count, block = out.numel() // head_dim, max(1, 1024 // triton.next_power_of_2(head_dim))
     _transform_heads_kernel[(triton.cdiv(count, block),)](

@@ -1,7 +1,7 @@
 """Reads and writes of the paged KV cache in kernels: fp16, or q8_0 and q4_0 as kernels/kv/kv_codes.py defines them.
 
-BITS: of a stored value, 16, 8 or 4. In memory a layer is [kv_heads, rows, head_dim], or of 4 bits half as wide: a block
-of BLOCK_SIZE positions of one head is contiguous, and a sequence's block table maps its positions to blocks.
+BITS: bits of a stored value: 16, 8 or 4. In memory a layer is [kv_heads, rows, head_dim], half as wide with 4 bits. A
+block of BLOCK_SIZE positions of one head is contiguous, and a sequence's block table maps its positions to blocks.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """Output gates of an attention: what they are read from, and the launch that applies them to stored results.
 
 Definition: `gate_output` of kernels/attention.py. A gated layer's qkv rows have, for each query head, its queries and
-then its gates. The kernels that write an attention's results multiply them there; after the one for Hopper's prompts,
-which has no room for it, `gate_rows` does.
+then its gates. The kernels that write an attention's results multiply them by the gates. Hopper's kernel for prompts
+has no room for that, so `gate_rows` follows it.
 """
 
 import triton
@@ -18,7 +18,7 @@ _BLOCK = 1024
 
 
 def qkv_width(spec: AttentionSpec) -> int:
-    """Columns of a layer's qkv rows, gates included; of a shared layer's its queries'."""
+    """Columns of a layer's qkv rows, gates included; a shared layer's rows have no keys and values."""
     of_others = 0 if spec.shared else 2 * spec.kv_heads
     return ((2 if spec.gated else 1) * spec.heads + of_others) * spec.head_dim
 
@@ -71,8 +71,8 @@ def gate_rows(
     layout: OperandLayout = OperandLayout.ROW_MAJOR,
     pdl: bool = False,
 ) -> None:
-    """out * sigmoid(gates), in place: an attention's results [T or more, heads * head_dim], plain rows or the values of
-    an operand in a layout; of the T rows of qkv."""
+    """Multiplies `out` by sigmoid(gates) of the T rows of qkv, in place. out: an attention's results [T or more, heads
+    * head_dim], plain rows or the values of an operand in `layout`."""
     values, row_scale, qkv_stride, weight_scale = gate_arguments(qkv, spec)
     assert values is not None
     width = spec.heads * spec.head_dim

@@ -18,7 +18,7 @@ class RotationPointers(NamedTuple):
     """cos and sin [context, rope_dim / 2], norm weights of queries and keys [head_dim], query scales [context], and
     int32 [T], the row of cos and sin of each token.
 
-    A layer without norms or scales, and tokens whose rows are their positions, repeat the cosines there, which are not
+    Where a layer has no norms or scales, or tokens' rows are their positions, the field repeats the cosines and is not
     read.
     """
 
@@ -31,9 +31,9 @@ class RotationPointers(NamedTuple):
 
 
 class RopeVariant(NamedTuple):
-    """What a kernel that rotates is compiled for: rotated elements of a head, whether a pair is an element of each half
-    (else neighbours), per-head norms, whether they are of the rotated heads, queries scaled by their position, value
-    heads divided by their root mean square, and whether `RotationPointers.rows` are given."""
+    """What a kernel that rotates is compiled for: rotated elements of a head; whether a pair has one element of each
+    half (else neighbours); whether heads are normed, and whether after rotation; whether queries are scaled by
+    position, value heads divided by their root mean square, and `RotationPointers.rows` given."""
 
     dim: int
     halves: bool

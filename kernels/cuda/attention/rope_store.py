@@ -116,11 +116,11 @@ def rope_store(
 ) -> Tensor:
     """Rotates queries and keys of T tokens and stores their keys and values to the cache.
 
-    qkv: [T, (heads + 2 * kv_heads) * head_dim], where the spec is gated or shared `qkv_width` columns, fp32 or fp16,
-    unit inner stride, or products of that shape, which are scaled here; positions: int32 [T] on the device (one past
-    the block table is not written); block_tables: int32 [sequences, blocks]; sequences: int32 [T], each token's row of
-    them. angle_rows: as of ForwardBatch.
-    Returns the rotated queries [T, heads, head_dim] fp16, in `out` where that is given, contiguous; over q4_0 they are
+    qkv: [T, (heads + 2 * kv_heads) * head_dim], or [T, qkv_width(spec)] if the spec is gated or shared; fp32 or fp16,
+    unit inner stride, or products of that shape, which are scaled here. positions: int32 [T] on the device (a position
+    past the block table is not written); block_tables: int32 [sequences, blocks]; sequences: int32 [T], each token's
+    row of block_tables. angle_rows: as in ForwardBatch.
+    Returns the rotated queries [T, heads, head_dim] fp16, in `out` if given, contiguous; for a q4_0 cache they are
     transformed (kernels/hadamard.py).
     With `pdl` the launch may overlap the end of the one before it (sm_90 and later only).
     """

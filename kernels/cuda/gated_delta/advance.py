@@ -1,7 +1,7 @@
 """The states of a step that has verified drafts, carried over the rows that were accepted.
 
-A program takes a sequence, a value head and some columns of its S, as `recurrence` does row by row, and has its bits:
-queries, keys, values and gates are those that the step has computed.
+A program takes a sequence, a value head and some columns of its S, as `recurrence` does row by row, and gives the same
+bits: it reads the queries, keys, values and gates that the step computed.
 """
 
 from dataclasses import dataclass

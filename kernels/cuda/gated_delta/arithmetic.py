@@ -36,7 +36,7 @@ class Net(NamedTuple):
 
 
 def net_of(spec: GatedDeltaSpec, ring: int) -> Net:
-    """ring: rows of the history, at least the taps: a position is stored in a row that is not read any more."""
+    """ring: rows of the history, at least the taps, so that a position is stored in a row that is no longer read."""
     assert ring >= spec.taps, f"a history of {ring} positions is too short for a convolution over {spec.taps}"
     return Net(spec.key_heads, spec.value_heads, spec.head_dim, spec.tiled, spec.taps, ring)
 

@@ -1,8 +1,8 @@
 """The relations between the rows of a prompt's chunk, for all chunks at once: two matrices for each chunk and value
 head.
 
-In a chunk of C rows with queries q, keys k, gates beta and decays g, of which G is the running sum, the errors d that
-the state takes are the solution of a triangular system: with S the state before the chunk,
+A chunk has C rows with queries q, keys k, gates beta and decays g; G is the running sum of g. With S the state before
+the chunk, the errors d that the state takes solve a triangular system:
 
     d_i = beta_i (v_i - exp(G_i) S^T k_i - sum over j < i of exp(G_i - G_j) (k_i k_j) d_j)
     o_i = exp(G_i) S^T q_i + sum over j <= i of exp(G_i - G_j) (q_i k_j) d_j
@@ -11,8 +11,8 @@ So d = (1 + L)^-1 r with L_ij = beta_i exp(G_i - G_j) (k_i k_j) below the diagon
 S^T k_i). `solve` is (1 + L)^-1, `reach` the matrix of the second sum; neither depends on S. Source: Yang et al. 2024
 (the WY form of the gated delta rule); Bischof & Van Loan 1987.
 
-The inverse follows from that of smaller blocks on the diagonal, from 1 row to C: of [[A, 0], [B, D]] it is
-[[A', 0], [-D' B A', D']]. That is as stable as substitution; a series of powers of L is not, whose entries grow like
+The inverse is built from inverses (') of smaller blocks on the diagonal, from 1 row to C: that of [[A, 0], [B, D]] is
+[[A', 0], [-D' B A', D']]. This is as stable as substitution. A series of powers of L is not: its entries grow like
 binomials where keys are alike.
 """
 

@@ -1,7 +1,7 @@
 """The gated delta net's inputs of steps in which rows follow each other: convolution, SiLU, unit lengths, gates.
 
-A program takes some rows of one head of q, k or v. Rows of a position's past are those of the step itself where it has
-them, else those of the history, which the recurrence's launch writes afterwards.
+A program takes some rows of one head of q, k or v. The rows before a position come from the step itself where it has
+them, else from the history, which the recurrence's launch writes afterwards.
 """
 
 import torch
@@ -57,8 +57,9 @@ def _convolve_kernel(
 def convolve(
     step: StateRows, spec: GatedDeltaSpec, net: Net, history: Tensor, pdl: bool
 ) -> tuple[Tensor, Tensor]:
-    """q, k and v fp32 [T, channels] of a step's rows, queries and keys of unit length and queries scaled, and gates
-    fp32 [T, 2, value_heads]: the log of what a state keeps, and how much of a position's error it takes."""
+    """Returns q, k and v, fp32 [T, channels], of a step's rows, with queries and keys of unit length and queries
+    scaled; and gates, fp32 [T, 2, value_heads]: the log of what a state keeps, and how much of a position's error it
+    takes."""
     rows = len(step.x)
     qkv = torch.empty(rows, net.channels, dtype=torch.float32, device=step.x.device)
     gates = torch.empty(rows, 2, net.value_heads, dtype=torch.float32, device=step.x.device)

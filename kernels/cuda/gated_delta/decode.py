@@ -1,4 +1,4 @@
-"""The gated delta net of single tokens, in a launch: convolution, gates, recurrence and, of whole heads, gated norm.
+"""The gated delta net of single tokens in one launch: convolution, gates, recurrence and, of whole heads, gated norm.
 
 A program takes a value head of a row and some columns of its S, which are read once and written once. Query and key are
 computed by each program that reads them. A program stores its own channels of v in the history; the first head that
@@ -34,8 +34,8 @@ WHOLE_HEAD = 128
 
 
 class DecodeShape(NamedTuple):
-    """Columns of S a program holds, and its warps. early: the next launch may start when these programs do, which leave
-    multiprocessors free."""
+    """Columns of S that a program holds, and its warps. early: the next launch may start when these programs do, since
+    they leave multiprocessors free."""
 
     columns: int
     warps: int
@@ -43,8 +43,8 @@ class DecodeShape(NamedTuple):
 
 
 def decode_shape(net: Net, whole: bool) -> DecodeShape:
-    """whole: a program must hold a head's columns. Otherwise a multiprocessor has several programs, so that the loads
-    of some overlap the sums of others."""
+    """The shape of a program. whole: it must hold all columns of a head. Otherwise a multiprocessor has several
+    programs, so that the loads of some overlap the sums of others."""
     if whole:
         return DecodeShape(net.head_dim, max(1, min(4, net.head_dim**2 // 2048)), True)
     columns = min(net.head_dim, 64)
@@ -162,12 +162,12 @@ def decode(
     ahead: bool = False,
     pdl: bool = False,
 ) -> None:
-    """The newest token of each of B sequences, of x fp32 [B, sum of spec.widths], unit inner stride.
+    """Computes the newest token of each of B sequences from x, fp32 [B, sum of spec.widths], unit inner stride.
 
-    positions: int32 [B]. block_tables: int32 [B, ...], whose first column has the slots, no two of them the same but
-    for 0. out: o fp32 [B, width], ahead of the gated norm, or the result as quantized activations, of heads that
-    `can_norm` takes. With `pdl` the launch overlaps the one before it; `ahead`: the state, the positions and the tables
-    were complete before that one began.
+    positions: int32 [B]. block_tables: int32 [B, ...], whose first column has the slots; only slot 0 may occur twice.
+    out: o fp32 [B, width], before the gated norm, or the result as quantized activations, for heads that `can_norm`
+    accepts. With `pdl` the launch overlaps the one before it; `ahead`: the state, the positions and the tables were
+    complete before that earlier launch began.
     """
     history, memory = state.parts
     net = net_of(spec, history.shape[1])

@@ -42,7 +42,7 @@ def gated_delta_decode(
     ahead: bool = False,
     pdl: bool = False,
 ) -> None:
-    """A row of each sequence, which needs no scale. `ahead`: see `decode`."""
+    """Computes one row of each sequence; x needs no scale. `ahead`: see `decode`."""
     history, _ = state.parts
     net = net_of(spec, history.shape[1])
     if isinstance(out, QuantizedActivations) and can_norm(net):
@@ -62,7 +62,7 @@ def gated_delta_rows(
     pdl: bool = False,
     pending: list[PendingStates] | None = None,
 ) -> None:
-    """Any step whose sequences may have several rows. pending: see `ForwardBatch`."""
+    """Computes any step whose sequences may have several rows. pending: see `ForwardBatch`."""
     history, memory = state.parts
     net = net_of(spec, history.shape[1])
     assert history.is_contiguous() and memory.is_contiguous() and step.x.stride(1) == 1

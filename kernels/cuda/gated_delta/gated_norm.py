@@ -1,6 +1,6 @@
 """The gated norm of a row's heads, rms_norm(o) * norm * silu(z), as fp32 rows or as the next matmul reads them.
 
-A program takes a row: the scale of an fp16 operand is one of all its heads.
+A program takes a row, since an fp16 operand has one scale for all heads of a row.
 """
 
 import triton
@@ -56,8 +56,9 @@ def gated_norm(
     out: Stored,
     pdl: bool = False,
 ) -> None:
-    """o fp32 [T, width], unit inner stride, normed per head and times silu of the rows' z, to `out`: contiguous fp32
-    [T, width], quantized activations (width a multiple of 32), or an fp16 operand with its row scales."""
+    """Norms o, fp32 [T, width] with unit inner stride, per head, multiplies it by silu of the rows' z and writes it to
+    `out`: contiguous fp32 [T, width], quantized activations (width a multiple of 32), or an fp16 operand with its row
+    scales."""
     assert o.shape == (len(step.x), net.width) and o.stride(1) == 1
     padded = int(triton.next_power_of_2(net.value_heads)) * net.head_dim
     assert not isinstance(out, Fp16Operand) or padded % 128 == 0 or not out.is_wgmma

@@ -1,6 +1,6 @@
 """The states of a step's sequences, carried over their rows: chunk by chunk, or row by row.
 
-A program takes a sequence, a value head and some columns of its S, which no other columns depend on. The newest rows of
+A program takes a sequence, a value head and some columns of its S; no other columns depend on these. The newest rows of
 qkv are stored in the sequence's history here, after the launch that reads the rows they replace. o is written over v.
 
 Row by row, a result does not depend on where a prompt is cut: `batch_invariant` selects this form, and so does a decode
@@ -50,9 +50,9 @@ class ChunkShape(NamedTuple):
 
 
 def chunk_shape(net: Net, sequences: int, hopper: bool) -> ChunkShape:
-    """Hopper's matrix instruction takes 64 rows of S. Its shared memory holds the next chunk beside the one at hand, or
-    the chunks of two programs: the latter where there are more programs than multiprocessors. One H200, 32 value heads
-    of 128: 688 us of 2048 rows, 827 the other way; 48 heads: 988 us, 1,127 the other way."""
+    """The shape of a program. Hopper's matrix instruction takes 64 rows of S, and its shared memory holds the next
+    chunk beside the current one or, with more programs than multiprocessors, the chunks of two programs. On one H200
+    2048 rows with 32 value heads of 128 take 688 us (827 the other way), with 48 heads 988 us (1,127)."""
     columns = min(net.head_dim, 32)
     if not hopper:
         return ChunkShape(columns, columns, 8, 1)
@@ -245,15 +245,15 @@ def carry_by_chunks(
 def carry_by_rows(
     step: StateRows, qkv: Tensor, gates: Tensor, net: Net, history: Tensor, memory: Tensor, pdl: bool
 ) -> None:
-    """The same of any step whose sequences may have several rows."""
+    """As `carry_by_chunks`, but row by row, for any step whose sequences may have several rows."""
     _launch_by_rows(step, qkv, gates, net, history, memory, None, pdl)
 
 
 def verify_by_rows(
     step: StateRows, qkv: Tensor, gates: Tensor, net: Net, history: Tensor, memory: Tensor, pdl: bool
 ) -> tuple[Tensor, Tensor]:
-    """o fp32 [T, width] of a decode step, whose states stay as they are; and the rows that go to the histories once
-    they are accepted, fp32 [T, channels]."""
+    """Returns o, fp32 [T, width], of a decode step, without changing its states; and the rows, fp32 [T, channels], that
+    go to the histories once they are accepted."""
     o = torch.empty(len(step.x), net.width, dtype=torch.float32, device=qkv.device)
     kept = torch.empty(len(step.x), net.channels, dtype=torch.float32, device=qkv.device)
     _launch_by_rows(step, qkv, gates, net, history, memory, (o, kept), pdl)

@@ -19,12 +19,12 @@ class StateRows:
     """Rows x fp32 [T, columns], unit inner stride, and what they belong to.
 
     Attributes:
-        x: what the input matmul gave.
+        x: the result of the input matmul.
         row_scale, weight_scale: x stands for x * row_scale * weight_scale, fp32 [T] and a number.
         positions: int32 [T].
         block_tables: int32 [S, ...], whose first column has the slots; of prompts they are `state_table`s.
-        tiles: of a prompt's chunks. None: each row has a table of its own, as rows of decode have; rows of one slot
-            are at positions that follow each other, in any order.
+        tiles: those of a prompt's chunks. None: each row has its own table, as in decode, and the rows of one slot have
+            consecutive positions, in any order.
     """
 
     x: Tensor

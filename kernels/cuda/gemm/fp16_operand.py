@@ -142,7 +142,7 @@ class Fp16Operand:
 @dataclass(frozen=True)
 class ScaledProduct:
     """An fp16 operand times scaled weights: its value is `values` fp32 [T, N] * row_scale [T] / weight_scale. Rows may
-    be slices of wider ones. scaled: whether they are anything but ones: else the values are the product."""
+    be slices of wider rows. scaled: False if all scales are ones, so that `values` is the product."""
 
     values: Tensor
     row_scale: Tensor
@@ -154,7 +154,7 @@ class ScaledProduct:
         return self.values * (self.row_scale / self.weight_scale)[:, None]
 
     def finish(self, residual: Tensor | None = None) -> Tensor:
-        """As `dequantize`, plus a residual fp32 [T, N], in place."""
+        """`dequantize` in place, plus a residual fp32 [T, N], if given; returns `values`."""
         if residual is None and not self.scaled:
             return self.values
         y, added = self.values, self.values if residual is None else residual

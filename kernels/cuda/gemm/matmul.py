@@ -111,8 +111,8 @@ def matmul(
 
 
 def lets_follow(x: Fp16Operand, weight: PackedWeight) -> bool:
-    """Whether `matmul` of x, with PDL and `followed`, lets the next launch run beside it: that may read x, and what was
-    there before x, ahead of its wait."""
+    """Whether `matmul` of x, with PDL and `followed`, lets the next launch run beside it. That launch may read x, and
+    whatever was written before x, ahead of its wait."""
     return x.is_wgmma and all(isinstance(part, PackedPart) for part in weight.parts)
 
 
@@ -149,7 +149,8 @@ def matmul_norm(
 def _rows_of_splits(
     x: Fp16Operand, weight: PackedWeight, workspace: MatmulWorkspace, pdl: bool, exact: bool
 ) -> SplitRows | None:
-    """The product as rows of splits, where Hopper's matmul shares all columns of a weight of one part."""
+    """The product as rows of splits, for an unpaired weight of one packed part where Hopper's matmul splits the columns
+    of every block; else None."""
     part = weight.parts[0]
     if len(weight.parts) > 1 or weight.paired or not isinstance(part, PackedPart) or not x.is_wgmma:
         return None
@@ -227,7 +228,7 @@ def operand_of(
 
 
 def _adds_bias(x: Fp16Operand, weight: PackedWeight) -> bool:
-    """Whether the matmul kernel adds a bias; with two parts, which then take two launches, it would be slower."""
+    """Whether the matmul kernel adds a bias: not with two parts, which would then take two launches and be slower."""
     whole = len(weight.parts) == 1 and isinstance(weight.parts[0], PackedPart)
     return whole and not weight.paired and x.layout is not OperandLayout.ROW_MAJOR
 
@@ -256,7 +257,8 @@ def _multiply_dequantized(
 def _glu_dequantized(
     x: Fp16Operand, part: PackedPart, workspace: MatmulWorkspace, activation: Gating
 ) -> Fp16Operand:
-    """Takes some gate rows and their up rows at a time, which limits the memory of weights and products."""
+    """activation(gate) * up of x times a paired part, by cuBLAS, as an fp16 operand in the workspace. It takes some
+    gate rows and their up rows at a time, which limits the memory of weights and products."""
     out = Fp16Operand(workspace.wide(x.rows, part.rows // 2), workspace.glu_row_scale(x.rows))
     most = max(16, min(workspace.max_weights // part.cols, _GLU_PRODUCTS // x.rows))
     tiles = -(-part.tiles // -(-part.rows // most))
@@ -278,7 +280,8 @@ def _dequantize_and_multiply(
     out: Tensor,
     first: int,
 ) -> None:
-    """Takes as many weight rows at a time as fit the workspace."""
+    """Multiplies x by a part with cuBLAS, as many weight rows at a time as fit the workspace, into columns `first` on
+    of `out`. Raises ValueError if the workspace is too small."""
     at_a_time = workspace.max_weights // part.cols
     if not paired:
         at_a_time = at_a_time // 16 * 16

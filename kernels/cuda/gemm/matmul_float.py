@@ -64,8 +64,8 @@ def launch_float(
     residual: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Rows x, in any layout, times plain floats, into columns `first` on of out fp32 [T, N], plus those of
-    `residual`.
+    """Stores rows x, in any layout, times plain floats to the columns of out fp32 [T, N] from `first` on, plus the same
+    columns of `residual`.
     """
     assert part.weight.is_contiguous() and x.fits(part.cols) and out.dtype == torch.float32
     block = 16 if x.rows <= 16 else 64

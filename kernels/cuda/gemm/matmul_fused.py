@@ -56,9 +56,9 @@ class MatmulMode(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedProgram:
-    """The kernel's compile-time constants: a program takes `n_warps` * `tiles` tiles of a weight of `cols`
-    columns, each shared by `k_warps` warps, times 8 * `token_tiles` rows. The rest:
-    launch_table.FusedGeometry; epilogue: glu.py.
+    """The kernel's compile-time constants. A program multiplies `n_warps` * `tiles` tiles of a weight of `cols`
+    columns, each shared by `k_warps` warps, by 8 * `token_tiles` rows of x. splits, ahead: see
+    geometry.FusedGeometry. epilogue: see glu.py.
     """
 
     layout: PackedLayout
@@ -381,8 +381,9 @@ def launch_fused(
     residual: Tensor | None = None,
     activation: Activation | None = None,
 ) -> None:
-    """Rows x in the MMA layout times a packed part, into columns `first` on of out fp32 [T, N], plus those of
-    `residual`, [T, N] or a bias [N]; or, for a paired part, activation(gate) * up into out [T, N / 2].
+    """Stores rows x, in the MMA layout, times a packed part to the columns of out fp32 [T, N] from `first` on, plus
+    the same columns of `residual`, [T, N] or a bias [N]. With an activation, for a paired part, it stores
+    activation(gate) * up to out [T, N / 2] instead.
     """
     geometry = fused_geometry(part, "swiglu" if activation else "rows", x.rows, mode.batch_invariant)
     block_tiles = geometry.tiles * geometry.n_warps

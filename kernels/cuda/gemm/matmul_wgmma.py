@@ -193,7 +193,7 @@ def launch_wgmma(
     With PDL, the launches of one matrix's parts overlap: the first part's is the `producer`, the others' are
     `consumer`s. A consumer reads nothing that the producer writes, but shares its scratch: it runs beside the producer
     and waits for its end only before it writes. This is safe because the producer lets it start only once the inputs
-    of both are written. So is that of any launch that follows a producer and reads its inputs early.
+    of both are written. The same holds for any launch that follows a producer and reads its own inputs early.
     """
     geometry = wgmma_geometry(part, "rows", x.rows, mode.batch_invariant, consumer)
     flags = WgmmaFlags(
@@ -205,7 +205,7 @@ def launch_wgmma(
 
 
 MOST_TOGETHER = 64
-"""Rows up to which the program of a block that arrives last adds its splits as fast as the next launch."""
+"""The most rows for which a block's last program to arrive adds the splits as fast as the next launch would."""
 
 
 class SplitRows(NamedTuple):
@@ -219,9 +219,9 @@ class SplitRows(NamedTuple):
 def launch_wgmma_apart(
     x: Fp16Operand, part: PackedPart, scratch: SplitScratch, mode: MatmulMode
 ) -> SplitRows | None:
-    """Rows times a part, where several programs share the columns of every block: each stores rows of its own, and none
-    waits for the others' at the end. None where they do not, or have so few rows that this is no faster. The rows are
-    valid until the next launch with `scratch`.
+    """Multiplies rows by a part where several programs share the columns of every block. Each program stores rows of
+    its own, and none waits for the others at the end. Returns None where programs do not share columns, or where there
+    are so few rows that this is no faster. The result is valid until the next launch with `scratch`.
     """
     if x.rows <= MOST_TOGETHER:
         return None
@@ -243,7 +243,7 @@ def launch_wgmma_glu(
     scratch: SplitScratch,
     mode: MatmulMode,
 ) -> None:
-    """activation(gate) * up of rows times a paired part, both in the WGMMA layout."""
+    """Writes activation(gate) * up of rows times a paired part to `out`; rows and `out` are in the WGMMA layout."""
     geometry = wgmma_geometry(part, "swiglu", x.rows, mode.batch_invariant)
     assert out.is_wgmma
     flags = WgmmaFlags(
@@ -290,7 +290,7 @@ def launch_wgmma_two_parts(
 
 
 def _is_exact(mode: MatmulMode, rows: int) -> bool:
-    """Above `MOST_FEW` rows the products hide what rounding once takes."""
+    """Whether weights are rounded once: always above `MOST_FEW` rows, where the products hide what that takes."""
     return mode.exact or mode.batch_invariant or rows > MOST_FEW
 
 
@@ -303,8 +303,8 @@ def _launch(
     columns: tuple[int, int],
     scratch: SplitScratch,
 ) -> None:
-    """outputs: residual, result and its row scale, any tensor where unused. columns: the first output column,
-    and the row stride.
+    """Launches the kernel for `geometry`. outputs: the residual, the result and the result's row scale, any tensor
+    where unused. columns: the first output column, and the row stride.
     """
     plan = wgmma_plan(geometry, part.layout, part.rows, x.values.shape[1], x.rows, flags)
     results = x.rows * columns[1] * (plan.splits if flags.apart else 1)

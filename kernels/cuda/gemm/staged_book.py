@@ -2,8 +2,8 @@
 
 A gather from the L1 cache takes a cycle for each line of the book, 16 for IQ2_XS. Every program copies the book; in
 the matvecs its loads are in flight with the first ones of the weights. The copy is static shared memory, which Triton
-does not count: where its own part is from 44 to 48 KiB, it does not request what both take, and the launch fails. Plans
-of the wgmma matmuls avoid that (wgmma_plan.py); the matvecs need a few KiB beside the book.
+does not count: where Triton's own part is from 44 to 48 KiB, Triton requests too little for both, and the launch fails.
+Plans of the wgmma matmuls avoid that (wgmma_plan.py); the matvecs need only a few KiB beside the book.
 """
 
 import triton

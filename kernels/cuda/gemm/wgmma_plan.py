@@ -71,8 +71,8 @@ class WgmmaProgram:
 
     @property
     def parts(self) -> int:
-        """The programs of a block that add its partial sums, a power of two: each those of at least 8 rows of x. With
-        few rows one adds them sooner than several find each other.
+        """The number of programs of a block that add its partial sums, a power of two. Each adds those of at least 8
+        rows of x. With few rows, one program adds them sooner than several find each other.
         """
         parts = 1
         while self.flags.waiting and self.block > 16 and 2 * parts <= min(self.splits, self.block // 8):
@@ -81,17 +81,18 @@ class WgmmaProgram:
 
     @property
     def first_adding(self) -> int:
-        """The number of the first program that adds partial sums. It and those behind it wait for all of their block.
+        """The number of the first program of a block that adds partial sums. It and the later ones wait for the whole
+        block.
 
-        Programs start in the order of their numbers, so only those of one block can wait for one that has not started,
-        and they are fewer than `parts`. So all start where at least `parts` run at a time (`WgmmaFlags.waiting`).
+        Programs start in the order of their numbers. So only programs of one block can wait for one that has not
+        started, and they are fewer than `parts`: all start where at least `parts` run at a time (`WgmmaFlags.waiting`).
         """
         return self.splits - self.parts
 
     @property
     def even(self) -> bool:
-        """Whether the loop takes two chunks a turn, whose words then need not be moved: where all splits have an even
-        number of them, and there are registers for it.
+        """Whether the loop takes two chunks per iteration, so that their words need not be moved: where all splits have
+        an even number of chunks, and there are registers for it.
         """
         alike = self.split_chunks % 2 == 0 and self.splits * self.split_chunks == self.chunks
         return alike and self.together == 1 and self.columns == 128 and not self.overlap
@@ -112,9 +113,9 @@ class WgmmaProgram:
 
 @dataclass(frozen=True)
 class WgmmaPlan:
-    """grid; tma_block: rows and columns of x per copy; partial: fp32 of scratch; constants; blocks: number of
-    blocks with several programs; sharing: for many rows, the number of blocks with one program, the programs
-    of each other block, and their chunks; splits: the programs that share the columns of every block.
+    """One launch. tma_block: rows and columns of x per copy. partial: fp32 of scratch. blocks: the blocks that several
+    programs may share. sharing: for many rows, the number of blocks with one program, the programs of each other block,
+    and their chunks. splits: the programs that share the columns of every block.
     """
 
     grid: tuple[int, ...]
@@ -185,7 +186,7 @@ def wgmma_plan_grouped(
 
 
 def takes_turns(geometry: WgmmaGeometry, layout: PackedLayout, cols: int) -> bool:
-    """Whether a grouped matmul takes `geometry.columns` columns at a time, also of several chunks."""
+    """Whether a grouped matmul takes `geometry.columns` columns at a time, even if they span several chunks."""
     return geometry.columns < cols and (
         geometry.ring > 0 or geometry.per_warp or layout.chunk < geometry.columns
     )
@@ -210,7 +211,7 @@ def _plan_many(geometry: WgmmaGeometry, program: WgmmaProgram, blocks: int) -> W
 def _program(
     geometry: WgmmaGeometry, layout: PackedLayout, cols: int, rows: int, flags: WgmmaFlags, beside: int = 0
 ) -> WgmmaProgram:
-    """beside: bytes of another part's codebook in shared memory."""
+    """The constants of a launch's programs. beside: bytes of another part's codebook in shared memory."""
     chunks, block = cols // layout.chunk, geometry.block or wgmma_block(rows)
     splits, split_chunks = _cut(chunks, geometry.splits)
     set_columns = min(geometry.columns, layout.chunk)
@@ -224,8 +225,9 @@ def _program(
 
 
 def _stages(stages: int, block: int, columns: int, books: int) -> int:
-    """`stages` of block x columns fp16 with a barrier each, or the next number of them with which the launch has the
-    shared memory of codebooks, too: Triton requests more than GRANTED_BYTES by its own part alone, without `books`.
+    """The number of stages, of block x columns fp16 and a barrier each: `stages`, or the next number with which the
+    launch also gets shared memory for the codebooks, of `books` bytes. Triton requests more than GRANTED_BYTES only if
+    its own part, without `books`, is larger.
     """
     own = 2 * block * columns + 8
     while stages * own <= GRANTED_BYTES < stages * own + books:

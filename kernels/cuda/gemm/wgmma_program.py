@@ -1,9 +1,9 @@
 """A program of the wgmma matmul: a block of weight rows times a block of rows of x, over all columns or a split of
 them (split-K).
 
-Where several programs share a block's columns, each stores its partial sums. The last to arrive adds them up in the
-order of the columns; or, of 17 to 128 rows of x, the last to start wait for the others, and each adds those of some
-rows; or each stores rows of its own, which the next launch adds.
+Where several programs share a block's columns, each stores its partial sums. Either the last to arrive adds them up in
+the order of the columns. Or, with 17 to 128 rows of x, the last programs to start wait for the others, and each adds
+the sums of some rows. Or each program stores rows of its own, which the next launch adds.
 """
 
 from typing import Any, NamedTuple

@@ -41,9 +41,9 @@ class MatmulWorkspace:
     """Buffers of rows, which grow with the longest chunk, and of up to `max_weights` fp16 weights, allocated at first
     use.
 
-    Up to FEW_ROWS rows have separate buffers: CUDA graphs of batched decode keep their addresses, whatever chunks run
-    in between, and one that is outgrown stays allocated for those captured with it. Graphs of prompts are valid until
-    `rooms_left`, the number of times that a buffer of many rows was replaced by a larger one, changes.
+    Up to FEW_ROWS rows have separate buffers: CUDA graphs of batched decode keep the addresses of these, whatever
+    chunks run in between. An outgrown one stays allocated for the graphs captured with it. `rooms_left` counts how
+    often a buffer of many rows was replaced by a larger one: graphs of prompts are valid until it changes.
 
     `batch_invariant`: a row's result is bit-identical for any number of rows; nothing is dequantized to a buffer.
     `packed`: whether some weights are packed; if all are plain floats, many rows stay row-major for cuBLAS.

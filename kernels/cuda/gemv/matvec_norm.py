@@ -125,8 +125,8 @@ def matvec_norm(
     bias: Tensor | None = None,
     peers: PeerBuffers | None = None,
 ) -> RmsNormed:
-    """x [1, K] times weight [D, K], plus bias fp32 [D] and residual fp32 [1, D]; starts its RMSNorm with weights
-    `norm` fp32 [D].
+    """x [1, K] times weight [D, K], plus bias fp32 [D] and residual fp32 [1, D]. Starts the RMSNorm of this sum, with
+    weights `norm` fp32 [D].
 
     `x` must not have a pending norm. `scratch` avoids an allocation; `pdl`: see `matvec`. With `peers`, of capacity at
     least D, the product is the sum over the ranks, which all launch this with their own x and weight. Raises

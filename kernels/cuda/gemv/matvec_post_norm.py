@@ -31,7 +31,7 @@ from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 from quengine.kernels.rms_norm import RMSNorm
 
 _MOST_VALUES = 16
-"""Values of a row that a thread of the last program holds, of each of up to seven vectors: twice as many spill."""
+"""The most values that a thread of the last program holds of each of up to seven rows: twice as many would spill."""
 
 
 @triton.jit
@@ -101,8 +101,9 @@ def matvec_post_norm(
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,
 ) -> Tensor | RmsNormed:
-    """Adds `post_norm` of x [1, K] times weight [D, K] to residual fp32 [1, D], in place, which is first multiplied by
-    the norm's `residual_scale`; with `next_norm` also that of the sum, quantized. `branch`: see `Backend.linear_add`.
+    """Multiplies residual fp32 [1, D] by the `residual_scale` of `post_norm`, and adds `post_norm` of x [1, K] times
+    weight [D, K] to it, in place. With `next_norm`, the result also has that norm of the sum, quantized. `branch`: see
+    `Backend.linear_add`.
 
     `x` must not have a pending norm, and the weight is one that `can_end_with_norm`. `scratch` avoids an allocation;
     `pdl`: see `matvec`. Raises ValueError for other shapes.

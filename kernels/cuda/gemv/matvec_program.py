@@ -41,9 +41,9 @@ class QuantizedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class MatvecProgram:
-    """Compile-time constants of the kernels: `tiles` tiles of a weight of `cols` columns, each shared by
-    `k_warps` warps; ahead, early: launch_table.Geometry. even: no tile or chunk exceeds the matrix. partials:
-    sums of squares of the row's pending RMSNorm, 0 if there is none.
+    """Compile-time constants of the kernels. A program takes `tiles` tiles of a weight of `cols` columns, each shared
+    by `k_warps` warps. ahead, early: see geometry.Geometry. even: no tile or chunk exceeds the matrix. partials: the
+    number of sums of squares of the row's pending RMSNorm, 0 if there is none.
     """
 
     layout: PackedLayout
@@ -219,8 +219,8 @@ def begin_norm(
 
 @dataclass(frozen=True)
 class QuantizationScratch:
-    """Memory for launches whose programs wait for values of others, reusable by every call of one stream: for each
-    output an fp32 value, and an int32 word of `leave_for_last` or `taken_words`. Between launches words are -1.
+    """Memory for launches whose programs wait for each other's values, reusable by every call of one stream. Each
+    output has an fp32 value and an int32 word for `leave_for_last` or `taken_words`. Between launches words are -1.
     """
 
     values: Tensor

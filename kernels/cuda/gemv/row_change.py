@@ -1,11 +1,11 @@
 """What LoRA adapters add to the product of one row, within the launch of the product (kernels/lora/low_rank.py).
 
-A launch has programs ahead of those of its tiles, each for some ranks of A. They compute A x while the others multiply
-their weights, and leave it as words, values that carry the number of the launch. A program of tiles waits for the words
-at its end, and adds B of them to its rows before anything else is done with these. It waits only for programs of lower
-numbers, which have started before it. The scales are read when the kernel runs: a captured step serves any adapters,
-and reads the matrices of those that its row has; and early those of one that it probably has, by the scales as they are
-ahead of the wait, perhaps of an earlier step.
+The first programs of a launch compute A x, each for some ranks, while the programs of tiles multiply their weights.
+They leave A x as words: values that carry the number of the launch. A program of tiles waits for the words at its end,
+and adds B A x to its rows before anything else is done with the rows. It waits only for programs of lower numbers,
+which have started before it. The scales are read when the kernel runs: a captured step serves any adapters, and reads
+the matrices of those that its row has. It reads early those of one adapter that the row probably has, by the scales as
+they are ahead of the wait, perhaps those of an earlier step.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from quengine.kernels.cuda.weights.row_change import LAUNCH_KINDS, RowChange
 
 ROWS, GLU, NORM = range(LAUNCH_KINDS)
 _MOST_ROOM = 64
-"""Programs for the ranks of A where the last wave has no room for them, at most, until each has 16 of them."""
+"""The most programs for the ranks of A where the last wave has no room for them, unless each has 16 ranks already."""
 _A_THREAD = 64
 """Values of A that a thread takes at a time."""
 _REGISTERS, _MOST_REGISTERS = 65536, 128
@@ -32,9 +32,9 @@ _RANKS = tl.constexpr(16)
 
 @dataclass(frozen=True)
 class RowChangeProgram:
-    """Compile-time constants of a launch with a change: P matrices, M adapters of rank R, `together` ranks of every
-    adapter in one program, `columns` columns of A at a time; `most`: programs that `launches` has room for; `threads`
-    of a program."""
+    """Compile-time constants of a launch with a change, of P matrices by M adapters of rank R. A program of A takes
+    `together` ranks of every adapter, and `columns` columns at a time. most: the programs that `launches` has room for.
+    threads: of a program."""
 
     matrices: int
     adapters: int
@@ -47,15 +47,15 @@ class RowChangeProgram:
 
     @property
     def programs(self) -> int:
-        """Ahead of those of tiles."""
+        """The number of programs of A, which come ahead of those of tiles."""
         return self.matrices * self.rank // self.together
 
     @classmethod
     def of(
         cls, change: RowChange | None, kind: int, geometry: Geometry, tiles: int
     ) -> "RowChangeProgram | None":
-        """Of a launch with `tiles` programs of tiles: as many ranks of one program that the others leave room for all
-        in their last wave, where 16 are enough."""
+        """The constants of a launch with `tiles` programs of tiles. Programs of A take so many ranks each, at most 16,
+        that all fit in the last wave of the programs of tiles, where 16 are enough."""
         if change is None:
             return None
         matrices, adapters, rank, cols = change.a.shape

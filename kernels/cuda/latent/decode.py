@@ -1,6 +1,6 @@
 """Latent attention of single tokens: the query heads of a program share each read of a row, keys are cut into splits.
 
-Query heads are the rows of the matrix units, 16 a program; a row is read once for the score, and its first elements are
+Query heads are the rows of the matrix units, 16 per program. A row is read once for the score; its first elements are
 the value. The number and size of splits follow from the sequence's length alone (batches choose `coarse` splits), and a
 second launch combines them in order. Positions are read from device memory, so that one captured launch serves every
 length. An fp32 operand is split into two fp16 terms (value and remainder, 22 bits), as in attention_tiles.py.
@@ -298,12 +298,12 @@ def latent_decode(
     coarse: bool = False,
     pdl: bool = False,
 ) -> None:
-    """Attention over cached latents: for each of T rows, the weighted sums over positions up to its own, into `out`.
+    """Writes each of T rows' attention over cached latents, the weighted sums over positions up to its own, to `out`.
 
-    absorbed: fp32 [places, rank], queries times their heads' matrices, row t of head h at its place (without places h,
-    of one row); turned: fp32 [T, heads, rotated]. positions: int32 [T]; block_tables: int32 [T, blocks]. out: rows
-    [heads, rank], quantized; or fp16 rows at their places, whose row scales become ones. Sources: Dao et al. 2023
-    (Flash-Decoding); DeepSeek-AI 2024, "DeepSeek-V2".
+    absorbed: fp32 [places, rank], queries times their heads' matrices: row t of head h is at its place, or, without
+    `places`, the one row of head h at h; turned: fp32 [T, heads, rotated]. positions: int32 [T]; block_tables: int32
+    [T, blocks]. out: rows [heads, rank], quantized; or fp16 rows at their places, whose row scales become ones.
+    Sources: Dao et al. 2023 (Flash-Decoding); DeepSeek-AI 2024, "DeepSeek-V2".
     """
     tokens, shape, q8_0 = len(turned), LatentShape.of(spec), layer.k_scale is not None
     check_block_tables(block_tables)

@@ -6,7 +6,7 @@
 | a row of each sequence          | rows; grouped matmul; decode, merge; grouped matmul; rows put in order          |
 | chunks of prompts               | rows; grouped matmul; prefill; grouped matmul; rows put in order                |
 
-A head's matrices multiply as those of an expert do, of rows that lie together by heads (HeadPlaces).
+A head's matrices are multiplied as an expert's are, by rows that are grouped by head (HeadPlaces).
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class LatentOperations:
             self._routings[spec.heads] = Routing(every, torch.ones_like(every, dtype=torch.float32))
 
     def one_row(self, batch: ForwardBatch, q: Rows, latent: Rows, spec: LatentSpec, layer: KVLayer) -> Tensor:
-        """A single token, by q-dot: fp32 [1, heads * values]."""
+        """The attention of a single token, by q-dot: fp32 [1, heads * values]."""
         routing, tables = self._routings[spec.heads], batch.block_tables_of(spec.cache_group)
         rounded = QuantizedActivations.empty(spec.heads, spec.plain, self.device)
         turned = self._turned(1, spec)
@@ -73,7 +73,7 @@ class LatentOperations:
         tiles: PrefillTiles | None,
         workspace: MatmulWorkspace,
     ) -> Tensor:
-        """Tokens of several sequences, or with `tiles` chunks of prompts: fp32 [T, heads * values]."""
+        """The attention of one token per sequence, or, with `tiles`, of chunks of prompts: fp32 [T, heads * values]."""
         tokens, tables = len(batch), batch.block_tables_of(spec.cache_group)
         widest = max(spec.rank, spec.values, spec.plain)
         room = _Room(*head_places(tokens, spec.heads, workspace), workspace, widest)
@@ -108,7 +108,7 @@ class LatentOperations:
         return torch.empty(rows, spec.heads, spec.rotated, dtype=torch.float32, device=self.device)
 
     def _workspace(self, rows: int, spec: LatentSpec, coarse: bool) -> LatentWorkspace:
-        """The workspace of the largest batch so far of layers of these sizes."""
+        """The workspace for layers of these sizes, allocated for the largest batch so far."""
         held = self._workspaces.setdefault((spec.heads, spec.rank, coarse), [])
         if not held or held[-1].acc.shape[0] < rows:
             held.append(LatentWorkspace.allocate(rows, spec.heads, spec.rank, coarse, self.device))
@@ -117,7 +117,7 @@ class LatentOperations:
 
 @dataclass(frozen=True)
 class _Room:
-    """Buffers of rows at their places, which the layers of a step share. widest: elements of a row, at most."""
+    """Buffers of rows at their places, which the layers of a step share. widest: the most elements of a row."""
 
     places: HeadPlaces
     layout: OperandLayout
@@ -125,7 +125,7 @@ class _Room:
     widest: int
 
     def take(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        # Steps of few rows keep their addresses, whatever is computed between: room for the most of them.
+        # Buffers of up to FEW_ROWS rows are allocated for FEW_ROWS, so that their addresses stay the same.
         least = 0
         if self.places.tokens <= FEW_ROWS:
             least = 2 * FEW_ROWS * self.places.heads * padded_cols(self.widest) * dtype.itemsize

@@ -138,7 +138,7 @@ def latent_prefill(
     batch_invariant: bool = False,
     pdl: bool = False,
 ) -> None:
-    """Weighted sums of the latents that each of a step's T rows sees, into `out`, fp16 rows at their places.
+    """Writes the weighted sums of the latents that each of a step's T rows sees to `out`, fp16 rows at their places.
 
     absorbed: fp32 [places, rank], queries times their heads' matrices; turned: fp32 [T, heads, rotated]; from
     `latent_rows`, which has stored the chunks' rows. block_tables: int32 [sequences, blocks].
@@ -161,7 +161,7 @@ def latent_prefill(
 
 
 def prefill_tile(rank: int, q8_0: bool, rows: int) -> PrefillTile:
-    """The tile shape by the latent's elements, in a step's tiles of `rows` rows: what fits 99 KiB of shared memory
-    (sm_89), and with an fp16 cache does not spill. Codes of a q8_0 cache take their place beside the fp16 keys that are
-    made of them."""
+    """The tile shape by the latent's elements, for a step's tiles of `rows` rows: it fits 99 KiB of shared memory
+    (sm_89), and with an fp16 cache does not spill. The codes of a q8_0 cache need room beside the fp16 keys made from
+    them."""
     return PrefillTile(min(rows, 64) if rank <= 256 else 32, 32, 8, 1 if q8_0 and rank > 256 else 2)

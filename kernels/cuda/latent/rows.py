@@ -143,13 +143,13 @@ def latent_rows(
     of_block: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Stores the latents of T tokens, and writes what attention and the heads' matrices are given of their queries.
+    """Stores T tokens' latents, and writes their queries: rotated parts for attention, others for the heads' matrices.
 
     q: [T, heads * (plain + rotated)]; latent: [T, rank + rotated]; fp32, or products, whose rows may be slices of
-    wider ones. positions: int32 [T] on the device (one past the block table is not stored); block_tables: int32
-    [sequences, blocks]; sequences: int32 [T], each token's row of them; None: its own. turned: fp32 [T, heads,
-    rotated], written. out: rows [heads, plain] of one token, quantized; or an fp16 operand of the rows at `places`,
-    with of_block, int32 [1 + blocks], the number of blocks and each one's head.
+    wider ones. positions: int32 [T] on the device (a position past the block table is not stored); block_tables: int32
+    [sequences, blocks]; sequences: int32 [T], each token's row of block_tables; None: token t has row t. turned: fp32
+    [T, heads, rotated], written. out: rows [heads, plain] of one token, quantized; or an fp16 operand of the rows at
+    `places`, with of_block, int32 [1 + blocks], the number of blocks and each one's head.
     """
     q, row_scale, weight_scale = _scaled(q)
     latent, latent_scale, latent_weight_scale = _scaled(latent)
@@ -178,7 +178,7 @@ def latent_rows(
 
 
 def _scaled(x: Tensor | ScaledProduct) -> tuple[Tensor, Tensor | None, float]:
-    """Values, the scales of their rows, and what all are multiplied by."""
+    """Values, the scales of their rows (None: ones), and a factor for all values."""
     if isinstance(x, ScaledProduct):
         return x.values, x.row_scale, 1.0 / x.weight_scale
     return x, None, 1.0

@@ -15,8 +15,8 @@ _ROTATED = (16, 32, 64, 128)
 
 
 class LatentShape(NamedTuple):
-    """Query heads, elements of the latent and of the rotated part of a cached row, and of queries that are not rotated;
-    whether pairs of rotated elements are one of each half, else neighbours."""
+    """Query heads; elements of the latent and of the rotated part of a cached row, and of a query's part that is not
+    rotated; whether a rotated pair has one element of each half, else neighbours."""
 
     heads: int
     rank: int
@@ -52,7 +52,7 @@ class HeadPlaces:
 
 
 class LatentPointers(NamedTuple):
-    """A layer's cached rows and their scales, which of fp16 are the rows again."""
+    """A layer's cached rows and their scales; an fp16 cache repeats the rows as scales."""
 
     rows: Tensor
     scale: Tensor

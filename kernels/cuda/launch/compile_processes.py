@@ -1,8 +1,9 @@
 """The processes that compile kernels for another process (compile_ahead.py).
 
 The first is started, not forked: a fork of a process that uses a GPU may deadlock on a lock of one of its other
-threads. It records the kernels that a model launches, and forks processes, each with the kernels in its memory, which
-compile those missing from Triton's cache. It ends with the process that started it, and its forks end with it.
+threads. It records the kernels that a model launches. The processes that it forks have these in their memory, and
+compile the kernels that are missing from Triton's cache. It ends with the process that started it, and its forks end
+with it.
 """
 
 import gc
@@ -46,7 +47,7 @@ _SLOW = (
 )
 """Kernels that may take half a second or more to compile, the slowest first; the others take less."""
 _NICENESS = 5
-"""Reading the weights has priority, and recording what is to be compiled has priority over compiling."""
+"""Reading the weights has priority over recording what is to be compiled, and recording over compiling."""
 
 
 _TO_WORKER, _FROM_WORKER = msgspec.msgpack.Decoder(str), msgspec.msgpack.Decoder(Built)
@@ -58,8 +59,8 @@ def main() -> None:
 
 
 def lead(channel: Channel[ToLeader]) -> None:
-    """What the first process does. It gets an Order, then keys of kernels that are wanted next; from it come the keys
-    of kernels that are compiled, a list for each computation, None, and a Built for each kernel."""
+    """What the first process does. It receives an Order, then keys of kernels that are wanted next. It sends the keys
+    of the kernels to compile, a list for each computation, then None; and a Built for each kernel."""
     os.nice(_NICENESS)
     torch.set_num_threads(1)  # the process will be forked
     try:
@@ -96,7 +97,7 @@ class _Worker:
 
 
 class _Leader:
-    """Hands out an order's kernels to forked processes, those of each computation while the next one is recorded."""
+    """Hands out an order's kernels to forked processes: one computation's compile while the next one is recorded."""
 
     def __init__(self, channel: Channel[ToLeader], order: Order) -> None:
         self._channel, self._order = channel, order
@@ -137,7 +138,8 @@ class _Leader:
 
     def _hand_out(self) -> None:
         """Gives waiting kernels to processes, as many as may compile at a time. A process knows the kernels that were
-        recorded before it was forked; where no idle one knows a kernel, a new one takes the place of one."""
+        recorded before it was forked. If no idle process knows a kernel, a new one is forked; if there are as many as
+        may be, it replaces an idle one."""
         for kernel, place in tuple(self._waiting.items()):
             if len(self._busy) >= self._order.processes:
                 return
@@ -157,7 +159,8 @@ class _Leader:
                 worker.channel.send(kernel.key)
 
     def _take_reports(self, seconds: float | None) -> None:
-        """Takes what has been compiled, and what is wanted next. seconds: to wait for one, at most."""
+        """Receives which kernels have been compiled and which are wanted next, then hands out more. seconds: how long
+        to wait for a report at most; None: no limit."""
         channels: list[Channel[ToLeader] | _Worker] = [self._channel, *self._busy]
         for ready in select.select(channels, [], [], seconds)[0]:
             if not isinstance(ready, _Worker):
@@ -169,7 +172,7 @@ class _Leader:
             try:
                 built: Built = ready.channel.receive()
                 self._idle.append(ready)
-            except (EOFError, OSError):  # it crashed; its kernel is left to who launches it
+            except (EOFError, OSError):  # it crashed; who launches its kernel compiles it
                 ready.end()
                 built = Built(kernel.key, kernel.name, None, CRASHED)
             self._whole &= not built.error
@@ -206,9 +209,9 @@ def _received(channel: Channel[str]) -> Iterator[str]:
 
 
 def _fork(run: Callable[[Channel[str]], object]) -> tuple[int, Channel[Built]]:
-    """A forked process that does `run`, given its end of a channel. Its number, and the other end.
+    """Forks a process that calls `run` with its end of a channel. Returns the process's number and the other end.
 
-    It has no other channel of this process open, and so ends with it.
+    The fork has no other channel of this process open, and so ends with it.
     """
     ours, theirs = socket.socketpair()
     process = os.fork()

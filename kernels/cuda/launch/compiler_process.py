@@ -1,7 +1,7 @@
-"""The process that compiles kernels for this one (compile_processes.py), as it is started.
+"""Starts the process that compiles kernels for this one (compile_processes.py).
 
-It imports torch and Triton before it can do anything, and may be started before this process has: then it waits for
-its order.
+That process imports torch and Triton before it can do anything. So it may be started before this process has imported
+them: then it waits for its order.
 """
 
 from importlib import import_module
@@ -18,8 +18,8 @@ _waiting: list[ChildProcess[msgspec.Raw]] = []
 
 
 def start(prelude: str, needed: str = "") -> ChildProcess[msgspec.Raw]:
-    """A new one. prelude: Python statements that it runs first. needed: a module that it imports before its order
-    comes. Raises OSError where no process can be started."""
+    """Starts a new process. prelude: Python statements that it runs first. needed: a module that it imports before its
+    order comes. Raises OSError if no process can be started."""
     # It knows of no GPU.
     return ChildProcess(
         ("-c", f"{prelude}\n{_MAIN.format(needed)}"),
@@ -30,24 +30,24 @@ def start(prelude: str, needed: str = "") -> ChildProcess[msgspec.Raw]:
 
 
 def start_ahead(prelude: str, needed: str = "") -> None:
-    """Start one that `taken` gives, with the arguments of `start`. Raises OSError."""
+    """Starts a process for `taken` to return, with the arguments of `start`. Raises OSError."""
     _waiting.append(start(prelude, needed))
 
 
 def taken(prelude: str) -> ChildProcess[msgspec.Raw]:
-    """The one that waits, or a new one. Raises OSError."""
+    """The process that waits, or a new one. Raises OSError."""
     return _waiting.pop() if _waiting else start(prelude)
 
 
 def drop() -> None:
-    """End the one that waits."""
+    """Ends the process that waits."""
     while _waiting:
         _waiting.pop().close()
 
 
 def main(needed: str) -> None:
-    """What the process does: it imports, and meanwhile hashes Triton's compiler library of some 400 MB, which the keys
-    of all kernels begin with."""
+    """What the process does. It imports modules, and meanwhile hashes Triton's compiler library of some 400 MB, with
+    whose digest the keys of all kernels begin."""
     from triton.runtime.cache import triton_key
 
     hashing = Thread(target=triton_key)

@@ -59,8 +59,8 @@ def current_gpu() -> Gpu | None:
 
 
 def runs_together(programs: int) -> bool:
-    """Whether torch's current GPU, or the part of it that MIG or MPS leaves, has as many multiprocessors: each runs a
-    program at least. An assumed GPU is taken to be a whole one.
+    """Whether torch's current GPU, or the part of it that MIG or MPS leaves, has at least `programs` multiprocessors:
+    each runs one program or more. An assumed GPU is taken to be a whole one.
     """
     return _assumed is not None or programs <= _multiprocessors()
 

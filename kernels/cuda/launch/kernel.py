@@ -102,8 +102,8 @@ class DirectLaunch:
 
 
 class TensorMaps:
-    """Replaces `Copied` arguments: by descriptors, which Triton turns into tensor maps at every launch, or,
-    with `encode`, by cached results of it for descriptor number i: the map, its shape and its strides.
+    """Replaces `Copied` arguments. Without `encode`, by descriptors, which Triton turns into tensor maps at every
+    launch; with it, by its cached results for descriptor number i: the map, its shape and its strides.
     """
 
     def __init__(self, layout: Any, encode: Callable[[int, TensorDescriptor], list[Any]] | None) -> None:

@@ -81,5 +81,5 @@ def build_utilities() -> None:
 
 
 def _plain(types: Iterable[Any]) -> tuple[Any, ...]:
-    """Without the names of named tuples; where they were written as JSON or MessagePack, tuples in place of lists."""
+    """The types as plain tuples of strings: from named tuples, or from lists where JSON or MessagePack held them."""
     return tuple(_plain(each) if isinstance(each, tuple | list) else str(each) for each in types)

@@ -3,5 +3,5 @@
 import threading
 
 CAPTURING = threading.Lock()
-"""Held during a capture, in which Python's collector is off, as it may destroy CUDA objects: the end of another one
-turns it on."""
+"""Held during a capture. Python's collector is off in one, as it may destroy CUDA objects, and the end of another
+capture turns it on."""

@@ -60,7 +60,7 @@ class CheckedCache(FileCacheManager):  # type: ignore[misc]
         if listed is None:
             return None
         names = [name for name in json.loads(listed)["child_paths"] if not name.endswith(".source")]
-        # The listed paths are in the folder where it was written, which may have moved.
+        # The listed paths are in the folder where the list was written, which may have moved.
         return {name: self._make_path(name) for name in names} if all(map(self.get_file, names)) else None
 
     def read(self, filename: str) -> bytes | None:
@@ -114,7 +114,8 @@ def use_private_cache() -> None:
     """Makes Triton cache kernels in a private folder and verify them; call before the first kernel is compiled.
 
     The folder is TRITON_CACHE_DIR or Triton's folder in the home folder, if it is private; else the engine's folder
-    among the user's caches; else a temporary one for this process. Every process that calls this names a kernel alike.
+    among the user's caches; else a temporary one for this process. All processes that call this agree on a kernel's
+    name.
     """
     use_stable_keys()
     triton.knobs.cache.manager_class = CheckedCache

@@ -1,4 +1,4 @@
-"""Changes of a token embedding by LoRA adapters: what they add to the rows that are read of it, in one launch."""
+"""Changes of a token embedding by LoRA adapters, added to the rows that are read from it, in one launch."""
 
 import triton
 import triton.language as tl
@@ -41,7 +41,7 @@ def _add_rows_kernel(
 def add_row_changes(
     x: Tensor, ids: Tensor, changes: Changes, scales: Tensor, factor: float, pdl: bool = False
 ) -> Tensor:
-    """`add_row_changes` of kernels/lora/low_rank.py, of x fp32 [T, K], contiguous, in place."""
+    """`add_row_changes` of kernels/lora/low_rank.py, for x fp32 [T, K], contiguous, in place."""
     _, adapters, rank, cols = changes.a.shape
     rows = len(x)
     assert x.is_contiguous() and scales.is_contiguous() and scales.shape == (adapters, rows)

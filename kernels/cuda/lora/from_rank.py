@@ -1,8 +1,8 @@
-"""B of changes on CUDA, in the launch after a product that has left A x (rank_matmul.py): it is added to the product,
+"""Launches that add B A x of changes on CUDA, after a product that has left A x (rank_matmul.py): to the product,
 to gate and up before their activation, or to the residual stream before its norm.
 
-A program reads B of the adapters that its rows have. Rows of a gated unit are stored as the next matmul reads them:
-their row scales follow from a bound on the product, as those of the matmul itself (glu.py), and on what is added,
+A program reads B of the adapters that its rows have. Rows of a gated unit are stored as the next matmul reads them.
+Their row scales follow from a bound on the product, as in the matmul itself (glu.py), and one on what is added:
 
     |sum over r of b[n, r] s[r]| <= max |b| * sum over r of |s[r]|
 """
@@ -24,9 +24,9 @@ from quengine.kernels.glu import Gating
 from quengine.kernels.rms_norm import RMSNorm
 
 _MOST_ROWS, _GATED_ROWS = 32, 16
-"""Rows of a program; of one of gated units, which has two matrices."""
+"""Rows of a program, and of a program of gated units, which has two matrices."""
 _GATED_COLUMNS = 128
-"""Columns of a gated unit of a program: those that the operand's layout permutes."""
+"""Columns of a gated unit that a program takes: a block that the operand's layout permutes."""
 _RANKS = tl.constexpr(16)
 
 
@@ -167,8 +167,8 @@ def _glu_from_rank_kernel(
 
 
 def add_from_rank(y: Tensor, sums: Tensor, changes: CudaChanges, scales: Tensor, pdl: bool = False) -> Tensor:
-    """y fp32 [T, N], contiguous, plus B of the changes of A x, `sums` fp32 [T, ranks], in place. scales: fp32 [M, T],
-    contiguous."""
+    """Adds B A x of the changes to y fp32 [T, N], contiguous, in place, and returns y. sums: A x, fp32 [T, ranks].
+    scales: fp32 [M, T], contiguous."""
     (rows, width), (adapters, rank) = y.shape, _checked(y, sums, changes, scales)
     block = min(_MOST_ROWS, max(16, triton.next_power_of_2(rows)))
     _from_rank_kernel[(len(changes.tiles), triton.cdiv(rows, block))](
@@ -189,8 +189,8 @@ def glu_from_rank(
     out: Fp16Operand,
     pdl: bool = False,
 ) -> Fp16Operand:
-    """activation(gate) * up of a product y [T, 2F] of rows x with a part, with the changes as in `add_from_rank`: an
-    fp16 operand [T, F], F a multiple of 128, into `out`."""
+    """Writes activation(gate) * up to `out`, an fp16 operand [T, F], F a multiple of 128. Gate and up are the product y
+    [T, 2F] of rows x and a part, plus the changes, given as for `add_from_rank`."""
     (rows, width), (adapters, rank) = y.shape, _checked(y, sums, changes, scales)
     half = width // 2
     assert half % _GATED_COLUMNS == 0 and out.fits(half) and not out.is_mma
@@ -204,7 +204,7 @@ def glu_from_rank(
 
 
 def _checked(y: Tensor, sums: Tensor, changes: CudaChanges, scales: Tensor) -> tuple[int, int]:
-    """The adapters and their rank, of tensors whose shapes fit."""
+    """The number of adapters and their rank; asserts that the tensors' shapes fit."""
     parts, adapters, rank, _ = changes.a.shape
     rows, width = y.shape
     assert scales.shape == (adapters, rows) and scales.is_contiguous() and y.is_contiguous()
@@ -291,7 +291,7 @@ def norm_from_rank(
     out: Fp16Operand,
     pdl: bool = False,
 ) -> Fp16Operand:
-    """`add_from_rank` of the changes of one matrix, and the RMSNorm of its result, into `out`, in the WGMMA layout."""
+    """Runs `add_from_rank` for the changes of one matrix, and writes the RMSNorm of y to `out`, in the WGMMA layout."""
     (rows, width), (adapters, rank) = y.shape, _checked(y, sums, changes, scales)
     assert len(changes.parts) == 1 and changes.rows_of_b is not None and out.is_wgmma and out.fits(width)
     blocks, padded, warps = row_geometry(width)

@@ -1,21 +1,21 @@
-"""Changes by LoRA adapters on CUDA, defined in kernels/lora/low_rank.py, of the product of several rows: one launch,
-for any number of rows on any GPU (few rows on Hopper: rank_matmul.py).
+"""Adds the changes of LoRA adapters (kernels/lora/low_rank.py) to the product of several rows, in one CUDA launch.
+It serves any number of rows on any GPU; few rows on Hopper take rank_matmul.py.
 
-Its first programs compute A x, each for some rows, ranks and columns; of those that differ in their columns alone the
-last one adds up:
+Its first programs compute A x, each for some rows, ranks and columns. Of the programs that share rows and ranks, the
+last to finish adds up the sums of all their columns:
 
     s[t, (p, m, r)] = sum over k of a[p, m, r, k] x[t, k]
 
-The others wait until all of these have arrived, and add B of them to the product, or to gate and up before their
+The other programs wait until all of s has arrived, and add B s to the product, or to gate and up before their
 activation:
 
     y[t, n] += sum over m of scale[m, t] sum over r of b[n, m, r] s[t, (p, m, r)]
 
-After a matmul that lets it start early the launch runs beside it, and waits for its end only before it reads y: x and
-the scales, which it reads ahead of its wait, it reads past the multiprocessor's L1. A
-program passes over adapters that none of its rows has, so that a step reads the matrices of the adapters that its rows
-have, whichever. The scales are read when the kernel runs: a captured step serves any mix. Products are exact where both
-factors have fp16, else three of tf32 (fp32 within some 2^-22); sums are fp32, in an order fixed by the shapes.
+After a matmul that lets it start early, the launch runs beside the matmul, and waits for its end only before it reads
+y. It reads x and the scales ahead of that wait, and bypasses the multiprocessor's L1 for them. A program skips adapters
+that none of its rows has, so that a step reads only the matrices of adapters in use. The scales are read when the
+kernel runs: a captured step serves any mix of adapters. Products are exact where both factors are fp16; else each takes
+three tf32 products (fp32 within some 2^-22). Sums are fp32, in an order fixed by the shapes.
 """
 
 from dataclasses import dataclass
@@ -53,21 +53,21 @@ _MOST_ROWS = 64
 """Rows of a program."""
 _MOST_SPLITS = 32
 _FIXED_SPLITS, _FIXED_ROWS = 4, 16
-"""Splits, and rows of a program, where a row's bits are not to depend on the number of rows: of 64 rows of 16-bit
-factors another instruction (WGMMA) adds in another order."""
+"""Splits, and rows of a program, where a row's bits must not depend on the number of rows: for 64 rows of 16-bit
+factors, another instruction (WGMMA) adds in another order."""
 _PROGRAMS = 128
-"""Programs of A for one adapter, at least, until splits have the fewest columns."""
+"""The most programs of A for one adapter with which its columns are split further."""
 _COUNTERS = 1 << 16
-"""Counters of a scratch at first: of 2,048 rows, those of 32,768 ranks."""
+"""Counters that a scratch starts with: enough for 2,048 rows and 32,768 ranks."""
 _SUMMED = tl.constexpr(8)
 """Splits whose sums are read at a time."""
 
 
 @dataclass(frozen=True)
 class CudaChanges(Changes):
-    """The changes on a device. tiles: int32 [tiles, 3], of each tile of rows of b its matrix, its first row and the
-    row after its matrix's last. matrices, words, launches: see RowChange. words_of_a, rows_of_b: the factors once more
-    for Hopper's launches of several rows (rank_words.py), B of one matrix alone; None: they take none. largest: of b.
+    """The changes on a device. tiles: int32 [tiles, 3], for each tile of rows of b its matrix, its first row and the
+    end of its matrix's rows. matrices, words, launches: see RowChange. words_of_a, rows_of_b: copies of the factors
+    for Hopper's launches of several rows (rank_words.py), b only of a single matrix; else None. largest: max |b|.
     """
 
     tiles: Tensor
@@ -107,7 +107,7 @@ class CudaChanges(Changes):
         )
 
     def of_row(self, scales: Tensor) -> RowChange:
-        """For one row, with scales [M, 1] of the adapters."""
+        """The changes of one row, with scales [M, 1] of the adapters."""
         return RowChange(self.a, self.b, self.matrices, scales, self.words, self.launches)
 
 
@@ -121,8 +121,8 @@ class LowRankScratch:
         self._sums = [torch.empty(0, dtype=torch.float32, device=device)]
 
     def take(self, sums: int, counters: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Room for so many fp32, the counters of splits, and those of a launch. Smaller room stays allocated, as CUDA
-        graphs keep its address."""
+        """Room for `sums` fp32, `counters` counters of splits, and those of a launch. Smaller room stays allocated, as
+        CUDA graphs keep its address."""
         device = self.arrivals.device
         if self._sums[-1].numel() < sums:
             self._sums.append(torch.empty(sums, dtype=torch.float32, device=device))
@@ -332,11 +332,11 @@ def add_low_rank(
     early: bool = False,
     pdl: bool = False,
 ) -> Tensor:
-    """y fp32 [T, N], contiguous, plus the changes of rows x [T, K], in place; or of y [T, 2F] activation(gate) * up of
-    that, [T, F]. x: fp32 with unit inner stride, or another form.
+    """Adds the changes of rows x [T, K] to y fp32 [T, N], contiguous, in place, and returns y. With an activation, y is
+    [T, 2F], and the result is a new tensor, activation(gate) * up of the sum, [T, F].
 
-    scales: fp32 [M, T], contiguous. fixed_splits: a row's bits do not depend on T. early: the launch in front let this
-    one start once x and the scales were there, and writes neither.
+    x: fp32 with unit inner stride, or another form. scales: fp32 [M, T], contiguous. fixed_splits: a row's bits do not
+    depend on T. early: the previous launch let this one start once x and the scales were written, and writes neither.
     """
     parts, adapters, rank, cols = changes.a.shape
     (rows, width), ranks = y.shape, parts * adapters * rank
@@ -367,7 +367,7 @@ def add_low_rank(
 
 
 def _shares(groups: int, cols: int, fixed: bool) -> tuple[int, int]:
-    """Columns of a split, and the number of splits, of so many groups of rows and ranks of one adapter."""
+    """The columns of a split, and the number of splits, for `groups` groups of rows and ranks of one adapter."""
     splits = _FIXED_SPLITS if fixed else min(_MOST_SPLITS, _PROGRAMS // groups)
     splits = max(1, min(splits, cols // _LEAST_COLUMNS))
     share = triton.cdiv(triton.cdiv(cols, splits), OPERAND_COLUMNS) * OPERAND_COLUMNS

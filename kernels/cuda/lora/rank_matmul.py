@@ -1,14 +1,14 @@
 """Rows times a packed weight and times A of its changes, in one launch of Hopper's matmul (gemm/matmul_wgmma.py).
 
-The programs of the weight's blocks leave room on most multiprocessors. Programs after them compute A x meanwhile, each
-for some ranks and columns: A lies in the order of the matrix unit's left operand (rank_words.py), and rows of x are
-staged as those of the weight's programs. Of the programs with the same ranks the last one to end adds up, in the order
-of the columns:
+The programs of the weight's blocks leave room on most multiprocessors. There, further programs compute A x, each for
+some ranks and columns. A lies in the order of the matrix unit's left operand (rank_words.py), and rows of x are staged
+as in the weight's programs. Of the programs with the same ranks, the last to end adds up their sums, in the order of
+the columns:
 
     s[t, (p, m, r)] = sum over k of a[p, m, r, k] x[t, k]
 
-The next launch reads s, and adds B of it to the product (from_rank.py). A of an adapter that none of the rows has is
-not read, and its sums are zero.
+The next launch reads s, and adds B s to the product (from_rank.py). If no row has an adapter, its A is not read, and
+its sums are zero.
 """
 
 from dataclasses import dataclass, replace
@@ -55,16 +55,16 @@ from quengine.kernels.cuda.weights.packed import PackedPart, PackedWeight
 from quengine.kernels.lora.low_rank import RANKS_AT_ONCE
 
 _SHARE_COLUMNS = 512
-"""Columns of A of a program, at least."""
+"""The fewest columns of A that a program takes, if A has as many."""
 _REGISTERS, _SHARED_BYTES, _RESERVED_BYTES = 65536, 227 << 10, 1 << 10
-"""Registers and shared memory of a multiprocessor, and what each program takes of that besides its own."""
+"""Registers and shared memory of a multiprocessor, and the shared memory that each program takes besides its own."""
 _MOST_REGISTERS = 168, 255
-"""Registers of a thread where the matmul alone has no limit, with up to 64 rows and with more."""
+"""Limits on registers per thread where the matmul alone has none: for up to 64 rows, and for more."""
 
 
 @dataclass(frozen=True)
 class RankShape:
-    """tiles of 16 ranks, of M adapters of rank R for each matrix, and chunks of 128 columns of A."""
+    """The shape of A: tiles of 16 ranks, chunks of 128 columns, and the adapters and their rank for each matrix."""
 
     tiles: int
     chunks: int
@@ -74,8 +74,8 @@ class RankShape:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """Compile-time constants of the programs of A. `splits` of them share the columns of a block of tiles, `sets` sets
-    of columns each but the last, of `all_sets`; the sums of `at_once` are read at a time."""
+    """Compile-time constants of the programs of A. `splits` of them share the `all_sets` sets of columns of a block of
+    tiles: each but the last takes `sets`. The sums of `at_once` splits are read at a time."""
 
     shape: RankShape
     blocks: int
@@ -245,7 +245,7 @@ def _registers(geometry: WgmmaGeometry, made: WgmmaProgram) -> int:
 
 
 def _places_left(plan: WgmmaPlan, geometry: WgmmaGeometry) -> int:
-    """Programs that still fit in the last wave of a matmul's: more would begin when others have ended."""
+    """How many programs still fit in the last wave of a matmul: any further one would start when others have ended."""
     made: WgmmaProgram = plan.constants.named["P"]
     by_registers = _REGISTERS // (32 * made.warps * _registers(geometry, made))
     by_memory = _SHARED_BYTES // (2 * made.stages * made.block * made.columns + _RESERVED_BYTES)
@@ -282,7 +282,8 @@ def _planned(
 
 
 def takes_ranks(rows: int, weight: PackedWeight, changes: CudaChanges, workspace: MatmulWorkspace) -> bool:
-    """Whether `rank_matmul` multiplies these: few rows, with one or two packed parts, by A that has words."""
+    """Whether `rank_matmul` takes these: few rows on Hopper, not batch-invariant, a weight of one or two packed parts,
+    and an A that has words."""
     packed = len(weight.parts) <= 2 and all(isinstance(part, PackedPart) for part in weight.parts)
     few = rows <= MOST_FEW and workspace.layout(rows) is OperandLayout.WGMMA and not workspace.batch_invariant
     return few and packed and changes.words_of_a is not None
@@ -299,10 +300,10 @@ def rank_matmul(
     pdl: bool = False,
     exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """x [T, K] times the weight, plus an addend fp32 [T, N] or [N]: fp32 [T, N]; and A x of the changes, fp32
-    [T, ranks], in the scratch until the next launch with it.
+    """Two results: x [T, K] times the weight, plus an addend fp32 [T, N] or [N], as fp32 [T, N]; and A x of the
+    changes, fp32 [T, ranks], which stays in the scratch until the next launch with it.
 
-    scales: fp32 [M, T], contiguous. exact: as for `matmul`. Which rows are taken: `takes_ranks`.
+    scales: fp32 [M, T], contiguous. exact: as for `matmul`. `takes_ranks` says which arguments are taken.
     """
     words, (matrices, adapters, rank, _) = changes.words_of_a, changes.a.shape
     parts = [part for part in weight.parts if isinstance(part, PackedPart)]

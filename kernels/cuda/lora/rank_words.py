@@ -1,9 +1,9 @@
-"""The factors of changes in the orders that Hopper's kernels for several rows read them in.
+"""The factors of changes, in the orders in which Hopper's kernels for several rows read them.
 
-A is wgmma's left operand, as words of two fp16: for each tile of 16 ranks and 128 columns, word number
-4 * block + 2 * p + rh of each lane. The places of the columns (fp16_operand.py, WGMMA) are blocks of 16; lane q of quad
-g has rank 8 * rh + g, and place 8 * p + 2 * q of the block and the one after it. B is, for each rank, a row, whose
-columns 2 * p + 16 * h + e of 128 are in the order p, h, e in which a thread has them when it writes a normed row
+A is wgmma's left operand, as words of two fp16. Places of columns in the WGMMA layout (fp16_operand.py) form blocks of
+16. For each tile of 16 ranks and 128 columns, word number 4 * block + 2 * p + rh of lane q of quad g holds rank
+8 * rh + g at places 8 * p + 2 * q and 8 * p + 2 * q + 1 of the block. B has a row for each rank. Columns
+2 * p + 16 * h + e of 128 are in the order p, h, e, in which a thread has them when it writes a normed row
 (rms_norm_wgmma.py).
 """
 

@@ -37,7 +37,7 @@ class Mamba2Net(NamedTuple):
 
 
 def net_of(spec: Mamba2Spec, ring: int) -> Mamba2Net:
-    """ring: rows of the history, at least the taps: a position is stored in a row that is not read any more."""
+    """ring: rows of the history, at least the taps, so that a position is stored in a row that is no longer read."""
     assert ring >= spec.taps, f"a history of {ring} positions is too short for a convolution over {spec.taps}"
     return Mamba2Net(spec.heads, spec.head_dim, spec.groups, spec.state_dim, spec.taps, ring)
 

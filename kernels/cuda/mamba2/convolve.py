@@ -1,7 +1,7 @@
 """Mamba2's inputs of steps in which rows follow each other: convolution, SiLU, steps of time.
 
-A program takes some rows of some channels, or, the last ones, of dt of all heads. Rows of a position's past are those
-of the step itself where it has them, else those of the history, which the scan's launch writes afterwards.
+A program takes some rows of some channels, or, the last ones, of dt of all heads. The rows before a position come from
+the step itself where it has them, else from the history, which the scan's launch writes afterwards.
 """
 
 import torch
@@ -61,8 +61,8 @@ def _convolve_kernel(
 def convolve(
     step: StateRows, spec: Mamba2Spec, net: Mamba2Net, history: Tensor, pdl: bool
 ) -> tuple[Tensor, Tensor]:
-    """x, B and C fp32 [T, channels] of a step's rows, and gates fp32 [T, 2, heads]: the log of what a state keeps, and
-    the step of time."""
+    """Returns x, B and C, fp32 [T, channels], of a step's rows, and gates, fp32 [T, 2, heads]: the log of what a state
+    keeps, and the step of time."""
     rows = len(step.x)
     xbc = torch.empty(rows, net.channels, dtype=torch.float32, device=step.x.device)
     gates = torch.empty(rows, 2, net.heads, dtype=torch.float32, device=step.x.device)

@@ -1,4 +1,4 @@
-"""Mamba2's layer of single tokens ahead of the gated norm, in a launch: convolution, step of time, scan.
+"""Mamba2's layer of single tokens up to the gated norm, in one launch: convolution, step of time, scan.
 
 A program takes some elements of a head of a row and their rows of its S, which are read once and written once. B and C
 are computed by each program that reads them. A program stores its own channels of x in the history; the first program
@@ -30,8 +30,8 @@ class TokenShape(NamedTuple):
 
 
 def decode_shape(net: Mamba2Net) -> TokenShape:
-    """16 KiB of S, 32 registers a thread: a multiprocessor has several programs, so that the loads of some overlap the
-    sums of others. Not measured."""
+    """Up to 16 KiB of S, 32 registers a thread, so that a multiprocessor has several programs and the loads of some
+    overlap the sums of others. Not measured."""
     rows = min(net.tile, max(1, 4096 // net.state_dim))
     return TokenShape(rows, max(1, min(8, rows * net.state_dim // 1024)))
 
@@ -108,12 +108,12 @@ def decode(
     ahead: bool = False,
     pdl: bool = False,
 ) -> None:
-    """The newest token of each of B sequences, of x fp32 [B, sum of spec.widths], unit inner stride: y ahead of the
-    gated norm, to out, contiguous fp32 [B, width].
+    """Computes the newest token of each of B sequences from x, fp32 [B, sum of spec.widths], unit inner stride. Writes
+    y, before the gated norm, to out, contiguous fp32 [B, width].
 
-    positions: int32 [B]. block_tables: int32 [B, ...], whose first column has the slots, no two of them the same but
-    for 0. With `pdl` the launch overlaps the one before it; `ahead`: the state, the positions and the tables were
-    complete before that one began.
+    positions: int32 [B]. block_tables: int32 [B, ...], whose first column has the slots; only slot 0 may occur twice.
+    With `pdl` the launch overlaps the one before it; `ahead`: the state, the positions and the tables were complete
+    before that earlier launch began.
     """
     history, memory = state.parts
     net = net_of(spec, history.shape[1])

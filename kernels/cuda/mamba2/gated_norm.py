@@ -1,6 +1,6 @@
 """Mamba2's gated norm, rms_norm(y * silu(z)) * norm by group, as fp32 rows or as the next matmul reads them.
 
-A program takes a row where an fp16 operand has one scale for it, or where groups are no power of two; else a group.
+A program takes a group if its size is a power of two >= 32, else a row; always a row for fp16 operands (one scale).
 """
 
 import triton
@@ -69,8 +69,9 @@ def gated_norm(
     out: Stored,
     pdl: bool = False,
 ) -> None:
-    """y fp32 [T, width], unit inner stride, times silu of the rows' z and normed by group, to `out`: contiguous fp32
-    [T, width], quantized activations (width a multiple of 32), or an fp16 operand with its row scales."""
+    """Multiplies y, fp32 [T, width] with unit inner stride, by silu of the rows' z, norms it by group and writes it to
+    `out`: contiguous fp32 [T, width], quantized activations (width a multiple of 32), or an fp16 operand with its row
+    scales."""
     assert y.shape == (len(step.x), net.width) and y.stride(1) == 1
     group, padded = net.width // net.groups, int(triton.next_power_of_2(net.width))
     columns = group if group & (group - 1) == 0 and group >= 32 else padded

@@ -29,7 +29,7 @@ Out = Tensor | QuantizedActivations | Fp16Operand
 def mamba2_decode(
     step: StateRows, spec: Mamba2Spec, state: SlotLayer, out: Out, ahead: bool = False, pdl: bool = False
 ) -> None:
-    """A row of each sequence, which needs no scale. `ahead`: see `decode`."""
+    """Computes one row of each sequence; x needs no scale. `ahead`: see `decode`."""
     net = net_of(spec, state.parts[0].shape[1])
     y = torch.empty(len(step.x), net.width, dtype=torch.float32, device=step.x.device)
     decode(step.x, spec, state, step.positions, step.block_tables, y, ahead, pdl)
@@ -44,7 +44,7 @@ def mamba2_rows(
     batch_invariant: bool = False,
     pdl: bool = False,
 ) -> None:
-    """The launches of prompts, and of decode steps in which a sequence may have several rows."""
+    """Computes prompts, and decode steps in which a sequence may have several rows."""
     history, memory = state.parts
     net = net_of(spec, history.shape[1])
     assert history.is_contiguous() and memory.is_contiguous() and step.x.stride(1) == 1

@@ -1,13 +1,13 @@
 """The states of a step's sequences, carried over their rows: chunk by chunk, or row by row.
 
-In a chunk of C rows with B, C, x, steps of time t and logs of decays, of which G is the running sum,
+In a chunk of rows with B, C, x and steps of time t, where G is the running sum of the logs of decays,
 
     y_i = exp(G_i) S C_i + sum over j <= i of exp(G_i - G_j) (C_i B_j) t_j x_j
     S' = exp(G_last) S + sum over j of exp(G_last - G_j) t_j x_j B_j^T
 
-A program takes a sequence, a head and some of its elements, rows of S that no other elements depend on. The newest rows
-of xBC are stored in the sequence's history here, after the launch that reads the rows they replace. y is written over
-x.
+A program takes a sequence, a head and some of its elements: rows of S on which no other elements depend. The newest
+rows of xBC are stored in the sequence's history here, after the launch that reads the rows they replace. y is written
+over x.
 
 Row by row, a result does not depend on where a prompt is cut: `batch_invariant` selects this form, and so does a decode
 step in which sequences have several rows. Source: Dao and Gu 2024, section 6 (the block decomposition of the
@@ -55,8 +55,8 @@ class ScanShape(NamedTuple):
 
 
 def chunk_shape(net: Mamba2Net) -> ScanShape:
-    """Not measured; what compiles without spills. With chunks of 64 rows, which Hopper's matrix instruction takes, the
-    products of three terms spill."""
+    """A shape that compiles without spills; not measured. With chunks of 64 rows, which Hopper's matrix instruction
+    takes, the products of three terms spill."""
     return ScanShape(32, min(net.tile, 32), min(net.state_dim, 32), 8, 1)
 
 
@@ -250,7 +250,7 @@ def scan_by_rows(
     memory: Tensor,
     pdl: bool,
 ) -> None:
-    """The same of any step whose sequences may have several rows."""
+    """As `scan_by_chunks`, but row by row, for any step whose sequences may have several rows."""
     shape = decode_shape(net)
     tiles = None if step.tiles is None else step.tiles.tiles
     sequences = len(step.x) if tiles is None else step.block_tables.shape[0]

@@ -61,8 +61,8 @@ def _grouped_glu_rows_kernel(
 def grouped_glu_rows(
     products: Tensor, blocks: Blocks, out: Fp16Operand, activation: Activation, pdl: bool = False
 ) -> None:
-    """activation(gate) * up of products [places, 2F], fp32, as rows of the fp16 operand `out`, zeros from
-    column F on. Only places of `blocks` are computed; products and `out` begin with those of the first block.
+    """Writes activation(gate) * up of products, fp32 [places, 2F], to the rows of the fp16 operand `out`, with zeros
+    from column F on. Only places of `blocks` are computed; products and `out` begin with the first block's.
     """
     places, width = (blocks.end - blocks.first) * blocks.rows, glu_width(products.shape[1], activation)
     padded = padded_cols(width)
@@ -127,9 +127,9 @@ def combine_experts(
     out: Fp16Operand | None = None,
     pdl: bool = False,
 ) -> None:
-    """Adds to `residual`, contiguous fp32 [T, N], each row's weighted products: products [places, N] times
-    weights, fp32 [T, k], summed in the order of its slots, of those whose experts are here. `out`: the destination of
-    `norm` of the sum, as an fp16 operand.
+    """Adds each row's weighted products to `residual`, contiguous fp32 [T, N], in place: products [places, N] times
+    weights, fp32 [T, k], summed in the order of the row's slots, over the experts that are here. `out`: the fp16
+    operand that receives `norm` of the sum.
     """
     rows, width = residual.shape
     assert products.shape[1] == width and residual.is_contiguous() and weights.is_contiguous()

@@ -1,8 +1,8 @@
 """The device's side of an exchange of rows with the host (kernels/moe/exchange.py): sending rows, and adding the sums
 that the host has made of them.
 
-`sent` rows go to host memory by ordinary stores; the last program of the launch to finish counts them, after a fence
-for the whole system. `add_sums` polls the host's count, and then reads the sums where they lie.
+`send_rows` writes rows to host memory by ordinary stores; the last program of its launch to finish counts them as sent,
+after a fence for the whole system. `add_sums` polls the host's count, and then reads the sums where they lie.
 """
 
 import torch
@@ -18,7 +18,7 @@ from quengine.kernels.moe.held_experts import HeldExperts
 from quengine.kernels.moe.router import Routing
 
 MOST_POLLS = 1 << 25
-"""Reads of the host's count, 1 us each or more, after which sums are given up, with those of the layers that follow:
+"""Reads of the host's count, each 1 us or more, after which the device gives up these sums and those of later layers:
 half a minute."""
 
 _COLUMNS = 2048
@@ -130,8 +130,8 @@ def send_rows(
 
 
 def add_sums(residual: Tensor, exchange: Exchange, pdl: bool = False, polls: int = MOST_POLLS) -> Tensor:
-    """Adds the host's sums of the rows sent last to `residual`, contiguous fp32 [T, K], in place, once they are there.
-    Rows become NaN where they are not after `polls` reads, and without a wait once that has happened.
+    """Waits for the host's sums of the rows sent last, and adds them to `residual`, contiguous fp32 [T, K], in place.
+    Rows without sums after `polls` reads become NaN; once that has happened, later launches do not wait.
     """
     rows, width = residual.shape
     assert residual.is_contiguous() and width == exchange.sums.shape[1] and rows <= exchange.capacity

@@ -19,7 +19,7 @@ from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.quant_tensor import QuantTensor
 
 MOST_WORDS = 2**31 - 1
-"""Words of a plane, of 4 or 8 bytes, one per lane and step: kernels count them in 32 bits."""
+"""The most words of a plane (4 or 8 bytes, one per lane and step): kernels count them in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ExpertWeights:
 
     @property
     def first(self) -> int:
-        """The number of the first one in a routing."""
+        """The number of the first of these experts in a routing."""
         return 0 if self.share is None else self.share.first
 
     @property
@@ -161,8 +161,8 @@ def _pack_paired(
 def _blocks(
     experts: Sequence[QuantTensor], multiple: int, at_a_time: int, device: torch.device | str
 ) -> Iterator[Tensor]:
-    """The rows of all experts on `device`, each expert's padded to a multiple with zero bytes, which are
-    zeros in every format: blocks of about `at_a_time` rows, of several experts or a piece of one.
+    """Yields the rows of all experts on `device`, in blocks of about `at_a_time` rows: several experts, or a piece of
+    one. Each expert's rows are padded to a multiple with zero bytes, which are zeros in every format.
     """
     rows, width = experts[0].data.shape
     padded = -(-rows // multiple) * multiple

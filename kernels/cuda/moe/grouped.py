@@ -1,12 +1,12 @@
 """The experts of more than one row: rows grouped by expert, two grouped matmuls, and the weighted sum.
 
-Four launches: the grouping with the copy of the rows (three for many rows; on Hopper the one for few rows also norms
-them), gate and up with their activation, down, and the sum with the residual and the next norm. If gate and up share
-no tiles (matrices of two formats, plain floats, biases before an activation without a clamp), products are stored and
-their gated unit is another launch. gemm/workspace.py has the table of kernels.
+There are four launches: the grouping with the copy of the rows (three for many rows; on Hopper the one for few rows
+also norms them), gate and up with their activation, down, and the sum with the residual and the next norm. If gate and
+up share no tiles (matrices of two formats, plain floats, biases before an activation without a clamp), products are
+stored and their gated unit is another launch. gemm/workspace.py has the table of kernels.
 
-Defined in kernels/moe/experts.py. A row's bits do not depend on the other rows, its block or their number, except that
-up to FEW_ROWS rows of a batch, unless `exact`, round a weight's scale and minimum too, as in dense matmuls.
+Defined in kernels/moe/experts.py. A row's bits do not depend on its block, the other rows or their number, with one
+exception: up to FEW_ROWS rows of a batch, unless `exact`, also round a weight's scale and minimum, as in dense matmuls.
 """
 
 from dataclasses import dataclass
@@ -121,9 +121,8 @@ def grouped_add(
     pdl: bool,
     exact: bool,
 ) -> Tensor | RmsNormed:
-    """Adds to residual [T, N], contiguous fp32, in place, each row's weighted sum over its experts, in
-    ascending order, of `down` times `gated`; with `next_norm` also returns the normalised rows, in the
-    workspace.
+    """Adds each row's weighted sum of `down` times `gated` over its experts, in ascending order, to residual [T, N],
+    contiguous fp32, in place, and returns it; with `next_norm` also the normalised rows, in the workspace.
     """
     mode = _mode(gated.tokens, workspace, pdl, exact)
     products = workspace.of_experts(
@@ -151,8 +150,8 @@ def head_products(
     pdl: bool,
     exact: bool,
 ) -> None:
-    """Products fp32 [places, N] of rows x at their places and their heads' matrices [N, K]. of_block: from
-    `latent_rows`."""
+    """Writes to `products`, fp32 [places, N], the rows x at their places times their heads' matrices [N, K]. of_block:
+    from `latent_rows`."""
     blocks = Blocks(of_block, places.block, 0, places.blocks, early=False)
     _multiply(x, weights, blocks, products, _mode(places.tokens, workspace, pdl, exact))
 
@@ -164,7 +163,7 @@ def _mode(tokens: int, workspace: MatmulWorkspace, pdl: bool, exact: bool) -> Ma
 def _glu_of_products(
     x: Fp16Operand, gate_up: ExpertWeights, gated: GroupedRows, activation: Activation, mode: MatmulMode
 ) -> None:
-    """Takes some blocks at a time, which limits the memory of products."""
+    """Writes activation(gate) * up to `gated`, some blocks at a time to limit the memory of products."""
     groups = gated.groups
     places = max(1, _MOST_PRODUCTS // (gate_up.expert_rows * groups.block))
     for first in range(0, groups.most, places):
@@ -233,7 +232,7 @@ def _places(tokens: int, used: int, weights: ExpertWeights, workspace: MatmulWor
 def _layout_and_block(
     tokens: int, used: int, experts: int, workspace: MatmulWorkspace
 ) -> tuple[OperandLayout, int]:
-    """The layout, and the rows of a block, where the rows' slots are spread over `experts`."""
+    """The layout and the rows of a block for rows with `used` slots each, spread over `experts` experts."""
     block = grouped_block(tokens * used, experts)
     if is_hopper(workspace.device):
         return OperandLayout.WGMMA, block

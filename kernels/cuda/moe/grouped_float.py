@@ -52,7 +52,7 @@ def _grouped_float_kernel(
 def launch_grouped_float(
     x: Fp16Operand, weights: ExpertWeights, part: FloatPart, blocks: Blocks, output: GroupedOutput, pdl: bool
 ) -> None:
-    """Rows x, in any layout and in blocks, times a part of their experts' matrices."""
+    """Multiplies rows x, in blocks and in any layout, by a part of their experts' matrices."""
     assert part.weight.is_contiguous()
     block = 16 if blocks.rows <= 16 else 64
     weight_blocks = -(-weights.part_rows // _BLOCK_WEIGHTS)

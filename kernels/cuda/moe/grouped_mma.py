@@ -1,8 +1,8 @@
 """Grouped matmul of packed weights on the matrix instruction m16n8k16: matmul_fused.py with an expert for each block
 of rows.
 
-A tile's columns are split over warps, by the weight's shape alone, and not over programs, as experts and blocks make
-enough of them; a row's bits depend only on the row and its expert.
+A tile's columns are split over warps, by the weight's shape alone, but not over programs: experts and blocks give
+enough of these. A row's bits depend only on the row and its expert.
 """
 
 import triton
@@ -124,7 +124,7 @@ def launch_grouped_mma(
     output: GroupedOutput,
     mode: MatmulMode,
 ) -> None:
-    """Rows x in the MMA layout, in blocks, times a part of their experts' matrices."""
+    """Multiplies rows x, in blocks and in the MMA layout, by a part of their experts' matrices."""
     geometry = grouped_fused_geometry(part, weights.expert_tiles, blocks.rows)
     results, bias = output.results, output.bias
     program = FusedProgram(

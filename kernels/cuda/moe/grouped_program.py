@@ -26,7 +26,7 @@ clamp alone.
 
 
 class Blocks(NamedTuple):
-    """The blocks of rows of a launch: numbers `first` up to `end` in `of_block` (Groups.blocks).
+    """The blocks of `rows` rows of a launch: numbers `first` to `end` - 1 in `of_block` (PairBlocks.blocks).
 
     early: `of_block` was written before the previous launch started, so programs may read it, and the first weights,
     before that launch has ended.
@@ -43,8 +43,8 @@ class Blocks(NamedTuple):
 
 
 class GroupedOutput(NamedTuple):
-    """The destination of products, fp32 [places, N]: columns `first` on of `out`, plus bias [E, N]. With an
-    `activation`, gated units instead, fp16 in the layout of the input rows, and their row scales.
+    """The destination of products, fp32 [places, N]: `out` from column `first` on, plus bias [E, N]. With an
+    `activation`, it takes gated units instead, fp16 in the layout of the input rows, and their row scales.
     """
 
     out: Tensor

@@ -241,8 +241,8 @@ def launch_grouped_wgmma(
     output: GroupedOutput,
     mode: MatmulMode,
 ) -> None:
-    """Rows x in the WGMMA layout, in blocks, times a part of their experts' matrices. The padding columns of
-    a gated unit are finite if the row is.
+    """Multiplies rows x, in blocks and in the WGMMA layout, by a part of their experts' matrices. The padding columns
+    of a gated unit are finite if the row is.
     """
     results, bias, exact = output.results, output.bias, mode.exact or mode.batch_invariant
     geometry = grouped_wgmma_geometry(part, x.values.shape[1], blocks.rows, exact)

@@ -29,7 +29,7 @@ from quengine.kernels.moe.experts import ExpertShare
 from quengine.kernels.moe.grouping import most_blocks
 
 _MOST_COUNTED = 1024
-"""Pairs that every program of the copy counts itself: it costs about 1 us, a launch more than 2."""
+"""The most pairs that every program of the copy counts itself: this costs about 1 us, a launch more than 2."""
 
 _COUNTED = tl.constexpr(1024)
 _NUMBERED = 4096
@@ -43,8 +43,8 @@ class PairBlocks:
     """The blocks of a step's pairs.
 
     blocks: int32 [1 + `most`]: the number of blocks, then the expert of each; the rest is undefined. positions: int32
-    [P], for pair t * k + s the place of row t for its slot s, `block` places per block. experts: how many are here.
-    share: which of the layer's they are; None: all.
+    [P], for pair t * k + s the place of row t for its slot s, `block` places per block. experts: the number of experts
+    here. share: which of the layer's experts these are; None: all.
     """
 
     blocks: Tensor
@@ -213,8 +213,8 @@ def _group_rows_kernel(
 
 
 def number_pairs(experts: Tensor, groups: PairBlocks, pdl: bool = False) -> None:
-    """Fills in `groups` for a routing's experts, int32 [T, k], but for the positions of pairs whose experts are not
-    here."""
+    """Fills in `groups` for a routing's experts, int32 [T, k]. Does not write the positions of pairs whose experts are
+    not here."""
     rows, used = experts.shape
     slots = int(triton.next_power_of_2(used))
     counts = torch.empty(groups.experts, dtype=torch.int32, device=experts.device)
@@ -257,7 +257,7 @@ def group_rows(
 
 
 def counted(pairs: int) -> int:
-    """Pairs that every program of the copy counts, at most; 0: none."""
+    """Number of pairs that each program of the copy can count: 128, 512 or 1024; 0: programs do not count."""
     return 0 if pairs > _MOST_COUNTED else next(size for size in (128, 512, 1024) if pairs <= size)
 
 

@@ -56,8 +56,8 @@ def expert_program(
 
 
 def share_constants(weights: ExpertWeights) -> dict[str, Any]:
-    """Constants of the kernels that ask for `own_number`. Without a share it does not depend on the number of experts,
-    so neither do the kernels."""
+    """Constants of the kernels that call `own_number`. Without a share they do not contain the number of experts, so
+    that one compiled kernel serves any number."""
     share = weights.share is not None
     return {"COUNT": weights.count if share else 0, "SHARE": share}
 
@@ -69,8 +69,8 @@ def check_rows(x: QuantizedActivations, weights: ExpertWeights, rows: int) -> No
 
 
 def check_routing(routing: Routing, weights: ExpertWeights) -> None:
-    """Raises ValueError unless the routing is contiguous int32 and fp32 [T, k], with k at most the number of experts.
-    Of a share any number of a row's slots may name experts that are not here."""
+    """Raises ValueError unless the routing is contiguous int32 and fp32 [T, k], and, without a share, k is at most the
+    number of experts. With a share, any number of a row's slots may name experts that are not here."""
     experts, factors = routing.experts, routing.weights
     fits = experts.ndim == 2 and experts.shape == factors.shape
     fits = fits and (weights.share is not None or experts.shape[1] <= weights.count)
@@ -141,8 +141,8 @@ def _expert_floats_kernel(
 def matvec_expert_rows(
     x: QuantizedActivations, routing: Routing, weights: ExpertWeights, pdl: bool = False
 ) -> Tensor:
-    """Products with bias of each row's k experts, not paired: fp32 [T * k, expert_rows]; undefined of experts that are
-    not here.
+    """Products, with bias, of each row and its k experts, which are not paired: fp32 [T * k, expert_rows]; undefined
+    for experts that are not here.
 
     x: [T, K], or [T * k, K] with a row for each expert of a row.
     """

@@ -2,7 +2,7 @@
 
 Programs share the experts of some rows: each computes the logits of a few experts, row after row. With few rows, the
 last program of a row waits for the others' logits, as words (gemv/matvec_program.py), and selects its experts; with
-many, each row has one more program that does. A logit is summed over 512 lanes, lane j taking columns j, j + 512, ...,
+many, a further program per row does both. A logit is summed over 512 lanes, lane j taking columns j, j + 512, ...,
 then over the lanes: the order follows from the width alone, so that a row's bits are the same for any number of rows.
 Defined in kernels/moe/router.py, kernels/rms_norm.py.
 """
@@ -48,8 +48,8 @@ _MOST_ROWS = 16
 class RouterProgram:
     """Compile-time constants of the kernel: a program computes the logits of `rows` rows by `experts` experts
     of `cols` columns. gate: whether there is a shared expert's gate, whose logit follows those of the `count`
-    experts. apart: a row's experts are selected by a program of its own, else, where rows is 1, by the last of the
-    row's. ahead: steps of 512 columns of weights held before the rows arrive; all of them with several rows.
+    experts. apart: a separate program selects a row's experts; otherwise, with `rows` 1, the row's last program does.
+    ahead: steps of 512 columns of weights held before the rows arrive; all of them with several rows.
     """
 
     rows: int
@@ -208,7 +208,7 @@ def route(
     scratch: QuantizationScratch | None = None,
     pdl: bool = False,
 ) -> Routing:
-    """The routing of the norm of fp32 rows x [T, K], see kernels/moe/router.py.
+    """Norms fp32 rows x [T, K] and routes them, as kernels/moe/router.py defines it.
 
     The router's tensors are fp32. `experts`, int32 [T, k], ascending: use these, without selection. `scratch`, for
     `scratch_width` values, avoids an allocation. Raises ValueError for other shapes.

@@ -1,1 +1,1 @@
-"""What the searches of kernels/quantize take longest for, on CUDA."""
+"""The slowest part of the searches of kernels/quantize, on CUDA."""

@@ -1,7 +1,7 @@
 """The nearest entries of a codebook on CUDA; defined in kernels/quantize/entries.py.
 
-What the error of a vector grows by is a sum of integers, one for the level of each weight. The sums of all entries are
-a product with a matrix of zeros and ones, exact on tensor cores: the integers are two numbers of nine or ten bits.
+A vector's error grows by a sum of integers, one for the level of each weight. The sums of all entries are a product
+with a matrix of zeros and ones, exact on tensor cores: each integer is two numbers of nine or ten bits.
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from quengine.kernels.quantize.entries import FARTHEST, EntryBook
 _COLUMNS = 128
 """Vectors of a program."""
 _ENTRIES = 64
-"""Entries that they are multiplied with at once."""
+"""Entries by which the vectors are multiplied at once."""
 _LOW_BITS = tl.constexpr(9)
 _UNIT = tl.constexpr(512)
-"""Of the high part of an integer."""
+"""The unit of the high part of an integer."""
 _ROUNDING = tl.constexpr(12582912.0)
 """Added to a number below 2^22 and taken away, it leaves the nearest integer, halves to even ones."""
 _EXACT = tl.constexpr(8388608.0)
@@ -31,7 +31,7 @@ _EXACT = tl.constexpr(8388608.0)
 
 @dataclass(frozen=True)
 class _Tables:
-    """Of a codebook on a device. Levels are those of all parts, filled up with NaN to a power of two.
+    """The tables of a codebook on a device. Levels are those of all parts, padded with NaN to a power of two.
 
     levels   fp32 [levels]
     chosen   fp16 [levels * width, entries of all parts]: 1 where a weight of the entry has the level, else 0

@@ -7,4 +7,4 @@ from quengine.kernels.quantize.books import fit_books
 from quengine.kernels.quantize.quantize import Quantizers
 
 LAUNCHED = Quantizers(books=partial(fit_books, entries=nearest_entries))
-"""The bits of the definitions."""
+"""Gives the same bits as the definitions."""

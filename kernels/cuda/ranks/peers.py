@@ -2,10 +2,10 @@
 
 Each rank writes its fp32 values into a buffer of every rank, its own included, as 8-byte words `sequence << 32 |
 value`, and waits until its own buffer has the words of all ranks. A word is written atomically, so no barrier is
-needed, and sums are taken in the order of the ranks, so all ranks get the same bits. Each 16 values have a sequence
-number, kept on the device: a CUDA graph can be replayed, and kernels that divide the values differently among programs
-share a buffer. Three parts of a buffer are used in turn: a rank that writes a part again has received words of a later
-launch from all ranks, which have therefore read its old content.
+needed, and sums are taken in the order of the ranks, so all ranks get the same bits. Every 16 values have a sequence
+number, kept on the device, so that a CUDA graph can be replayed, and kernels that divide the values differently among
+programs can share a buffer. Three parts of a buffer are used in turn: a rank that writes a part again has received
+words of a later launch from all ranks, which have therefore read its old content.
 
 A program waits only for the programs of other ranks that have the same values, and programs start in order, so a
 launch of more programs than fit on a device terminates, too.
@@ -36,8 +36,8 @@ _UNIT = tl.constexpr(UNIT)
 class PeerBuffers:
     """Buffers of a rank to exchange up to `capacity` values.
 
-    received: int64 [TURNS, ranks, capacity], which all ranks write. targets: int64 [ranks], in each rank's `received`
-    the address of this rank's words of the first turn. launches: int32 [capacity / UNIT], the number of exchanges of
+    received: int64 [TURNS, ranks, capacity], which all ranks write. targets: int64 [ranks], the address of this rank's
+    words of the first turn in each rank's `received`. launches: int32 [capacity / UNIT], the number of exchanges of
     each unit. All are zero on all ranks before the first launch.
     """
 

@@ -31,7 +31,7 @@ BLOCK = 256
 """Values per program."""
 
 SUM_WARPS, GATHER_WARPS = 8, 2
-"""Of a program. In a sum each thread has one value, for which it waits by itself."""
+"""Warps of a program. In a sum each thread has one value, for which it waits by itself."""
 
 GATHERED_VALUES = 1 << 19
 """The most values of one rank that an all-gather pushes: 8 rows of 64K logits."""
@@ -111,7 +111,7 @@ def push_all_reduce(
 def push_all_gather(
     x: Tensor, widths: Sequence[int], starts: Tensor, buffers: PeerBuffers, pdl: bool = False
 ) -> Tensor:
-    """The columns of all ranks side by side: x fp32 [rows, own], contiguous.
+    """The columns of all ranks side by side, fp32 [rows, sum(widths)]. x: this rank's, fp32 [rows, own], contiguous.
 
     `widths`: columns of each rank; rows * max(widths) values must fit `buffers.capacity`. starts: int32 [ranks + 1],
     the cumulative sums of widths. `pdl`: as for `push_all_reduce`.

@@ -36,8 +36,8 @@ class ChosenTokens(NamedTuple):
 
 
 class SlotTables(NamedTuple):
-    """What the device has of each of S slots: tokens int64 [S], the newest token, which is the next step's input, and
-    positions int32 [S], its position, which sampling writes; tables int32 [groups, S, blocks], the block tables."""
+    """The device's record of S slots: tokens int64 [S], the newest token, which is the next step's input, and positions
+    int32 [S], its position; sampling writes both. tables: int32 [groups, S, blocks], the block tables."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -49,10 +49,10 @@ class StepRows(NamedTuple):
 
     Attributes:
         slots: int32 [R], the slot whose block tables and sampling settings a row has.
-        targets: int32 [R], the slot that takes the token sampled after the row. Rows of a draft but for the last of
-            their sequence, and padding rows, give it to a slot that nothing is read from.
-        tokens: int32 [R], the input; -1: the slot's newest token, at its position. -2 - d: what the model that drafts
-            has sampled for that position in its slot d, until `take_drafts` has put it here.
+        targets: int32 [R], the slot that takes the token sampled after the row. Padding rows, and all rows of a draft
+            but a sequence's last, name a slot that is never read.
+        tokens: int32 [R], the input. -1: the slot's newest token, at its position. -2 - d: the token that the draft
+            model sampled for that position in its slot d, with which `take_drafts` replaces this number.
         positions: int32 [R], the input's position where `tokens` has one.
     """
 

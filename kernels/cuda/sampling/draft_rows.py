@@ -1,6 +1,6 @@
 """Steps that draft, verify and accept on CUDA. Definition: kernels/draft_rows.py.
 
-A sequence, or a row, is a program. The numbers of drafted tokens are small: a program takes all of a sequence at once.
+A program takes a sequence, or a row. Few tokens are drafted, so it takes all those of a sequence at once.
 """
 
 import torch
@@ -37,7 +37,7 @@ def _enter_kernel(
 
 
 def enter(drafting: Drafting, newest: Newest, turn: torch.Tensor, turns: int, pdl: bool = False) -> None:
-    """As defined; also begins the next of `turns` turns, int32 [1] on the device."""
+    """As defined; also begins the next of `turns` turns in `turn`, int32 [1] on the device."""
     count, most = drafting.recent.shape
     _enter_kernel[(count,)](
         drafting.slots, drafting.positions, drafting.recent, *newest, turn, newest.history.shape[1],
@@ -94,8 +94,8 @@ def place(
     placed: PlacedRows,
     pdl: bool = False,
 ) -> None:
-    """Writes `rows_of(drafting, newest, tokens, tables, first, count)` to `placed`, whose parts are contiguous, but for
-    the tables of groups."""
+    """Writes `rows_of(drafting, newest, tokens, tables, first, count)` to `placed`. Its parts are contiguous; of
+    `tables`, those of each group are."""
     groups, _, blocks = tables.shape
     rows = len(drafting.slots) * count
     assert placed.tables.shape == (groups, rows, blocks) and placed.tables[0].is_contiguous()

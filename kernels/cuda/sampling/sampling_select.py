@@ -1,10 +1,10 @@
 """One row's selections on CUDA, by one program: the token that the row's samplers draw, from the sums of its buckets.
 
-A selection is "the first token, best first, where the cumulative mass reaches `need`": the last token of top-k (mass 1
-each), of typical-p and of top-p, and, among the remaining tokens, the drawn one. Each selection finds its bucket by
-the sums, lists the bucket's tokens, and narrows the list by finer buckets until few enough remain for pairwise
-comparison. Typical-p selects in another order (distance of the surprise from its mean); the sums of the tokens that it
-keeps are then recomputed.
+A selection finds the first token, best first, where the cumulative mass reaches `need`. It gives the last token of
+top-k (each has mass 1), of typical-p and of top-p, and then the one drawn among those that remain. Each selection finds
+its bucket by the sums, lists the bucket's tokens, and narrows the list by finer buckets until few enough remain for
+pairwise comparison. Typical-p selects in another order (distance of the surprise from its mean); the sums of the tokens
+that it keeps are then recomputed.
 """
 
 import triton
@@ -28,7 +28,7 @@ COUNT, TYPICAL, NUCLEUS, DRAW = (tl.constexpr(stage) for stage in range(4))
 COUNT_PLANE, NUCLEUS_PLANE, DRAW_PLANE, MOMENT_PLANE, SCRATCH_PLANE = (
     tl.constexpr(plane) for plane in range(PLANES)
 )
-"""Sums of a bucket; typical-p uses top-p's."""
+"""The planes of a bucket's sums; typical-p uses that of top-p."""
 
 _CURSOR, _FLOOR, _CUT, _CUT_KEY, _MEAN = (tl.constexpr(note) for note in range(NOTES))
 

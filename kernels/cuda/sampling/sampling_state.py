@@ -129,9 +129,9 @@ class SamplingBuffers:
 
     floats: fp64 [B, 7] (sharpness or 0 for greedy, typical_p, top_p, log of min_p, repeat, presence, frequency); ints:
     int64 [B, 4] (top_k or 0, seed, stream, repeat_last_n); bias: fp64 [B, V] or None; counts: int32 [B, V],
-    occurrences of each token in the penalties' window, or None without penalties. `capacity` is 1 if all are greedy,
-    else the power of two that holds the largest top-k, with keys: int64 [B, blocks, capacity]; or 0, with `full`, if
-    some row has no top-k or one above MAX_CAPACITY.
+    occurrences of each token in the penalties' window, or None without penalties. `capacity`: 1 if all rows are greedy;
+    0 if some row has no top-k or one above MAX_CAPACITY; else a power of two, 64 or more, that holds the largest top-k.
+    keys: int64 [B, blocks, capacity], or None where capacity is 0; then, and only then, `full` is given.
     """
 
     capacity: int
@@ -164,8 +164,8 @@ class SamplingBuffers:
     def allocate(
         cls, batch: int, vocab: int, top_k: int, device: torch.device, bias: bool, penalties: bool
     ) -> "SamplingBuffers":
-        """Buffers for settings up to `top_k`, the largest of any sequence; 1: greedy, 0 or above
-        MAX_CAPACITY: any settings.
+        """Buffers for settings with a top-k of up to `top_k`. 1: greedy settings; 0 or above MAX_CAPACITY: any
+        settings.
         """
         if not 1 <= top_k <= MAX_CAPACITY:
             capacity = 0
@@ -186,8 +186,8 @@ class SamplingBuffers:
     def set(
         self, slot: int, settings: SamplingSettings, history: torch.Tensor, bias: dict[int, float]
     ) -> None:
-        """Sets the settings of a slot. history: int32 on the device, its tokens so far; penalties count those within
-        their window, and those that steps in flight append, without a wait.
+        """Sets the settings of a slot. history: int32 on the device, its tokens so far. Penalties count the tokens
+        within their window and those that steps in flight append; no wait is needed.
 
         Raises EngineError if the buffers were allocated without room for these settings.
         """

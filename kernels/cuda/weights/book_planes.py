@@ -15,7 +15,7 @@ _BYTES_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def device_book(name: str, device: torch.device | str) -> Tensor:
-    """A codebook as kernels read it, uint8, four for each entry: a nibble for each code; of IQ3 its magnitudes."""
+    """A codebook as kernels read it, uint8, four bytes per entry: a nibble per code, or IQ3's magnitudes."""
     return _device_book(name, torch.device(device))
 
 

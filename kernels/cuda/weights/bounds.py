@@ -1,7 +1,7 @@
 """Bounds on the weights of a matrix: on |w|, and on the 2-norm of a row, from its scales.
 
-The torch definition is `WeightBounds.of`. Where scales are moved bits a kernel computes the same of what repacking
-leaves (`plain_scales`): torch's operations are twenty kernels of its own, of which each is loaded at its first use.
+The torch definition is `WeightBounds.of`. Where repacking only moves the bits of scales, a kernel computes the same
+bounds from its `plain_scales`: torch's operations are twenty kernels, each of which is loaded at its first use.
 """
 
 import math
@@ -20,7 +20,7 @@ from quengine.kernels.cuda.weights.layout import TILE_ROWS
 
 _BLOCK = 256
 _HALF, _E8M0 = 0, 1
-"""What d is."""
+"""The kinds of d: fp16, or an exponent byte."""
 
 
 class PartBounds(NamedTuple):
@@ -38,7 +38,7 @@ class WeightBounds:
 
     @classmethod
     def none(cls, device: torch.device | str) -> "WeightBounds":
-        """Of no weights."""
+        """The bounds of no weights: zeros."""
         return cls(torch.zeros(2, device=device))
 
     @classmethod
@@ -51,7 +51,7 @@ class WeightBounds:
         return WeightBounds(torch.maximum(self.values, other.values))
 
     def include(self, plain: Tensor, fmt: BlockFormat) -> None:
-        """Covers rows, too, whose plain scales are uint8 [tiles, chunks, bytes], on the device."""
+        """Extends the bounds to rows whose plain scales are `plain`, uint8 [tiles, chunks, bytes], on the device."""
         tiles, chunks, size = plain.shape
         kind = _E8M0 if fmt.layout["d"][1] - fmt.layout["d"][0] == 1 else _HALF
         _bounds_kernel[(tiles * TILE_ROWS,)](
@@ -60,13 +60,13 @@ class WeightBounds:
         )  # fmt: skip
 
     def read(self) -> PartBounds:
-        """Waits for the device."""
+        """The bounds on the host; waits for the device."""
         peak, norm = self.values.tolist()
         return PartBounds(_weight_scale(peak), norm)
 
 
 def _largest(fmt: BlockFormat) -> int:
-    """Of |q| of w = s*q - m."""
+    """The largest |q| of a format's weights w = s*q - m."""
     return max(map(abs, fmt.table)) if fmt.table else max(fmt.offset, 2**fmt.bits - 1 - fmt.offset)
 
 

@@ -32,7 +32,7 @@ _LIMITS, _LONG_LIMITS = (80, 72, 64), (128, 80)
 """Limits on registers per thread for the matvecs; and for long columns, which 64 registers make slower."""
 
 MOST_FEW = 128
-"""Rows up to which a program of the wgmma matmul takes all of them."""
+"""The most rows of x that the wgmma matmul leaves in one block, so that a program takes all of them."""
 
 
 @cache
@@ -70,17 +70,17 @@ def experts_glu_geometry(part: PackedPart, tiles: int, used: int) -> Geometry:
 
 
 def experts_add_geometry(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
-    """Geometry (one tile or an even number) for the sum of `used` experts of `tiles` tiles each, on one row,
-    and the number of experts, a power of two, that a program's warps take at a time: each tile has that many
-    times `k_warps` warps.
+    """Geometry for the sum of `used` experts of `tiles` tiles each, on one row, with one tile or an even number of them
+    per program; and the number of experts, a power of two, that a program's warps take at a time. Each tile has that
+    many times `k_warps` warps.
     """
     entry = _table().get(table_key(), {}).get("experts", {}).get(experts_key(part, "add", tiles, used))
     return (Geometry(*entry[1:]), entry[0]) if entry else _default_experts_add(part, tiles, used)
 
 
 def fused_limit(wgmma: bool) -> int:
-    """Rows up to which the fused matmul beats dequantizing for cuBLAS, on the current device; `wgmma`: for
-    the wgmma matmul, which was faster at every number of rows that was measured.
+    """The most rows for which the fused matmul beats dequantizing for cuBLAS on the current device. With `wgmma`, the
+    limit of the wgmma matmul, which was faster at every number of rows that was measured.
     """
     return _fused_limit(table_key(), wgmma)
 
@@ -113,7 +113,7 @@ def grouped_block(pairs: int, experts: int) -> int:
 
 @lru_cache(1024)
 def _grouped_block(device: str, mean: int) -> int:
-    """The block size by the table's `grouped_blocks`, which map mean pairs per expert to blocks, or 0."""
+    """The block size for `mean` pairs per expert, by the table's `grouped_blocks`; 0 if the table has none."""
     for most, block in _table().get(device, {}).get("grouped_blocks", ()):
         if mean <= most:
             return int(block)
@@ -144,9 +144,10 @@ def grouped_wgmma_geometry(part: PackedPart, cols: int, block: int, exact: bool)
 def _grouped_few(layout: PackedLayout, cols: int, block: int, exact: bool) -> WgmmaGeometry:
     """Geometry for blocks of few rows: with a ring buffer for the weights if that pays.
 
-    A ring buffer is used for 8 rows if four programs with one, and two sets of rows, fit a multiprocessor; if five
-    fit, a register limit lets them (4-bit signed codes would spill with it). Of more rows it takes longer; MXFP4 gains
-    by neither: it is bound by instructions. Its blocks of 8 rows gain by warps that wait for no others.
+    Blocks of 8 rows use a ring buffer if a multiprocessor has room for four programs, each with a ring and two sets of
+    rows. If it has room for five, a register limit lets five run, except for 4-bit signed codes, which would spill, and
+    for `exact`. With more rows a ring takes longer. MXFP4 does not gain from one, as it is bound by instructions; its
+    blocks of 8 rows gain from warps that wait for no others.
     """
     few = WgmmaGeometry(4, 1, 2, False, 128, 256, block=block)
     if layout.format == "MXFP4":
@@ -225,9 +226,9 @@ def _default_wgmma(splits: int, block: int) -> WgmmaGeometry:
 
 
 def _splits(shape: Shape, programs: int) -> int:
-    """Splits that make about `programs` programs of 4 warps per multiprocessor, or slightly fewer, of two
-    chunks or more each. With up to 64 rows four programs run at a time, with 128 two, and a second wave takes
-    as long as the first.
+    """The number of splits, of two chunks or more each, that makes `programs` programs of 4 warps per multiprocessor,
+    or slightly fewer. A multiprocessor runs four programs at a time with up to 64 rows, and two with 128; a second wave
+    takes as long as the first.
     """
     return max(1, min(shape.chunks // 2, programs * MULTIPROCESSORS // -(-shape.tiles // 4)))
 
@@ -244,7 +245,8 @@ def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:
 def default_geometry(part: PackedPart, kind: str) -> Geometry:
     """One tile per program, with up to 8 warps of a chunk or two each; long columns, which take a loop, may
     use more registers. Gate and up use 4 warps or fewer with more chunks each: 2 if codes take long to
-    unpack, so that programs form one wave. The same holds for many rows whose chunks are not a multiple of 8.
+    unpack, so that programs form one wave. Weights of many rows whose chunks are not a multiple of 8 also use
+    fewer warps with more chunks each.
     """
     if kind == "swiglu":
         return _one_tile(part, 2 if part.layout.table or part.layout.bits < 4 else 4)
@@ -257,9 +259,9 @@ def default_geometry(part: PackedPart, kind: str) -> Geometry:
 
 
 def _one_tile(part: PackedPart, most_warps: int, limits: Sequence[int] = _LIMITS) -> Geometry:
-    """One tile by up to `most_warps` warps, each with a chunk or more, and the largest register limit with
-    which programs take the fewest waves. Warps that check bounds over a few chunks need more than such a
-    limit.
+    """One tile per program, by up to `most_warps` warps of a chunk or more each (or more warps, if each had over
+    `_MOST_ROUNDS` chunks), with the largest register limit that gives the fewest waves. Warps that check bounds over a
+    few chunks need more registers, so they have no limit.
     """
     long = limits is _LONG_LIMITS
     if part.layout.book == Book.IQ3:  # two entries a row and step: below 80 registers these spill
@@ -281,8 +283,8 @@ def _one_tile(part: PackedPart, most_warps: int, limits: Sequence[int] = _LIMITS
 
 def _default_experts_add(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
     """Up to 16 warps per program, experts first, then columns. A warp with few chunks loads them all at once;
-    with many, two programs share a multiprocessor. 9 to 15 experts are taken at once, as by 16: some warps have
-    nothing to do, where in two turns all of them would wait for memory twice.
+    with many, two programs share a multiprocessor. 9 to 15 experts are taken at once, in the slots of
+    16: some warps then have nothing to do, but in two turns all warps would wait for memory twice.
     """
     in_program = 1 if tiles <= 2 * MULTIPROCESSORS else 2
     slots = 16 if in_program == 1 and 8 < used < 16 else 1

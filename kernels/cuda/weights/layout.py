@@ -5,10 +5,10 @@ of 256), a chunk into blocks of 128. Lane 4r + q of a warp holds the adjacent co
 rows r and r + 8, in every format: 8 in each of four steps. One step feeds one integer matrix instruction (m16n8k32) of
 the warp. Step i of a chunk covers columns 8j .. 8j+7 (j = i % 4) of a lane's 32 in block i // 4.
 
-So the four lanes of a quad (q = 0..3) hold columns of four *different* groups, and a lane handles one group at a time,
-whose scales are all it needs: all 32 columns of a block, or the first and then the last 16. The steps of such a group,
-with the quad's four groups, are a "set": with J = group/8 steps, set s is steps s*J .. s*J + J-1. In groups of 32
-these are groups 4s + q of the chunk, in groups of 16 groups 8*(s // 2) + 2q + s % 2.
+So the four lanes of a quad (q = 0..3) hold columns of four *different* groups. A lane handles one group at a time, and
+needs only that group's scales: the group is all 32 of its columns in a block, or the first 16 and then the last 16. The
+J = group/8 steps in which a quad handles four such groups are a "set": set s is steps s*J .. s*J + J-1. With groups of
+32, lane q then has group 4s + q of the chunk; with groups of 16, group 8*(s // 2) + 2q + s % 2.
 
 Plane  per lane         content (rh: 0 for row r, 1 for row r + 8; half: first or last 4 of the 8 columns)
 low    4 bits: 8 B/step byte b of word `half`: code of rh 0 in the low nibble, of rh 1 in the high one
@@ -56,10 +56,10 @@ CODE_PIECES: dict[int, tuple[tuple[tuple[int, int, int, int], ...], ...]] = {
     ),
     6: (*(((word, 2, 6, 0),) for word in range(3)), ((0, 0, 2, 0), (1, 0, 2, 2), (2, 0, 2, 4))),
 }
-"""The place of 1-, 2-, 3- and 6-bit codes in the low plane. The codes of some steps (4 steps of 1 or 2 bits, 2 of 3, 1
-of 6) share int32 words of a lane, four columns in the same bits of the four bytes. Code words are in the
-order step, half, rh; each is made of pieces (int32 word, first bit in its bytes, bits, their place in the
-code). Most take one mask: a code at the top of a byte is a signed byte times a power of two, and 2-bit codes
+"""The place of 1-, 2-, 3- and 6-bit codes in the low plane. The codes of some steps (4 steps of 1- or 2-bit codes, 2 of
+3-bit ones, 1 of 6-bit ones) share int32 words of a lane, four columns in the same bits of the four bytes. Code words
+are in the order step, half, rh. Each is made of pieces (int32 word, first bit in its bytes, bits, their place in the
+code). Most code words take one mask: a code at the top of a byte is a signed byte times a power of two, and 2-bit codes
 are multiplied in place.
 """
 
@@ -68,8 +68,9 @@ class Book(IntEnum):
     """How indices and signs of a codebook's entries lie in the low plane: int64 words of a lane in a chunk, for its
     four runs of 32 columns, run 2 * block + rh. Step j of a run has index byte j. Bit 4k + j of a run's 32 bits of
     signs belongs to column k of step j; of IQ3, k counts columns 0, 4, 1, 5, 2, 6, 3, 7, so that the signs of an entry
-    lie a byte apart. Where signs are even, it is the sum modulo 2 of those of columns 0 .. k-1, so that one shift
-    gives the signs back, and the first nibble, of zeros, is free for other bits.
+    lie a byte apart. Where a step has an even number of negative signs, bit 4k + j is instead the sum modulo 2 of the
+    signs of columns 0 .. k-1: the bits XOR the bits shifted by 4 give the signs back, and the first nibble, of zeros,
+    is free for other bits.
     """
 
     NONE = 0
@@ -81,7 +82,7 @@ class Book(IntEnum):
 class ScaleKind(IntEnum):
     """The words that a lane reads per chunk, for the sets s of its group column q."""
 
-    HALF = 0  # fp16 d of rh 0, rh 1 for each set, or one for all; `share`: lanes with the same columns' scale have one
+    HALF = 0  # fp16 d of rh 0, rh 1 for each set, or one pair for all sets; 2^`share` lanes of a quad share a pair
     HALF_MIN = 1  # fp16 d of rh 0, rh 1, dmin of rh 0, rh 1; 8 B a set, set-major
     E8M0 = 2  # exponent byte of rh 0, rh 1 for each set
     BYTE = 3  # int8 sc of rh 0, rh 1 for each set; supers hold d
@@ -89,7 +90,7 @@ class ScaleKind(IntEnum):
     NIBBLE_MIN = 5  # byte sc | mn << 4 of rh 0, rh 1 for each set; supers hold d, dmin
     SIX = 6  # sc + 32 in 6 bits, field 2s + rh: 32 words of fields 0..4 and, on top, the low 2 bits of field 7, then 32
     #          shorts of fields 5, 6 and the rest of 7
-    E4M3 = 7  # byte of rh 0, rh 1 for each set, 0 for the code of NaN; supers of NVFP4_SCALED hold the tensor's in fp32
+    E4M3 = 7  # byte of rh 0, rh 1 for each set, 0 for the code of NaN; supers of NVFP4_SCALED: fp32, the tensor's scale
     # Codebook formats: n of sub-scales 2n + 1, field 2s + rh; supers hold d.
     FREE = 8  # the free nibble of a run's signs
     NIBBLE = 9  # a word of nibbles
@@ -110,13 +111,13 @@ class PackedLayout:
     low: int  # bits in the low plane
     high: int  # bits in the high plane, 0 if there is none
     offset: int  # q = code - offset (a power of two, half the code range) or 0
-    table: int  # 0: none, 1: IQ4, 2: MXFP4
+    table: int  # 0: none; else the index of a format with this table in TABLE_NAMES
     scales: int  # a ScaleKind
     has_min: bool
     chunk: int  # columns per chunk
     book: int = 0  # a Book
     even_signs: bool = False
-    index_bits: int = 8  # of indices that follow each other in the low plane
+    index_bits: int = 8  # bits of an index in the low plane, where indices follow each other
     unit: float = 1.0  # scales of BlockFormat are unit * d
     share: int = 0  # 2^share lanes of a quad share a scale
     one_scale: bool = False  # all sets of a chunk share a scale

@@ -1,5 +1,5 @@
-"""The cut of more than 128 rows for the wgmma matmul: the kind of program, and the number of programs that share a
-block's columns, with the least predicted time.
+"""How the wgmma matmul cuts more than 128 rows: the kind of program, and the number of programs that share a block's
+columns, are those with the least predicted time.
 
 Times are for Q4_K on one H200 (`python -m benchmarks.cuda.many_rows`); only their ratios matter, which other types
 share.
@@ -19,7 +19,7 @@ MOST_SHARES = 4
 _TIMED_COLUMNS = 256
 
 _APART = 4e6
-"""Bytes a microsecond at which the rows of splits are written, and added by the launch that follows."""
+"""Bytes per microsecond at which the rows of splits are written, and added by the next launch."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class _Program:
     """The measured speed of one kind of program. places: programs that run at a time.
 
     few, full: microseconds per 256 columns while at most half of the places are taken, and while all are. sharing,
-    each: microseconds that split columns add to a launch, and to it for each program of a split. apart: that they add
-    to it where the next launch adds the splits.
+    each: microseconds that split columns add to a launch, once and for each program of a split. apart: those that they
+    add, once, where the next launch adds the splits.
     """
 
     geometry: WgmmaGeometry
@@ -51,8 +51,8 @@ class _Program:
         self, blocks: int, chunks: int, columns: float, whole: int, splits: int, added: float | None = None
     ) -> float:
         """Predicted microseconds of a launch: the first `whole` of `blocks` blocks have one program each,
-        `splits` share each of the others. columns: columns per chunk, in units of 256. added: microseconds in which a
-        split's rows are stored and added, where that is left to the next launch.
+        `splits` share each of the others. columns: columns per chunk, in units of 256. added: microseconds to store
+        and add a split's rows, if the next launch adds them; else None.
         """
         waves, rest = divmod(whole, self.places)
         time = waves * chunks * self.full + (chunks * self.rate(rest) if rest else 0)
@@ -90,7 +90,7 @@ def many_rows_geometry(
 def _choices(
     shape: Shape, rows: int, most: int, consumer: bool, apart: bool
 ) -> Iterator[tuple[float, WgmmaGeometry]]:
-    """Ways to cut, with up to `most` programs that share, each with its predicted time."""
+    """The ways to cut, with up to `most` programs per block: predicted microseconds and geometry."""
     columns = shape.cols / shape.chunks / _TIMED_COLUMNS
     for program in _PROGRAMS:
         blocks = program.blocks(shape, rows)

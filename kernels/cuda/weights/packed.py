@@ -21,8 +21,8 @@ from quengine.kernels.cuda.weights.row_change import RowChange
 from quengine.kernels.quant_tensor import QuantTensor
 
 _WEIGHTS_AT_A_TIME, _MOVED_AT_A_TIME = 1 << 25, 1 << 27
-"""Weights repacked at a time where torch computes codes, with four to six temporary bytes each, and where kernels move
-bits, with one: more weights take fewer launches.
+"""The most weights repacked at a time: where torch computes codes, with four to six temporary bytes each; and where
+kernels move bits, with one byte each. More weights at a time take fewer launches.
 """
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -88,7 +88,7 @@ class PackedWeight:
 
     `paired`: rows r and r + 8 of a tile are row i of the first half and row i of the second half of the matrix (gate
     and up), so that one thread holds both. Outputs are in the original order. `change`: what adapters add to the
-    product of the one row that it is multiplied with.
+    product, of a weight that is multiplied by one row.
     """
 
     parts: tuple[PackedPart | FloatPart, ...]
@@ -161,7 +161,7 @@ def pack_on_host(table: QuantTensor, device: torch.device) -> PackedWeight:
 
 
 def _host_memory(shape: Sequence[int], device: torch.device) -> Tensor:
-    """uint8 in host memory that kernels of `device` read; on the device itself where that is no GPU."""
+    """An uninitialised uint8 tensor in host memory that kernels of `device` read, or on `device` if that is no GPU."""
     if device.type == "cuda":
         return torch.empty(*shape, dtype=torch.uint8, pin_memory=True)
     return torch.empty(*shape, dtype=torch.uint8, device=device)
@@ -213,15 +213,15 @@ def pack_blocks(
 
 
 def rows_at_a_time(like: QuantTensor, device: torch.device | str = "cpu") -> int:
-    """Rows of such a matrix that are repacked at a time on a device, a multiple of 16. Without plain scales the bounds
-    take torch, which unpacks codes too in those formats."""
+    """The number of rows of such a matrix that are repacked at a time on a device, a multiple of 16. In formats without
+    plain scales torch computes the bounds, and unpacks codes too for that."""
     table = _table_of(like, device)
     most = _WEIGHTS_AT_A_TIME if table is None or table.plain is None else _MOVED_AT_A_TIME
     return max(1, most // (like.cols * TILE_ROWS)) * TILE_ROWS
 
 
 def _table_of(like: QuantTensor, device: torch.device | str) -> RepackTable | None:
-    """By which a kernel repacks; None where torch does."""
+    """The table by which a kernel repacks such a matrix; None where torch does it."""
     on_gpu = torch.device(device).type == "cuda" and like.format.is_quantized
     return repack_table(like.format, like.cols, device) if on_gpu else None
 
@@ -241,8 +241,8 @@ def empty_part(
     allocate: Callable[[int], Tensor],
     device: torch.device,
 ) -> PackedPart | FloatPart:
-    """A part of `rows` rows in the format and width of `like`, whose memory `allocate` gives: uint8 of a number of
-    bytes, on the device. Zeros there are weights of 0."""
+    """A part of `rows` rows in the format and width of `like`, in memory from `allocate`, which takes a number of bytes
+    and returns uint8 on the device. Zeros there are weights of 0."""
     if not like.format.is_quantized:
         kind = _FLOATS[like.format.name]
         return FloatPart(allocate(rows * like.cols * kind.itemsize).view(kind).view(rows, like.cols))
@@ -296,7 +296,7 @@ class _Planes:
         self.filled += tiles
 
     def _plain_room(self, tiles: int) -> Tensor | None:
-        """Room for the plain scales of rows, if they are moved bits."""
+        """Room for the plain scales of `tiles` tiles, if a kernel moves their bits; else None."""
         if self.table is None or self.table.plain is None:
             return None
         shape = (tiles, self.chunks, self.table.plain.shape[1])

@@ -14,8 +14,8 @@ from quengine.kernels.cuda.weights.layout import CODE_PIECES, LANES, PackedLayou
 
 
 def planes_of(groups: Groups, layout: PackedLayout) -> tuple[Tensor | None, ...]:
-    """Of R rows, the planes low, high, scales and supers: [tiles, chunks, ...], uint8 or wider, the bytes of a unit in
-    order; None for one that the format lacks, and for the book.
+    """The planes low, high, scales and supers of R rows: [tiles, chunks, ...], uint8 or wider, the bytes of a unit in
+    order; None for a plane that the format lacks, and for the codebook.
     """
     if layout.book:
         scales = book_scale_plane(groups, layout)
@@ -94,7 +94,7 @@ def _scale_plane(groups: Groups, layout: PackedLayout) -> Tensor:
 
 
 def _half_plane(d: Tensor, layout: PackedLayout) -> Tensor:
-    """fp16 d [rows, cols/block], of each set of lanes that shares one: [tiles, chunks, lanes, sets, 2 rh]."""
+    """fp16 d [rows, cols/block] as bytes of [tiles, chunks, lanes, sets, 2 rh], once for all that share it."""
     each = layout.chunk if layout.one_scale else 32 << layout.share
     return (
         by_lane(d.repeat_interleave(each // layout.group, 1), layout)[

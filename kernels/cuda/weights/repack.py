@@ -1,6 +1,6 @@
 """Repacks stored blocks into planes in one launch a plane, by the table of their format (repack_table.py).
 
-One kernel serves all formats, planes and widths, which are its arguments: it is the first that a model needs.
+One kernel takes all formats, planes and widths, as arguments, because it is the first kernel that a model needs.
 """
 
 from collections.abc import Sequence
@@ -57,9 +57,9 @@ def repack(
     places: Tensor,
     table: RepackTable,
 ) -> None:
-    """Writes experts to their places in `planes`, uint8 [tiles, chunks, bytes], on the device: expert i of the stored
-    rows, uint8 [n, expert_rows, row_bytes], to place `places[i]`, int32 [n]. second: the matrices that share tiles with
-    those of `first`, row by row (gate and up); None: there are none. A fifth plane takes the plain scales.
+    """Writes n experts to `planes`, uint8 [tiles, chunks, bytes], on the device. first: their stored rows, uint8 [n,
+    expert_rows, row_bytes]. places: int32 [n], the place of each expert. second: matrices that share tiles with those
+    of `first`, row by row (gate and up); None: there are none. A fifth plane takes the plain scales.
     """
     paired = second is not None
     tile_rows = TILE_ROWS // 2 if paired else TILE_ROWS

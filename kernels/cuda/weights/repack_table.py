@@ -1,9 +1,9 @@
 """How the bits of stored rows move to the planes of a format, as a table that a kernel follows (repack.py).
 
-In nearly all formats packing only moves bits, and inverts some: a bit of a plane is one bit of the 16 rows and the
-columns of a chunk that it holds. So packing rows whose bits number themselves, by the definition (planes.py), says for
-each byte of a unit (a tile's chunk) which runs of bits it is made of. So it does for the scales of a unit in one form
-for all formats, of which bounds on its weights follow (bounds.py).
+In nearly all formats packing only moves bits, and inverts some: each bit of a plane comes from one stored bit of its
+unit (a tile's chunk: 16 rows, the columns of a chunk). To find out which, rows whose bits number themselves are packed
+by the definition (planes.py): the result says for each byte of a unit which runs of stored bits make it up. The same
+finds the scales of a unit in one form for all formats, from which bounds on its weights follow (bounds.py).
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ from quengine.kernels.cuda.weights.layout import TILE_ROWS, packed_layout
 from quengine.kernels.cuda.weights.planes import planes_of
 
 ROW, OFFSET, RIGHT, WIDTH, LEFT, FLIPS = 0, 4, 14, 17, 21, 24
-"""First bits of a run's fields: row in the tile, byte in the row's part of the unit, shift to the right there, bits,
-shift to the left in the result, and those bits of the result that are inverted."""
+"""The first bit of each field of a run: row in the tile, byte in the row's part of the unit, right shift there, number
+of bits, left shift in the result, and mask of the result's inverted bits."""
 
 
 @dataclass(frozen=True, eq=False)
 class RepackTable:
     """How units of a format are made of stored rows. runs: for each plane (low, high, scales, supers) int32 [most
-    runs, bytes], the runs of bits of each byte, 0 for none; None for an empty plane. plain: the same of `plain_scales`;
-    None where they are not moved bits. unit_bytes: of a stored row in a unit."""
+    runs, bytes], the runs of bits of each byte, 0 for none; None for an empty plane. plain: the same for
+    `plain_scales`; None if packing them does more than move bits. unit_bytes: bytes of a stored row in a unit."""
 
     runs: tuple[Tensor | None, ...]
     plain: Tensor | None
@@ -105,7 +105,7 @@ def _planes(fmt: BlockFormat, chunk: int, bits: NDArray[np.uint8]) -> list[NDArr
 def _moves(
     source: NDArray[np.int64], base: NDArray[np.uint8], packed: NDArray[np.uint8], stored: NDArray[np.uint8]
 ) -> bool:
-    """Whether all bits of a plane are bits that are stored, or inverted ones: so they are for these stored bits."""
+    """Whether each bit of a plane is a stored bit, or an inverted one, tested on the bits `stored` and `packed`."""
     if not len(source):
         return True
     if source.max() > len(stored) or (base & (source == 0)).any():
@@ -115,8 +115,8 @@ def _moves(
 
 
 def _runs(source: NDArray[np.int64], base: NDArray[np.uint8], unit_bytes: int) -> Tensor | None:
-    """source: of each bit of the plane the number of its stored bit, from 1; 0: none, it is 0. base: the inverted
-    ones."""
+    """A plane's runs, as in `RepackTable`. source: for each bit of the plane the number of its stored bit, from 1; 0:
+    it has none, and is 0. base: 1 for each inverted bit."""
     if not len(source):
         return None
     pairs = zip(source.reshape(-1, 8).tolist(), np.packbits(base, bitorder="little").tolist(), strict=True)
@@ -127,7 +127,7 @@ def _runs(source: NDArray[np.int64], base: NDArray[np.uint8], unit_bytes: int) -
 
 
 def _runs_of_byte(source: Sequence[int], flips: int, unit_bytes: int) -> list[int]:
-    """The fewest runs of bits that neighbour each other in one stored byte too."""
+    """A byte as the fewest runs of adjacent bits that are also adjacent in one stored byte."""
     found, left = list[int](), 0
     while left < 8:
         if not source[left]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 LAUNCH_KINDS = 3
-"""Kinds of launches of one weight, each with a number of programs of its own."""
+"""Kinds of launches of one weight, which may differ in their numbers of programs."""
 
 
 class RowChangeTensors(NamedTuple):
