@@ -4,7 +4,7 @@
         async for piece in llm.stream("Once upon a time"):
             print(piece, end="")
 
-A stream holds its request only weakly there: one that a task no longer refers to is cancelled.
+That thread refers to a stream only weakly: a stream that no task refers to any more is cancelled.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class AsyncStream(Generic[S]):
 
     @property
     def completion(self) -> Completion:
-        """What was generated; before the end with finish_reason "abort"."""
+        """The completion so far; before the end its finish_reason is "abort"."""
         if self._stream is None:
             raise EngineError("the request has not begun: iterate over the stream first")
         return self._stream.completion
@@ -102,7 +102,7 @@ class AsyncStream(Generic[S]):
         return None
 
     def _arrived(self, pieces: Seq[str], ended: bool, error: BaseException | None = None) -> None:
-        """What the engine's thread has for the stream; called in the event loop."""
+        """Takes what the engine's thread has for the stream; called in the event loop."""
         if not self._ended:
             self._pieces += pieces
             self._ended, self._error = ended, error
@@ -157,7 +157,7 @@ class _Request:
         self._to = to
 
     def news(self) -> _News | None:
-        """What is new since the last call, if anything is."""
+        """What is new since the last call, or None. Ends the request if its stream is gone or closed."""
         if self._to() is None or self.stream.closed:
             self.stream.close()
             self.ended = True
@@ -172,7 +172,7 @@ class _Request:
         return _News(self._to, pieces, self.ended) if pieces or self.ended else None
 
     def failed(self, error: BaseException, pieces: Seq[str] = ()) -> _News:
-        """The request ends with an error."""
+        """Ends the request with an error, and returns this as news."""
         self.stream.close()
         self.ended = True
         return _News(self._to, pieces, True, out_of_memory(error) or error)
@@ -323,7 +323,7 @@ class AsyncLLM(Configured):
         self._active.clear()
 
     def _step(self, active: Seq[_Request]) -> dict[_Request, _News | None]:
-        """Computes one step; returns what is new of each request. An error concerns all of them."""
+        """Computes one step; returns what is new for each request. An error ends all of them."""
         try:
             self.llm.step()
         except Exception as error:
@@ -332,7 +332,7 @@ class AsyncLLM(Configured):
 
 
 def _queue(request: _Request) -> _News | None:
-    """Has a request computed; what is new is why it is not."""
+    """Queues a request; returns the error as news if that fails, else None."""
     try:
         request.stream.start()
     except Exception as error:
@@ -356,7 +356,7 @@ def _send(found: Mapping[_Request, _News | None]) -> None:
 
 
 async def _finished(streams: Seq[AsyncStream[CompletionStream]]) -> list[Completion]:
-    """The completions of all; where one fails, or the task is cancelled, all are."""
+    """The completions of all streams. If one fails, or the task is cancelled, all streams are closed."""
     try:
         return list(await asyncio.gather(*(stream.finish() for stream in streams)))
     finally:

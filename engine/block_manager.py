@@ -78,7 +78,7 @@ def _key(before: bytes, tokens: Seq[int]) -> bytes:
 
 
 class _Beginning(NamedTuple):
-    """A cached block whose beginning others may have in common: its key, and its tokens."""
+    """A cached block that later prompts may share the first tokens of: its key, and its tokens."""
 
     key: bytes
     tokens: Seq[int]
@@ -115,7 +115,7 @@ class BlockManager:
 
     @property
     def checkpoints(self) -> CheckpointCounts:
-        """Of the group with states that has the most."""
+        """The counts of the group with states that has the most checkpoints."""
         counts = (
             CheckpointCounts(len(pool.by_key), len(pool.cold), pool.to_host, pool.from_host)
             for pool in self._states
@@ -135,10 +135,10 @@ class BlockManager:
     ) -> Allocation | None:
         """Block tables for `positions` positions, which share the blocks of the longest prefix that all groups hold.
 
-        `keys`: the keys of the prompt's full blocks. `tokens`: the prompt's, of which `most` may come from the cache;
-        after the shared blocks, a cached block that begins with the next tokens is copied. In a group with a window the
-        table covers as much as the first steps need. Returns None, with no block allocated, if fewer than `reserve`
-        blocks of a pool would be left free.
+        `keys`: the keys of the prompt's full blocks. `tokens`: the prompt's tokens, of which `most` may come from the
+        cache; a cached block that begins with the tokens after the shared blocks is copied. In a group with a window
+        the table covers as much as the first steps need. Returns None, with no block allocated, if fewer than `reserve`
+        blocks of a pool would be left free (of a pool of states: fewer than 0).
         """
         found = _match(self._pools, keys)
         held = _match(self._paged, keys) if self._states else found
@@ -170,8 +170,8 @@ class BlockManager:
         return Allocation(tuple(tables), cached, tuple(copies), max(cached, held * BLOCK_SIZE))
 
     def _beginning_of(self, before: bytes, tokens: Seq[int]) -> tuple[bytes, int]:
-        """The cached block after the one with key `before` that has most of the first `tokens`: its key, and how many
-        it has. (b"", 0) if none is worth a copy."""
+        """Finds the cached block after the one with key `before` that begins with the most of `tokens`. Returns its key
+        and the number of these tokens, or (b"", 0) if no block is worth a copy."""
         best, most = b"", 0
         if len(tokens) >= LEAST_COPIED and not self._states:
             for known in filter(self._is_cached, self._beginnings.get(before, ())):
@@ -183,8 +183,8 @@ class BlockManager:
         return all(beginning.key in pool.by_key for pool in self._paged)
 
     def keep_beginning(self, tables: Seq[Seq[int]], keys: Seq[bytes], tokens: Seq[int]) -> None:
-        """Registers the last block of a sequence that ends, which is not full, by its tokens. `keys`: of the full
-        blocks before it."""
+        """Registers the last, partly filled block of a sequence that ends, by its `tokens`. `keys`: the keys of the
+        full blocks before it."""
         index = len(keys)
         if (
             self._states
@@ -228,8 +228,8 @@ class BlockManager:
         return copies
 
     def take_checkpoint(self, key: bytes) -> list[int]:
-        """One block of each group, 0 where it has no state, for the checkpoint at the end of the block with this key,
-        which the next step writes. Empty if the key is known or no block is free.
+        """Takes blocks for the checkpoint at the end of the block with this key, which the next step writes. Returns
+        one block per group, 0 for groups without a state; nothing if the key is known or no block is free.
 
         The caller owns the blocks until `give_checkpoint`. Least recently used checkpoints make room.
         """
@@ -348,8 +348,8 @@ class BlockManager:
         """Allocates blocks for saved contents; the caller owns them, fills them, and then calls `given_back`.
 
         `held`: for each cache group the indices of the saved blocks. Returns the new blocks of each group by index. A
-        saved block that is cached already gets none, nor does one that no token after the prefix sees if there is no
-        room for it. Returns None, with no block allocated, if the others do not fit.
+        saved block that is cached already gets none. Where room is short, a saved block that no token after the prefix
+        sees gets none either. Returns None, with no block allocated, if the remaining ones do not fit.
         """
         taken: list[dict[int, int]] = []
         for pool, indices in zip(self._pools, held, strict=True):
@@ -374,8 +374,8 @@ class BlockManager:
                 pool.release([number])
 
     def discard(self, keys: Seq[bytes], tokens: Seq[int] = ()) -> None:
-        """Removes from the prefix cache the blocks with these keys and, given the `tokens` whose keys these are, the
-        blocks after them that are registered by the next of these tokens."""
+        """Removes the blocks with these keys from the prefix cache. `tokens`: the tokens of which these are the keys;
+        if given, blocks that are registered by a beginning of the tokens after a key are removed, too."""
         removed = [*keys]
         for index, before in enumerate((b"", *keys) if tokens else ()):
             own = tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]

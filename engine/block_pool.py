@@ -64,7 +64,7 @@ class BlockPool:
         self.by_key: dict[bytes, int] = {}
         self.cold: dict[bytes, int] = {}
         self.to_host = self.from_host = 0
-        self._on_the_way = set[bytes]()  # keys of those that are evicted first, until they are used
+        self._on_the_way = set[bytes]()  # keys of checkpoints that are evicted first until they are used
         self._group, self._copy_blocks = group, copy_blocks
         self._empty_cold = list(range(shape.num_blocks + shape.cold, shape.num_blocks, -1))
         self._owners = [0] * (shape.num_blocks + 1)
@@ -107,13 +107,13 @@ class BlockPool:
         return number
 
     def keep_new(self, key: bytes, evicted_first: bool) -> int:
-        """A free block that gets this content, and stays free."""
+        """Registers a free block, which stays free, for new content with this key; returns its number."""
         number = self.take()
         self.keep(number, key, evicted_first)
         return number
 
     def keep(self, number: int, key: bytes | None, evicted_first: bool) -> None:
-        """Releases a block, which has this content from now on."""
+        """Releases a block, and registers it under `key`, if any. `evicted_first`: before others, until it is used."""
         if key is not None:
             self.name(number, key)
         self.release([number])

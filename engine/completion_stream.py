@@ -103,7 +103,7 @@ class CompletionStream:
 
     @property
     def _whole(self) -> Completion:
-        """What was generated, as it is; of a stream that was read to its end also once the engine is closed."""
+        """The completion with its raw text. If the stream was read to its end, also once the engine is closed."""
         return self._ended or self._engine.completion(self.sequence)
 
     @property
@@ -198,7 +198,7 @@ class ChatStream(CompletionStream):
         return _checked(answer, self.sequence)
 
     def parse(self, text: str | None) -> list[Delta]:
-        """The parts of the answer that are certain with more of its raw text, None at its end."""
+        """The parts of the answer that become certain with `text`, the next piece of raw text; None: it has ended."""
         if self._parser is None:
             return []
         if text is not None:

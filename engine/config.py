@@ -21,7 +21,7 @@ BACKLOG_CHUNK = {"cpu": 256, "cuda": 1024}
 """The same while more than DEFAULT_CHUNK prompt tokens wait: longer pauses in the streams, but a shorter queue."""
 
 MIXED_SECONDS = {"cpu": 0.2, "cuda": None}
-"""Time limit of such a chunk in seconds, judged by the previous one; None: no limit. On a GPU a varying
+"""Time limit in seconds of a MIXED_CHUNK step, judged by the previous one; None: no limit. On a GPU a varying
 length would change the bits, and 512 tokens take only as long as a few decode steps.
 """
 
@@ -72,9 +72,9 @@ class EngineConfig:
         draft_mtp: maximum number of tokens drafted by the layer that the model's own files have for it (multi-token
             prediction); 0: none. Look-up comes before it. None: 3 where steps of a CUDA device can make, verify and
             accept the drafts by themselves and memory has room for them, else none; see `draft_on_device`.
-        draft_vocab: number of tokens that this layer drafts from, the first ones of the vocabulary, which are the most
-            frequent where it was made by merges; 0: all; None: 65,536. The text is the same; fewer rows of the output
-            matrix are read, and fewer drafts are right in languages whose tokens come late.
+        draft_vocab: number of tokens, the first of the vocabulary, that this layer drafts from; 0: all; None: 65,536.
+            They are the most frequent ones where the vocabulary was made by merges. The text is the same; fewer rows of
+            the output matrix are read, and fewer drafts are right in languages whose tokens come late.
         draft_tokens: maximum number of drafted tokens; None: what suits the device.
         draft_on_device: tokens are drafted only in steps that the device makes by itself. Steps are plain where the
             host samples a sequence (a grammar, log-probabilities) or there are penalties, and no copies of states are
@@ -84,8 +84,8 @@ class EngineConfig:
         cpu_moe: on a CUDA device, the experts of all layers stay in host memory and are computed by the CPU, for a
             mixture of experts that does not fit the GPU.
         n_cpu_moe: the same for the experts of the first N layers.
-        gpu_experts: of each layer whose experts are in host memory, a CUDA device also holds this number of experts,
-            those that are used most; None: as many as fit, or none with `deterministic` or several devices.
+        gpu_experts: number of experts, the most used, that a CUDA device also holds of each layer whose experts are in
+            host memory; None: as many as fit, or none with `deterministic` or several devices.
         tensor_parallel: how many devices share the model, each a process with its part of every layer
             (docs/tensor-parallel.md). On the CPU the processes share its threads. None: the fewest CUDA devices that
             hold it, or as many as `devices` names; on the CPU one.
@@ -108,8 +108,8 @@ class EngineConfig:
             the weights, and a request may have scales of its own (`SamplingParams.lora`).
         chat_template: in place of the model's own: its text, or a name.
         progress: called with a line of text as weights are loaded onto a GPU, or copied.
-        make_room: called before anything is allocated, with the bytes that the run needs, those that are free, and the
-            device; where it returns true, it may have freed some, and is asked again.
+        make_room: called before anything is allocated, with the bytes that the run needs, the bytes that are free, and
+            the device. If it returns true, it may have freed memory, and it is called again.
 
     Raises:
         EngineError: a value is outside its range.

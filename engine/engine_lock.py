@@ -60,7 +60,7 @@ class EngineLock:
                     self._changed.notify_all()
 
     def close(self) -> bool:
-        """Takes the lock, which nobody else gets any more; False where it is closed."""
+        """Takes the lock for good: no other thread gets it any more. Returns False if it is closed already."""
         try:
             self.acquire()
         except EngineError:

@@ -25,8 +25,8 @@ def pools_of_one(config: ModelConfig, ctx_size: int) -> list[CachePool]:
 
 
 def _allocate(state: State, blocks: int, device: torch.device, cache_type: CacheType) -> LayerState:
-    """A layer's blocks of keys and values, uninitialized: rows are written before they are read. A state here is one
-    that another rank keeps, and has no blocks."""
+    """A layer's blocks of keys and values, uninitialized: rows are written before they are read. A layer with a state
+    belongs to another rank, and gets no blocks."""
     if isinstance(state, SlotState):
         return SlotLayer(tuple(torch.empty(0, *shape, device=device) for shape in state.shapes))
     rows = blocks * BLOCK_SIZE
@@ -54,8 +54,8 @@ def _allocate_states(
 
 
 def _copy_states(part: Tensor, source: int, target: int) -> None:
-    """part[:, target] = part[:, source] of states [layers, blocks, ...]. On the CPU by a kernel: after a large copy by
-    torch, its threads would spin beside those of the kernels."""
+    """Copies part[:, source] to part[:, target] in states [layers, blocks, ...]. On the CPU a kernel does it: after a
+    large copy by torch, torch's threads would spin beside those of the kernels."""
     if part.device.type == "cpu":
         from quengine.kernels.cpu.ops.state_copy import copy_states
 
@@ -130,7 +130,7 @@ class KVCache:
     hidden: Tensor | None = None
     """Hidden rows for a layer that drafts tokens, in blocks of the first group (kernels/hidden_rows.py)."""
     cold: dict[int, ColdStates] = field(default_factory=dict)
-    """Of each group with blocks in host memory (`CachePool.cold`), these."""
+    """The blocks in host memory (`CachePool.cold`), by group."""
 
     @classmethod
     def allocate(
@@ -146,8 +146,8 @@ class KVCache:
 
         `pools`: one per cache group; None: every group has the blocks of one sequence, and keeps all positions. Keys
         and values are written before they are read, so only the padding block is cleared: kernels read it outside a
-        window, with weight 0. `keeps_hidden`: with room for hidden rows, zeros. Raises EngineError if the model's heads
-        cannot be stored in `cache_type`.
+        window, with weight 0. `keeps_hidden`: also allocates hidden rows, zeros. Raises EngineError if the model's
+        heads cannot be stored in `cache_type`.
         """
         if pools is None:
             pools = pools_of_one(config, ctx_size)
@@ -218,7 +218,7 @@ class KVCache:
         return min(pool.num_blocks // pool.most_blocks(positions) for pool in self.pools)
 
     def spare_bytes(self, sequences: int, positions: int) -> int:
-        """Bytes of the blocks that `sequences` sequences of `positions` positions never own. Those for checkpoints do
+        """Bytes of the blocks that `sequences` sequences of `positions` positions never own. Blocks for checkpoints do
         not count."""
         spare = 0
         for group, pool in enumerate(self.pools):

@@ -78,7 +78,7 @@ __all__ = ["LLM", "ChatStream", "CompletionStream"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_TOKENS = 256
-"""Limit of tokens of a text without parameters. Answers of chats end by themselves, and have no limit."""
+"""Token limit of a completion without `SamplingParams`. Answers of chats end by themselves and have no limit."""
 
 _LIMITED = SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
 _open_models = WeakSet["LLM"]()
@@ -139,8 +139,8 @@ class LLM(Configured):
         has = "no chat template" if source is None else f"chat template of {len(source)} characters"
         logger.info("tokenizer of %d tokens, %s", self.tokenizer.vocab_size, has)
         self._lock = EngineLock()
-        # Cancelled sequences that are still to be removed. Finalizers add to it, at any time and in any thread; a
-        # `finally` does so by a single C call, since an interrupt may come before any other.
+        # Cancelled sequences that are still to be removed. Finalizers append at any time and in any thread. A `finally`
+        # block appends with a single C call, since an interrupt may come before any further call.
         self.dropped: deque[Sequence] = deque()
         _open_models.add(self)
 
@@ -345,7 +345,8 @@ class LLM(Configured):
         in front of them if there is to be one.
 
         Raises:
-            EngineError: a choice is empty, or does not fit the context with the prompt; or no token is before them.
+            EngineError: a choice is empty; the prompt and a choice together exceed the context; or no token precedes
+                the choices.
         """
         self._check_generates()
         return score_choices(self, prompt, choices)
@@ -361,8 +362,8 @@ class LLM(Configured):
         """The perplexity of a text: e to the mean negative log-probability of its tokens.
 
         Args:
-            ctx: None: every token but the first is scored, after all of the text in front of it, or at least half a
-                context of it. Otherwise tokens of a chunk, as llama-perplexity counts (`quengine.perplexity`).
+            ctx: tokens per chunk, counted as in llama-perplexity (`quengine.perplexity`). None: every token but the
+                first is scored, after all of the text before it or after at least half a context of that text.
             stride: with `ctx`, the distance of overlapping windows in tokens; 0: chunks that do not overlap.
             progress: called after each part of the text.
 
@@ -402,11 +403,12 @@ class LLM(Configured):
         return self._pooled([self.embedding_sequence(ids, pooling, task) for ids in texts])
 
     def rank(self, query: str, documents: Seq[str]) -> list[float]:
-        """How well each document answers the query, by the head that the model was trained with. Scores have no fixed
-        range; higher is better.
+        """Scores how well each document answers the query, with the ranking head that the model was trained with.
+
+        Scores have no fixed range; higher is better.
 
         Raises:
-            EngineError: the model has no such head, or one of several outputs; a pair does not fit the context.
+            EngineError: the model has no such head, the head has several outputs, or a pair does not fit the context.
         """
         check_ranks(self.model_config)
         if (ranker := self.model_config.ranker) is not None:
@@ -448,8 +450,10 @@ class LLM(Configured):
         task: str | None = None,
         lora: Mapping[int, float] | None = None,
     ) -> Sequence:
-        """A sequence for the scheduler whose prompt is pooled, with adapters as `SamplingParams.lora` has them. Raises
-        EngineError as `embed` does."""
+        """Makes a sequence for the scheduler whose prompt is pooled. `lora`: adapter scales, as `SamplingParams.lora`.
+
+        Raises EngineError as `embed` does.
+        """
         self._lock.check_process()
         sequence = self._sequences.make(ids, SamplingParams(temperature=0, lora=lora), answers=False)
         sequence.pool = Pool(pooling, task)
@@ -532,11 +536,13 @@ class LLM(Configured):
         return self._chat.encode(flattened(messages) if shown else messages, tools, variables, marker=marker)
 
     def with_images(self, prompt: str | Seq[int], images: Seq[bytes]) -> Prompt:
-        """The prompt with the contents of image files in place of the markers in it (`LLM.images.marker`): text, or
-        ids as `encode_chat` gives them. Images are decoded and encoded here, but for those that are kept.
+        """Replaces the image markers (`LLM.images.marker`) in a prompt by the contents of image files.
+
+        The prompt is text, or ids as `encode_chat` returns them. Images are decoded and encoded here, unless their
+        encoding is kept from before.
 
         Raises:
-            EngineError: the model has no projector, a file is no image, or there are more or fewer markers.
+            EngineError: the model has no projector, a file is no image, or the numbers of markers and images differ.
         """
         if not images:
             return prompt
@@ -684,9 +690,10 @@ class LLM(Configured):
         return attended_bytes(self.loaded.decoder.config, positions, self.config.cache_type)
 
     def close(self) -> None:
-        """Frees the model's memory on every device, and ends its processes and threads, once no thread computes.
+        """Waits until no thread computes, then frees the model's memory on every device and ends its processes and
+        threads.
 
-        Any use of it afterwards raises EngineError; finished streams keep their text. Closing it again does nothing.
+        Any later use of the model raises EngineError; finished streams keep their text. A second call does nothing.
         """
         with self._uninterrupted():
             try:
@@ -700,7 +707,7 @@ class LLM(Configured):
                 self._lock.release()
 
     def _release(self) -> None:
-        """Drops what holds memory, and gives a CUDA device's back to other processes."""
+        """Drops the objects that hold memory, and releases torch's cached CUDA memory for other processes."""
         self._in_flight.clear()
         self.dropped.clear()
         self.loaded = replace(self.loaded, draft=None, vision=None)
@@ -732,7 +739,7 @@ class LLM(Configured):
                 self._lock.release()
 
     def end_step(self) -> None:
-        """Waits until the current step, if any, is done, with all that it changes in finished sequences."""
+        """Waits until the current step, if any, is done, including its changes to finished sequences."""
         with self._uninterrupted():
             try:
                 self._lock.acquire()
@@ -760,9 +767,10 @@ class LLM(Configured):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Holds the lock while no sequence is unfinished: those of other threads are first computed to their end.
+        """A block that holds the lock and begins once no sequence is unfinished.
 
-        Raises EngineError if one belongs to this thread, or in a forked process.
+        Sequences of other threads are first computed to their end. Raises EngineError if an unfinished sequence belongs
+        to this thread, or in a forked process.
         """
         me = threading.get_ident()
         try:

@@ -112,7 +112,7 @@ class LoadedModel:
             write_uses(self.checkpoint.path, uses)
 
     def close(self) -> None:
-        """Ends the other ranks, gives up what was captured, and unmaps the files."""
+        """Ends the other ranks, releases the weights, cache and captured steps, and unmaps the files."""
         self.keep_uses()
         self.runner.release()
         self.checkpoint.close()

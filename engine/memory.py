@@ -34,7 +34,7 @@ the activations of a prompt's chunk.
 """
 
 RANKS_WORKSPACE = {"cpu": 0, "cuda": 1024 * 2**20}
-"""The same for the exchange between ranks that share a model: NCCL's buffers, peer memory."""
+"""Bytes reserved, by kind of device, for the exchange between ranks that share a model: NCCL's buffers, peer memory."""
 
 LOGIT_BYTES = 104
 """Bytes per logit of a decode step on a CUDA device: the fp32 logit and the buffers of every captured kind of
@@ -42,7 +42,7 @@ sampling. Measured with all of them captured: see tests/engine/test_memory.py.
 """
 
 BURST_LOGIT_BYTES = 4 * 64 * 9
-"""The same for captured steps of 64 prompts: there are nine sizes, each with its own fp32 logits."""
+"""Bytes per vocabulary entry for captured steps of 64 prompts: nine sizes, each with its own fp32 logits."""
 
 _BURST_FROM = 17
 """The least number of sequences for which there are steps of 64 prompts."""
@@ -51,7 +51,7 @@ _DRAFT_LOGIT_BYTES = 48
 """Bytes per logit of a layer that drafts: LOGIT_BYTES without penalties."""
 
 _DRAFT_POOL = 96 * 2**20
-"""Bytes that torch's allocator adds to the memory of captured steps that draft, by rounding up."""
+"""Bytes that torch's allocator adds, by rounding up, to the memory of captured steps that draft."""
 
 DRAFT_WORKSPACE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 """WORKSPACE of a draft model beside its target."""
@@ -60,32 +60,32 @@ HIDDEN_BYTES = 2
 """Bytes of an element of a hidden row that is kept for a layer that drafts: fp16."""
 
 FUSED_BYTES = 4
-"""The same for an EAGLE-3 draft model: fp32."""
+"""HIDDEN_BYTES of an EAGLE-3 draft model: fp32."""
 
 LEAST_CHECKPOINTS = 2
-"""The fewest checkpoints of states for later prompts with the same beginning: one at the end of a conversation's
+"""The fewest state checkpoints kept for later prompts with the same beginning: one at the end of a conversation's
 prompt, and one at the end of its answer."""
 
 CHECKPOINTS, CHECKPOINTS_A_SEQUENCE = 32, 4
-"""The most checkpoints: CHECKPOINTS, and CHECKPOINTS_A_SEQUENCE for each sequence."""
+"""The most checkpoints: CHECKPOINTS, plus CHECKPOINTS_A_SEQUENCE for each sequence."""
 
 CHECKPOINTS_SHARE = 8
 """Checkpoints take at most one part in this number of the memory for the cache."""
 
 COLD_BYTES, COLD_SHARE = 8 * 2**30, 8
-"""The most host memory for checkpoints without room on a CUDA device: COLD_BYTES, and one part in COLD_SHARE of the
-free memory."""
+"""The most host memory for checkpoints that do not fit on a CUDA device: COLD_BYTES, or one part in COLD_SHARE of the
+free host memory if that is less."""
 
 _IMAGES_SHARE = 64
-"""Encoded images take at most one part in this number of a CUDA device's free memory, then host memory. One part of
-140 GiB holds 80 images of 1,369 rows of 5,120."""
+"""Encoded images take at most one part in this number of a CUDA device's free memory; further ones take host memory.
+With 140 GiB free, that part holds 80 images of 1,369 rows of 5,120 elements."""
 
 _SLAB = 512 * 2**20
-"""The most bytes that are pinned at once, which takes some 0.1 seconds, unless a single state takes more."""
+"""The most bytes of host memory that are pinned at once (some 0.1 seconds), unless a single state takes more."""
 
 USABLE_CONTEXT = 8192
-"""Tokens of context for which another device is used, or drafts that no option requests are given up, where the model
-was made for a context of at least this length."""
+"""The least usable context in tokens, unless the model was made for a shorter one. For it, further devices are used,
+and drafts that no option requests are given up."""
 
 CONTEXT_STEP = 256
 """A context cut to fit is a multiple of this number of tokens."""
@@ -191,7 +191,7 @@ class CacheNeeds:
         return LEAST_CHECKPOINTS if self.checkpoints is None else self.checkpoints
 
     def checkpoints_in(self, room: int, spare: int) -> int:
-        """The number of checkpoints of a cache of `room` bytes, of which nothing else needs `spare`."""
+        """The number of checkpoints in a cache of `room` bytes, `spare` bytes of which nothing else needs."""
         if self.checkpoints is not None or not self.state_bytes:
             return self.least_checkpoints
         most = CHECKPOINTS + CHECKPOINTS_A_SEQUENCE * self.parallel
@@ -206,7 +206,7 @@ class CacheNeeds:
         return own + others * self.state_bytes
 
     def fitting(self, room: int, most: int, cache_type: CacheType) -> int:
-        """The largest multiple of CONTEXT_STEP positions that fits in `room` bytes; at most `most`, rounded up."""
+        """The largest multiple of CONTEXT_STEP positions that fits in `room` bytes: 0 to `most`, rounded up."""
         steps = range(CONTEXT_STEP, most + CONTEXT_STEP, CONTEXT_STEP)
         return CONTEXT_STEP * bisect_right(
             steps, room, key=lambda positions: self.nbytes(positions, cache_type)
@@ -329,8 +329,8 @@ def image_room(kind: str, free: int, host_mib: int) -> int:
 
 
 def cold_slab(size: int) -> int:
-    """The number of states of `size` bytes that are allocated in host memory at once: the one that wastes least, since
-    torch's caching allocator rounds pinned memory up to powers of two."""
+    """Chooses how many states of `size` bytes (1 to 8) are allocated in host memory at once. The number wastes the
+    least memory: torch's caching allocator rounds pinned memory up to powers of two."""
 
     def used(count: int) -> float:
         return count * size / _pinned(count * size)
@@ -370,7 +370,8 @@ def _pinned(size: int) -> int:
 def wanted_bytes(
     needs: CacheNeeds, memory: DeviceMemory, requested: int | None, parallel: int, cache_type: CacheType
 ) -> int:
-    """Bytes of a run: of all sequences with the requested context, or of one sequence with the model's own."""
+    """Bytes that a run takes: with all sequences at the requested context or, if none is requested, with one sequence
+    at the model's own."""
     positions = needs.config.context_length if requested is None else requested
     own = needs.cache_bytes(positions, cache_type) - needs.states // parallel * needs.state_bytes
     others = 0 if requested is None else (parallel - 1) * own
@@ -384,8 +385,8 @@ def choose_pools(
     many as `room` bytes hold. A pool of states has one for each sequence, and checkpoints.
 
     `room`: bytes for the blocks, the padding blocks and the rotary tables. If it is too small for `parallel` sequences
-    of `ctx_size` positions, all groups get the same number of blocks, which suits sequences shorter than the context,
-    except groups that need fewer. There are at least the blocks of one sequence: `choose_context` has checked that
+    of `ctx_size` positions, each group gets the same number of blocks, or fewer if it needs fewer. This suits sequences
+    shorter than the context. Each group gets at least the blocks of one sequence: `choose_context` has checked that
     they fit.
     """
     sizes = needs.block_bytes(cache_type)
@@ -455,7 +456,7 @@ def workspace_bytes(
 
 
 def draft_step_bytes(config: ModelConfig, layer: ModelConfig, parallel: int, rows: int, context: int) -> int:
-    """Bytes of steps that draft by the model's own layer on a CUDA device, beside those of other steps.
+    """Bytes that steps which draft by the model's own layer take on a CUDA device, beside those of other steps.
 
     Args:
         config, layer: the shapes of the model, and of its layer.
@@ -466,15 +467,15 @@ def draft_step_bytes(config: ModelConfig, layer: ModelConfig, parallel: int, row
     logits = 4 * rows * config.vocab_size + _DRAFT_LOGIT_BYTES * (parallel + 1) * layer.vocab_size
     tokens = 4 * (parallel + 1) * context
     net, waiting = config.gated_delta, 0
-    if net is not None:  # what states advance over once it is accepted, of all layers
+    if net is not None:  # the inputs, of all layers, over which states advance once they are accepted
         each = 4 * (2 * net.channels + 2 * net.value_heads)
         waiting = len(config.recurrent_layers) * rows * each
     return logits + tokens + waiting + _DRAFT_POOL
 
 
 def adapted_step_bytes(config: ModelConfig, chunk: int, rows: int) -> int:
-    """Bytes of captured steps whose rows may have LoRA adapters on a CUDA device, beside those of the same steps
-    without: each keeps its logits. chunk, rows: as of `workspace_bytes`."""
+    """Bytes that captured steps whose rows may have LoRA adapters take on a CUDA device, beside the same steps without
+    adapters: each keeps its own fp32 logits. chunk, rows: as in `workspace_bytes`."""
     mixed = MIXED_CHUNK["cuda"], BACKLOG_CHUNK["cuda"]
     keys = expected_keys(_captured_rows(rows), chunk, *mixed, whole_chunks=config.ranks > 1)
     kept = sum(key.rows if key.phase == "decode" else key.sequences for key in keys)
@@ -507,8 +508,8 @@ def _latent_row_bytes(heads: int, sizes: LatentSizes) -> int:
 
 
 def grouped_row_bytes(config: ModelConfig, chunk: int) -> int:
-    """Bytes of the rows that a CUDA device groups by expert: those of a chunk, those of few rows, which have
-    buffers of their own, and the products of gate and up when they share no tiles.
+    """Bytes of the buffers in which a CUDA device groups rows by expert: one set for a chunk, one for steps of few
+    rows (_FEW_ROWS), and the products of gate and up when these share no tiles.
     """
     experts = config.experts
     if experts is None:
@@ -597,7 +598,7 @@ def _ways(
 def _ways_with_fewer_states(
     needs: CacheNeeds, memory: DeviceMemory, wanted: int, fitting: int, cache_type: CacheType
 ) -> list[str]:
-    """Fewer sequences, with fewer positions where nothing else helps, or fewer checkpoints."""
+    """The options with fewer sequences (and fewer positions, where nothing else helps), or with fewer checkpoints."""
     if not needs.state_bytes:
         return []
     fewer = [replace(needs, parallel=count) for count in range(1, needs.parallel)]

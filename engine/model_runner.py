@@ -147,8 +147,8 @@ class ModelRunner:
         del self.decoder, self.cache
 
     def launch(self, plan: StepPlan, on_host: bool = False) -> StepPlan:
-        """Launches a step, on a CUDA device without waiting for it, and returns it with its results. `on_host`: tokens
-        are sampled on the host. The block tables cover the rows.
+        """Launches a step and returns it with its results; on a CUDA device it does not wait for them. `on_host`:
+        tokens are sampled on the host. The block tables cover the rows.
 
         A decode step adds one more token of each sequence to the cache: its first one that is neither in the cache nor
         in a step in flight. If that is its newest token, the result is a Sample of the next one. If generated tokens
@@ -160,7 +160,7 @@ class ModelRunner:
         samples after the chunks that end with their sequence's newest token.
 
         A sequence fails alone: its result is then the exception, an EngineError if its logits are not finite. An
-        exception that is raised concerns all rows: no sequence has advanced, and fewer of them may be tried again.
+        exception that is raised concerns all rows: no sequence has advanced, and fewer rows may be tried again.
         """
         if self.decoder.host_experts is not None:
             rows = sum(len(chunk.ids) for chunk in plan.chunks)
@@ -237,8 +237,8 @@ class ModelRunner:
     def logits_of_parts(
         self, rows: Seq[SequenceRows], parts: Seq[Seq[int]], given: GivenRows = TOKENS_ALONE
     ) -> Iterator[Tensor]:
-        """For each of `parts`, the numbers of n rows of the step, their logits [n, vocab]. They are computed lazily,
-        and the caller must take them all."""
+        """Yields the logits [n, vocab] of each of `parts`, which holds the numbers of n rows of the step. They are
+        computed lazily, and the caller must take them all."""
         step = PlannedStep("prefill", rows, "logits of parts", parts=parts)
         with self.together(step.giving(given, self.decoder.config.embedding_length)):
             device = self.decoder.backend.device
@@ -253,7 +253,7 @@ class ModelRunner:
             self.cache.copy_blocks(copies)
 
     def together(self, message: Message) -> AbstractContextManager[None]:
-        """A block in which all ranks compute: this one what is in it, the others `message`."""
+        """A block that all ranks compute together: this rank runs its body, the others handle `message`."""
         return alone(message) if self.ranks is None else self.ranks.together(message)
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
@@ -305,7 +305,8 @@ class ModelRunner:
             self.copy_blocks(copies)
 
     def explain(self, plan: StepPlan, sequence: Sequence) -> Result:
-        """Recomputes the step of a sequence for which a device found no token, on the host, to get the error."""
+        """Recomputes the step of a sequence for which the device found no token, and samples it on the host to get the
+        error."""
         sequence.draft = ()
         # Another slot: a step in flight continues from NO_TOKEN, and its result does not count.
         sequence.slot = Slot(sequence.slot.index, sequence.slot.end)

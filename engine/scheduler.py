@@ -1,11 +1,11 @@
 """The scheduler: which tokens are computed next (continuous batching).
 
 A step is a chunk of one sequence's prompt, or chunks of several prompts if that is faster, or one token of every
-sequence whose prompt is done. If there are both prompts and decoding sequences, prefill and decode steps alternate,
-and the chunk is short, limited by tokens and by time, with a larger limit if many prompts wait: a running sequence
-never waits longer for its next token than one such chunk takes. Sequences are admitted in order of arrival, as soon as
-there are blocks for them. When blocks run out, the newest sequence is preempted: it gives up its blocks and is
-recomputed later, with its generated tokens as part of the prompt.
+sequence whose prompt is done. If there are both prompts and decoding sequences, prefill and decode steps alternate, so
+a running sequence never waits longer for its next token than one chunk takes. That chunk is limited by tokens and by
+time, with a larger limit if many prompts wait. Sequences are admitted in order of arrival, as soon as there are blocks
+for them. When blocks run out, the newest sequence is preempted: it gives up its blocks and is recomputed later, with
+its generated tokens as part of the prompt.
 
 On a device that computes asynchronously, a step is planned before the results of those in flight are known (`plan`), so
 that the device does not wait for the host in between. A sequence that only the host can sample or draft for is left out
@@ -36,7 +36,7 @@ LEAST_CHUNK = 16
 """Minimum number of prompt tokens per step, however slow the machine is."""
 
 _MORE_FOLLOW = ["prefill", "decode"]
-"""Phases of two steps in flight that another step may follow."""
+"""Phases of the two steps in flight after which a third may be launched."""
 
 PENDING = 4
 """Steps launched ahead may have computed this many positions, drafts aside, after the tokens that the host knows."""
@@ -51,11 +51,11 @@ class Scheduler:
         chunk_size: most tokens of a prompt in a step while nothing else runs.
         mixed_chunk: most tokens of a prompt in a step while other sequences wait for their next token.
         mixed_seconds: most seconds that such a step may take, estimated from the last one; it gets fewer tokens to stay
-        below. None: no limit.
+            below. None: no limit.
         deterministic: tokens that were computed one by one are never reused as part of a prompt, nor recomputed in
-        chunks.
+            chunks.
         packed: a step may hold chunks of several prompts, together at most `backlog_chunk` tokens if that is given:
-        longer steps are not captured, and their kernels are launched one by one.
+            longer steps are not captured, and their kernels are launched one by one.
         shares: a prompt uses the cached blocks that hold its beginning.
         backlog_chunk: `mixed_chunk` while more than `chunk_size` prompt tokens wait.
         copy_blocks: copies blocks, in stream order after the steps launched so far (ModelRunner.copy_blocks).
@@ -113,7 +113,7 @@ class Scheduler:
         self._keeps_all = all(pool.window is None for pool in cache.pools)
         self._only_grows = self._keeps_all and len(cache.pools) == 1 and not cache.pools[0].is_state
         self._alone: deque[Sequence] = deque()
-        self._restarted: set[Sequence] = set()  # those of `_alone` that begin again
+        self._restarted: set[Sequence] = set()  # sequences of `_alone` that begin again
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -143,7 +143,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Remove a sequence from the queue or from the running ones, and free its blocks."""
+        """Removes a sequence from the queue or from the running ones, and frees its blocks."""
         self._restarted.discard(sequence)
         if sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -154,9 +154,9 @@ class Scheduler:
         """The step to launch after those in flight, whose results are not known: prompts and decode steps take turns.
 
         None if there is nothing to do, if the step depends on those results, if no sequence can get blocks for it
-        without preemption, or if enough is in flight. Two steps are enough, unless they are a prefill and the decode
-        step after it: that may be too short to keep the device busy, and another prefill follows. The prompt tokens in
-        flight count as cached from now on: a device computes its steps in order.
+        without preemption, or if enough is in flight. Two steps are enough, unless they are a prefill step and the
+        decode step after it. That decode step may be too short to keep the device busy, so another prefill step
+        follows. The prompt tokens in flight count as cached from now on: a device computes its steps in order.
         """
         ahead = bool(in_flight)
         self._preempts = not ahead
@@ -213,8 +213,8 @@ class Scheduler:
         self._cached(sequence, 1)
 
     def device_draft(self, sequence: Sequence, most: int) -> DraftRoom:
-        """The limits of the draft, of up to `most` tokens, that the device makes in the step that is planned. Allocates
-        blocks for it as `draft_room` does."""
+        """The limits of the draft, of up to `most` tokens, that the device makes for a sequence in the planned step.
+        Allocates blocks for the draft as `draft_room` does."""
         slot = sequence.slot
         after = sequence.num_cached_tokens + slot.launched + slot.drafted  # its first row is before it
         if self.blocks.num_free > len(self._running):
@@ -241,8 +241,8 @@ class Scheduler:
         return max(0, min(most, held - len(sequence.token_ids)))
 
     def release(self) -> None:
-        """Free the blocks of finished sequences. Others whose context is full discard tokens of it and begin again,
-        except pooled prompts, which generate none."""
+        """Frees the blocks of finished sequences. Other sequences whose context is full discard tokens of it and begin
+        again; pooled prompts do not, since they generate no tokens."""
         for sequence in [each for each in self._restarted if each.finished]:
             self.cancel(sequence)
         for sequence in self._running:
@@ -258,8 +258,8 @@ class Scheduler:
             self._alone.extend(self.current.sequences)
 
     def failed(self, plan: StepPlan) -> None:
-        """Handles a step that could not be launched, or whose results are lost: prompts whose first token is lost are
-        computed again. Its states may have changed: sequences whose states cannot be rolled back begin again."""
+        """Handles a step that could not be launched, or whose results are lost. Prompts whose first token is lost are
+        computed again. The step may have changed states: sequences whose states cannot be rolled back begin again."""
         self.current = plan
         if plan.phase == "decode":
             for sequence, slot, drafted in zip(plan.sequences, plan.slots, plan.drafted, strict=True):
@@ -297,8 +297,8 @@ class Scheduler:
         return self.decoding + self.prefilling
 
     def _cache_prompts(self, plan: StepPlan) -> None:
-        """Notes that the tokens of prompt chunks are in the cache, unless it is noted already. Sequences whose prompts
-        end with them decode from then on."""
+        """Notes that the tokens of a step's prompt chunks are in the cache, unless that is noted already. Sequences
+        whose prompts end with these chunks decode from then on."""
         for sequence, chunk in plan.running():
             if sequence.block_tables and not sequence.finished and sequence.num_cached_tokens < chunk.end:
                 self._cached(sequence, chunk.end - sequence.num_cached_tokens)
@@ -412,7 +412,8 @@ class Scheduler:
 
     def _allocated(self, sequence: Sequence) -> Allocation | None:
         """Blocks for a waiting sequence; None if there are too few. A block is reserved for each running sequence that
-        may grow: otherwise this one would soon be preempted. Nearly always there is one for each that runs."""
+        may grow: otherwise the new one would soon be preempted. The first try, one block for every running sequence,
+        nearly always succeeds."""
         most, running = self.prefixes.most_shared(sequence), self._running
         allocate = partial(
             self.blocks.allocate,
@@ -517,14 +518,14 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, keeps: bool = True) -> None:
-        """Take a sequence's blocks; it becomes the first of the waiting ones, and keeps its generated tokens. `keeps`:
-        its states are kept as well, for itself and others."""
+        """Frees a running sequence's blocks and puts it, with its generated tokens, at the head of the waiting ones.
+        `keeps`: its states are kept as well, for itself and others."""
         self._remove(sequence, keeps)
         sequence.num_cached_tokens = 0
         self.waiting.appendleft(sequence)
 
     def _remove(self, sequence: Sequence, keeps: bool = True) -> None:
-        """Take a running sequence out and free its blocks; what a failed one has computed is not to be shared."""
+        """Removes a running sequence and frees its blocks. `keeps`: its states are kept, unless the sequence failed."""
         ahead = 0 if sequence in self.prefilling else self._ahead + sequence.slot.drafted
         (self.prefilling if sequence in self.prefilling else self.decoding).remove(sequence)
         self.states.end(sequence, keeps and sequence.error is None, ahead)

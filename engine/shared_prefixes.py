@@ -15,7 +15,7 @@ class SharedPrefixes:
         blocks: the cache's.
         shares: a prompt uses the cached blocks that hold its beginning.
         deterministic: tokens that were computed one by one are never reused as part of a prompt, nor recomputed in
-        chunks.
+            chunks.
     """
 
     def __init__(self, blocks: BlockManager, shares: bool, deterministic: bool) -> None:

@@ -20,7 +20,7 @@ class Slot:
             checks each one.
         waits: whether the host has to see the result of a launched step before it knows the input of the next one.
         has_token: whether the device has the input of the next step, as it samples the newest token.
-        drafted: most tokens, beyond one for each, that the launched steps may add, as they draft on the device.
+        drafted: most tokens, beyond one per step, that the launched steps may add by drafting on the device.
         undrafted: most rows, up to the next step's first one, that the layer which drafts on the device has not
             computed; 0: the host has to name them.
         written: number of entries of each block table that the device has; empty before the first step.

@@ -79,7 +79,7 @@ class StepPlan:
         slots: the slot of each sequence when the step was planned. A sequence with another slot by now was preempted or
             cancelled meanwhile, and its result is dropped.
         starts: the position of each sequence's first row; -1: the device alone knows it.
-        changed: the indices of the sequences for which the device may lack something.
+        changed: the indices of the sequences whose inputs the device may lack.
         chunks: in prefill, the rows of each sequence. In decode `rows` gives them.
         drafting: in a decode step that drafts on the device, the limits of each sequence's draft; else empty.
 
@@ -139,7 +139,7 @@ class StepPlan:
     @property
     def sampled_rows(self) -> list[int | None]:
         """For each sequence the row of its newest token, from whose logits the next one is sampled; None: the newest
-        token is not in the step. A prefill step has one row of logits a sequence, whose number is given."""
+        token is not in the step. In prefill each sequence has one row of logits, and the number is that row's."""
         if self.phase == "prefill":
             ends = [
                 chunk.end == len(s.token_ids) for s, chunk in zip(self.sequences, self.chunks, strict=True)

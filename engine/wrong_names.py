@@ -5,7 +5,7 @@
 
     Model("m", n_ctx=4096)    TypeError: Model() has no n_ctx: use ctx_size
 
-What other names mean is in `foreign_flags`, which the command line has too, and below.
+What other names mean is in `foreign_flags`, which the command line uses too, and below.
 """
 
 import inspect
@@ -60,11 +60,11 @@ _OF_PEERS: Mapping[str, str] = {
 }
 _ANSWERS: Mapping[str, str] = {name: answer for names, answer in _OF_PEERS.items() for name in names.split()}
 _SHOWN = {"EngineConfig": "LLM", "Configured": "LLM"}
-"""The class that a caller makes, where the options have another one's name."""
+"""The class that a caller makes, by the name of the class that has its options, where they differ."""
 _FLAG = re.compile(r"(?<![\w-])(--?[A-Za-z][\w-]*)(?: ([A-Z]+)\b)?")
 
 _groups: dict[str, type[Any]] = {}
-"""Classes of options by name: an option of one is found where it was given to another."""
+"""Classes of options by name, so that an option of one class is found if it is given to another."""
 _makers: dict[str, frozenset[str]] = {}
 """Names that each hinted function or class takes."""
 
@@ -125,7 +125,7 @@ def _own_name(name: str) -> str | None:
 
 
 def _in_python(flag: re.Match[str]) -> str:
-    """A flag of the command line, with its value, as an argument; one that is none stays."""
+    """A command-line flag, with its value, as a keyword argument; a flag that is no option stays as it is."""
     name = _own_name(flag[1].lstrip("-").replace("-", "_"))
     if name is None:
         return flag[0]

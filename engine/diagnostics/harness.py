@@ -1,5 +1,7 @@
-"""What parity, bench and the self-test do alike: a model is opened, loaded and run greedily, and what one side computes
-is held against the definition, or another side, and a limit.
+"""Functions that parity, bench and the self-test share.
+
+They open, load and greedily run a model, and compare results with those of the definition, or of another side, and a
+limit.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def opened(model: str | Path) -> Iterator[Checkpoint]:
-    """A model's checkpoint, which is closed again. Raises EngineError if there is none."""
+    """A block with a model's checkpoint, which is closed at its end. Raises EngineError if there is none."""
     checkpoint = open_checkpoint(resolve_model(str(model)))
     try:
         yield checkpoint
@@ -31,7 +33,7 @@ def opened(model: str | Path) -> Iterator[Checkpoint]:
 
 
 def loaded(model: str | Path, config: EngineConfig, **changes: Any) -> "LLM":
-    """The model with these options, of which some are changed. Raises as `LLM` does."""
+    """Loads the model with these options, after some `changes` to them. Raises as `LLM` does."""
     from quengine.llm import LLM  # the self-test does without
 
     return LLM(model, **vars(replace(config, **changes)))
@@ -56,7 +58,7 @@ def nmse(found: Tensor, wanted: Tensor) -> float:
 
 def nmse_rows(a: Tensor, b: Tensor, size: Tensor, free: Tensor | float = 0.0) -> Tensor:
     """||a - b||^2 / ||size||^2 of each row, fp64 [T]: 0 where a equals b, infinite where it is no number. Differences
-    count by how much more than `free` they are.
+    count only as far as they exceed `free`.
     """
     if isinstance(free, Tensor):
         free = free.to("cpu", torch.float64).flatten(1)

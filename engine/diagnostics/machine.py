@@ -37,7 +37,7 @@ PACKAGES = (
 """The distributions whose versions matter when something goes wrong."""
 
 _TIMED_PACKAGES = ("quengine", "torch", "triton", "numba")
-"""Those that a speed depends on."""
+"""The distributions that a speed depends on."""
 
 MATRIX_SIZE = 8192
 _COPY_BYTES = 2**30
@@ -124,7 +124,7 @@ def _copy_bandwidth(device: torch.device) -> float:
 def matrix_rate(device: torch.device) -> float:
     """Floating-point operations per second of one large fp16 product with fp32 sums, the yardstick of prompts.
 
-    The best of several of cuBLAS's (8192 x 8192 x 8192; normal random numbers: zeros would go faster). CUDA only.
+    The best of several cuBLAS products (8192 x 8192 x 8192) of normal random numbers: zeros would go faster. CUDA only.
     """
     numbers = torch.Generator(device).manual_seed(1)
     a, b = (

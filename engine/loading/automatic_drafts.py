@@ -73,10 +73,10 @@ def fit_drafts(
     free: int,
     experts: ExpertPlacement,
 ) -> tuple[EngineConfig, Checkpoint | None, int, list[CachePool], list[str]]:
-    """`choose_cache`, which gives up drafts that no option requests where memory is short: where weights and the
-    requested context would not fit beside them, or only a context below USABLE_CONTEXT.
+    """Calls `choose_cache`, and gives up drafts that no option requests where memory is short. It is short where
+    weights and the requested context would not fit beside the drafts, or only a context below USABLE_CONTEXT.
 
-    Returns configuration and draft as they are then, the context, the pools, and lines for the user.
+    Returns the resulting configuration and draft, the context, the pools, and lines for the user.
     """
     rest = device, free, experts
     if not config.draft_on_device or draft is None:

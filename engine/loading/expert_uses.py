@@ -18,7 +18,7 @@ MOST_FILES = 32
 
 
 def uses_file(model: Path) -> Path | None:
-    """The file of a model's counts; another once the model's own has changed. None without a home folder."""
+    """The file of a model's counts, another one once the model's file has changed. None without a home folder."""
     found = cache_of_file("experts", model)
     return None if found is None else found.with_suffix(".json")
 

@@ -43,11 +43,11 @@ def _may_see(model: Path) -> bool:
 def open_vision(
     config: EngineConfig, path: Path, model: ModelConfig, device: torch.device
 ) -> tuple[Vision | None, list[str]]:
-    """The projector on the device, and lines for the user. None: the model reads text, as where a projector that was
-    found beside it is not computed.
+    """The projector on the device, and lines for the user. None: the model reads text alone, also where the projector
+    that was found beside it cannot be used.
 
     Raises:
-        EngineError: the file that `config.mmproj` names is no projector, is one for another model, or is not computed.
+        EngineError: the file that `config.mmproj` names is no projector, is for another model, or is not implemented.
     """
     if model.encoder is not None or (found := projector_path(config, path)) is None:
         return None, []

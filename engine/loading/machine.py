@@ -82,7 +82,7 @@ class Machine:
         communicator: Communicator = ONE_RANK,
         drafts: bool = False,
     ) -> ModelRunner:
-        """Loads the weights and allocates the cache. drafts: `checkpoint` is the model that drafts for the other."""
+        """Loads the weights, allocates the cache and returns the runner. drafts: `checkpoint` is a draft model."""
         config, device = self.config, self.device
         adapters = NONE_OPEN if drafts else self.adapters
         if device.type == "cpu":
@@ -128,16 +128,16 @@ class Machine:
     def _host_experts(
         self, experts: ExpertPlacement, checkpoint: Checkpoint, backend: Backend[Any]
     ) -> PlacedExperts | None:
-        """The operations of the experts in host memory, whose weights a decoder will load; None: there are none."""
+        """The operations of the experts in host memory, whose weights a decoder will load; None if there are none."""
         if not experts.layers:
             return None
         chunk = self.config.chunk_size or DEFAULT_CHUNK[self.device.type]
-        # Steps of more rows than captured ones have are computed, too.
+        # Eager steps may have more rows than captured ones.
         rows = max(chunk, self.config.parallel, _graph_rows(self.config, drafts=False))
         host = experts.operations(backend, self.threads, checkpoint.config, rows)
         if isinstance(host, FollowedExperts):
             uses = read_uses(checkpoint.path, experts.layers, experts.experts) if experts.held else None
-            # Of the file: those of the loader are handed out once.
+            # Tensors of the file: the loader hands out each of its own only once.
             stored, _ = split_tensors(checkpoint.tensors, experts.layers)
             host.begin_loading((each for name, each in stored.items() if name != ROW_TABLE), uses)
         return host
@@ -188,7 +188,8 @@ class Machine:
     def drafts_beside(
         self, target: ModelRunner, checkpoint: Checkpoint | None, pools: Sequence[CachePool]
     ) -> tuple[DraftModel | None, list[str]]:
-        """The model that drafts for `target`, and lines for the user. On an error the ranks of `target` end."""
+        """Loads the model that drafts for `target`, if any; returns it with notes for the user. On an error the ranks
+        of `target` end."""
         if checkpoint is None:
             return None, []
         ctx_size = target.cache.ctx_size
@@ -368,14 +369,14 @@ def states_can_wait(config: ModelConfig) -> bool:
 
 
 def _draft_note(draft: Checkpoint, cache: KVCache, ctx_size: int) -> str:
-    """What the draft model takes, and where it ends before the other does."""
+    """A note for the user: the draft model's memory, and its context if that is shorter than the target's."""
     short = "" if cache.ctx_size == ctx_size else f", up to position {cache.ctx_size} only, its own context"
     return f"drafts by {draft.path.name}: weights {gib(draft.nbytes)}, cache {gib(cache.nbytes)}{short}"
 
 
 @contextmanager
 def _loading(host: PlacedExperts | None) -> Iterator[None]:
-    """Within this context a decoder loads its weights; if that fails, its experts' host memory is no longer locked."""
+    """A block in which a decoder loads its weights; if that fails, the host memory of its experts is unlocked."""
     if not isinstance(host, FollowedExperts):
         yield
         return
@@ -395,8 +396,8 @@ def _weights(
     progress: Callable[[str], None] | None,
     host_layers: int,
 ) -> Iterator[Mapping[str, QuantTensor]]:
-    """The tensors as the decoder takes them: on the CPU the mapped file's, or copies; read ahead for a CUDA device, but
-    for the experts of the first `host_layers` layers, and tables of single rows."""
+    """A block with the tensors that a decoder takes. On the CPU they are those of the mapped file, or copies. For a
+    CUDA device they are read ahead, except the experts of the first `host_layers` layers and ROW_TABLE."""
     if device.type != "cuda":
         yield checkpoint.tensors if mapped else _copied(checkpoint, progress)
         return
@@ -409,7 +410,7 @@ def _weights(
         yield ChainMap(host, tensors) if host else tensors  # type: ignore[arg-type]  # it is not written to
     if progress is not None:
         progress("")  # the next output begins a line of its own
-    # What lay there before it was repacked is not needed again.
+    # The memory of weights before they were repacked is not needed again.
     torch.cuda.empty_cache()
 
 
@@ -433,7 +434,7 @@ def make_backend(
     free: int,
     adapters: Adapters | None = None,
 ) -> Backend[Any]:
-    """The backend of a device. adapters: of the weights that it is to load."""
+    """The backend of a device. adapters: LoRA adapters of the weights that it is to load."""
     if config.backend == "reference":
         keep = REFERENCE_BYTES_A_WEIGHT * checkpoint.weights < free // 2
         if adapters is not None:
@@ -496,13 +497,13 @@ def _make_runner(
 
 
 def _graph_rows(config: EngineConfig, drafts: bool) -> int:
-    """Rows of a captured decode step at most; `drafts`: of the model that drafts."""
+    """The most rows of a captured decode step of the model or, with `drafts`, of its draft model."""
     from quengine.runners.graph_keys import DECODE_ROWS
 
     rows = draft_rows(config, "cuda")
     if drafts and config.draft_on_device:
-        return 1  # of its steps alone those of prompts run, and those within the model's
-    # As many jobs as a step has rows to check drafts, or sequences; at first with the tokens they make up for.
+        return 1  # only its prefill steps run by themselves; the others are part of the model's steps
+    # At most one draft job per sequence, and per row that checks drafts. Its first step has up to MOST_ROWS rows.
     rows = MOST_ROWS * min(config.parallel, rows) if drafts else max(config.parallel, rows)
     return min(DECODE_ROWS[-1], rows)
 

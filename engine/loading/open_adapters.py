@@ -31,8 +31,8 @@ class OpenAdapters:
         """Bytes of memory that the adapters take, with a prompt's chunk of `chunk` tokens.
 
         The weights are in fp32, or twice in 16 bits (two orders). Every adapter of a matrix takes the rank of the
-        largest one. The products of a chunk are A x of query, key and value, and gate and up with their activation,
-        which adapters keep from being computed at once.
+        largest one. The products of a chunk are A x of query, key and value, and gate and up with their activation:
+        with adapters these are not computed in one operation.
         """
         if self.weights is None:
             return 0
@@ -60,8 +60,7 @@ class OpenAdapters:
         return replace(self, weights=adapters_of(part, [part.changes(file.changes) for file in self.files]))
 
     def check_taken(self, missing: Collection[str]) -> None:
-        """Raises EngineError where an adapter changes a tensor of `missing`, the tensors that no layer takes changes
-        of."""
+        """Raises EngineError if an adapter changes one of the `missing` tensors, for which no layer takes changes."""
         _check(self.files, missing.__contains__)
 
 
@@ -72,8 +71,8 @@ def open_adapters(config: EngineConfig, checkpoint: Checkpoint) -> OpenAdapters:
     """The adapters of `config.lora`, checked against the model.
 
     Raises:
-        EngineError: one is missing, is of another model, or changes what is not computed; or the model is an encoder,
-            or has alternating updates.
+        EngineError: an adapter is missing, is of another model, or changes a tensor for which that is not implemented;
+            or the model is an encoder, or has alternating updates.
     """
     if not config.lora:
         return NONE_OPEN

@@ -87,7 +87,7 @@ def fit_stages(
 
 
 def _fewest(pools: Sequence[CachePool]) -> CachePool:
-    """A pool with the least of each number, for which every rank has room."""
+    """A pool with the smallest number of blocks, checkpoints and cold blocks, for which every rank has room."""
     blocks, checkpoints, cold = (
         min(getattr(pool, name) for pool in pools) for name in ("num_blocks", "checkpoints", "cold")
     )
@@ -129,7 +129,8 @@ def rank_count(
         own = memory.weights + needs.nbytes(config.ctx_size or least, config.cache_type)
         return memory.workspace + (own // count if layers else own)
 
-    # What other models hold can be freed where there is `make_room`. Asking for it makes a device's context.
+    # With `make_room` the total counts, since memory that other models hold can be freed. Each query creates a CUDA
+    # context on its device.
     which = 0 if config.make_room is None else 1
     free = [torch.cuda.mem_get_info(device)[which]]
     if (needed(1, True) or 0) > free[0]:
@@ -181,8 +182,8 @@ def _expert_share(
 ) -> int:
     """Bytes of the device that the cache leaves to copies of experts in host memory.
 
-    That is the size of the number requested (`gpu_experts`), or half of the memory that one sequence leaves, of the
-    requested context or a usable one. Raises CannotRunError where the requested number does not fit.
+    That is the size of the requested number of experts (`gpu_experts`), or at most half of the memory that one sequence
+    of the requested context, or of a usable one, leaves. Raises CannotRunError if the requested number does not fit.
     """
     placed = experts.holding(config, 1, memory.room)
     if config.gpu_experts is not None:

@@ -67,7 +67,7 @@ def write_cached(runner: ModelRunner, start: int, end: int, rows: Sequence[Tenso
 
 
 def send_cached(runner: ModelRunner, start: int, end: int) -> None:
-    """The part in `read_cached` of a rank other than rank 0."""
+    """Does the part of `read_cached` of a rank other than rank 0."""
     for _ in _gathered(runner, list(_stored(runner, start, end)), end - start):
         pass
 
@@ -111,7 +111,7 @@ def write_rank_rows(runner: ModelRunner, start: int, end: int, rows: Sequence[Te
 
 
 def _with_copies(rows: Tensor, heads: int) -> Tensor:
-    """As the ranks have them side by side, [n, heads, ...]: what `_without_copies` was given."""
+    """The rows as the ranks have them side by side, [n, heads, ...]: the inverse of `_without_copies`."""
     return rows.repeat_interleave(heads // rows.shape[1], dim=1) if heads > rows.shape[1] else rows
 
 

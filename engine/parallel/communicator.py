@@ -1,5 +1,6 @@
-"""What ranks exchange, between processes of a host: over gloo on the CPU; on CUDA devices over peer memory, and over
-NCCL what is too large for that. Definition: kernels/ranks/communicator.py.
+"""Exchange of tensors between ranks, which are processes of one host (definition: kernels/ranks/communicator.py).
+
+On the CPU it uses gloo; on CUDA devices peer memory, and NCCL for what is too large for that.
 """
 
 import os
@@ -33,7 +34,8 @@ _LOOKS_AGAIN = 0.02
 """Seconds between two looks for a kernel that rank 0 compiles."""
 
 _OWN_AFTER = 30.0
-"""Seconds after which a kernel is this rank's alone: rank 0 compiles those that loading waits for first, in a few."""
+"""Seconds after which this rank compiles a missing kernel itself: rank 0 compiles those that loading waits for first,
+within a few seconds."""
 
 
 class RankCommunicator(Communicator, Protocol):
@@ -42,11 +44,11 @@ class RankCommunicator(Communicator, Protocol):
     note: str
 
     def meet(self) -> None:
-        """Wait until all ranks are here."""
+        """Waits until all ranks are here."""
         ...
 
     def close(self) -> None:
-        """Leave the group: operations of the other ranks fail, or do not end."""
+        """Leaves the group: operations of the other ranks then fail, or do not end."""
         ...
 
 
@@ -62,7 +64,7 @@ def join(rank: Rank, device: torch.device, meeting: Path, deterministic: bool) -
 
 
 class GlooCommunicator:
-    """What each rank has goes to all others, which add it up in the order of the ranks."""
+    """Exchanges over gloo: each rank gets the values of all, and adds them up in the order of the ranks."""
 
     note = "sums over gloo"
 
@@ -108,7 +110,7 @@ class GlooCommunicator:
 
 
 class _Exchanges:
-    """Memory that the ranks of a group can all write to. made: the exchanges of addresses of this process."""
+    """Allocates memory that all ranks of a group can write to. made: exchanges of addresses made by this process."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -116,7 +118,7 @@ class _Exchanges:
     def addresses(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: str
     ) -> tuple[Tensor, list[int]]:
-        """Zeros, and the addresses of those of all ranks of the group of this name."""
+        """Returns zeros, and the addresses of such zeros on all ranks of the group of this name."""
         import torch.distributed._symmetric_memory as symmetric
 
         shared: Tensor = symmetric.empty(*shape, dtype=dtype, device=device)
@@ -131,7 +133,7 @@ _EXCHANGES = _Exchanges()
 
 
 class PeerMemory(NamedTuple):
-    """For sums of few values and of many, and for logits."""
+    """Peer memory for sums of few values, for sums of many values, and for logits."""
 
     few: "PeerBuffers"
     many: "SharedSums"
@@ -139,8 +141,9 @@ class PeerMemory(NamedTuple):
 
 
 class CudaCommunicator:
-    """Few values are pushed to all ranks over peer memory (kernels/cuda/ranks/push.py), those of many rows to their
-    owners (two_shot.py), where devices have such access; NCCL moves the rest. NVLink multicast is not used.
+    """Exchanges over peer memory, where devices have such access, and over NCCL. Few values are pushed to all ranks
+    (kernels/cuda/ranks/push.py), those of many rows to their owners (two_shot.py); NCCL moves the rest. NVLink
+    multicast is not used.
 
     Raises:
         CannotRunError: this process has a process group of torch.distributed already.
@@ -211,14 +214,14 @@ class CudaCommunicator:
         torch.cuda.synchronize(self._device)
 
     def await_kernels(self) -> None:
-        """From here to `one_first` this rank waits for kernels that are missing: rank 0 compiles them ahead for all."""
+        """Makes this rank wait for missing kernels until `one_first`: rank 0 compiles them ahead for all ranks."""
         from quengine.kernels.cuda.launch import triton_cache
 
         triton_cache.when_missing.append(self._await_kernel)
 
     def _await_kernel(self, key: str) -> None:
-        """Waits until a kernel is in the cache on disk, or rank 0 compiles none any more. After one that does not come,
-        of a shape that rank 0 does not have or where no folder is shared, this rank waits for no other.
+        """Waits until a kernel is in the cache on disk, or rank 0 compiles none any more. If the kernel does not come
+        in _OWN_AFTER seconds, since rank 0 lacks its shape or no folder is shared, this rank waits for no other.
         """
         from quengine.kernels.cuda.launch import triton_cache
 
@@ -236,7 +239,7 @@ class CudaCommunicator:
             triton_cache.when_missing.remove(self._await_kernel)
 
     def one_first(self, work: Callable[[], None]) -> None:
-        """Rank 0 does it, waiting for none, and then the others, which find what it left in a cache on disk."""
+        """Calls `work` first on rank 0, then on the other ranks, which find what rank 0 left in a cache on disk."""
         if self.rank > 0:
             self._store.wait([_DONE], timedelta(seconds=WAIT_SECONDS))
             self._await_no_more()
@@ -261,7 +264,7 @@ class CudaCommunicator:
         return self._starts[key]
 
     def _peer_memory(self) -> "tuple[PeerMemory | None, str]":
-        """None where some device cannot write to another's memory; a line for the user."""
+        """The peer memory, or None if some device cannot write to another's, and a note for the user."""
         reach, reason = torch.ones(1, device=self._device), "another rank has none"
         try:
             memory = self._allocate()
@@ -290,8 +293,9 @@ class CudaCommunicator:
         return PeerMemory(few, many, logits)
 
     def _catch_up(self) -> None:
-        """Makes as many exchanges of addresses as the process that has made the most: torch numbers them by process,
-        and the ranks find each other's by number. One that shares models one after the other has made some before."""
+        """Makes exchanges of addresses until this process has made as many as the rank with the most. Torch numbers
+        exchanges by process, and the ranks match them by number; a process that has shared a model before has made
+        some already."""
         made = [int(part) for part in self._gathered(torch.tensor([_EXCHANGES.made], device=self._device))]
         try:
             for number in range(max(made) - _EXCHANGES.made):
@@ -303,7 +307,7 @@ class CudaCommunicator:
             raise RuntimeError("a rank cannot exchange addresses")
 
     def _exchange_alone(self, name: Any) -> None:
-        """One such exchange, of this rank with itself."""
+        """Makes one exchange of addresses, of this rank with itself."""
         from torch._C import _distributed_c10d as c10d
 
         store = dist.PrefixStore(f"{name}, rank {self.rank}", self._store)  # type: ignore[attr-defined]
@@ -316,7 +320,7 @@ class CudaCommunicator:
             c10d._unregister_process_group(name)
 
     def _shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, list[int]]:
-        """Zeros that all ranks can write to, and the addresses of those of all ranks."""
+        """Returns zeros that all ranks can write to, and the addresses of such zeros on all ranks."""
         group = dist.group.WORLD
         assert group is not None
         shared, addresses = _EXCHANGES.addresses(shape, dtype, self._device, group.group_name)
@@ -331,7 +335,7 @@ class CudaCommunicator:
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """The rows, each padded with zeros after its columns."""
+    """The rows [n, columns], padded with zeros to [n, width]."""
     wide = x.new_zeros(len(x), width)
     wide[:, : x.shape[1]] = x
     return wide

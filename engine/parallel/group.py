@@ -53,7 +53,8 @@ class _Follower(ChildProcess[FromRank]):
         super().__init__(("-m", "quengine.parallel.rank_main"), FROM_RANK, verbose)
 
     def await_report(self, expected: type[Starting | RankReady], seconds: float) -> None:
-        """Wait for a message. Raises EngineError, also where the rank reports one, and RankFailedError."""
+        """Waits for a message of type `expected`. Raises the EngineError that the rank reports instead, or
+        RankFailedError if the rank ends or `seconds` pass."""
         try:
             message = self.channel.receive(seconds)
         except TimeoutError:
@@ -116,7 +117,8 @@ class RankGroup:
     def load(
         self, plan: Callable[[int, str], RankPlan], device: torch.device, deterministic: bool
     ) -> RankCommunicator:
-        """Give each rank its plan, by number and meeting place, and meet them; `device`: this rank's.
+        """Sends each other rank its plan, made from its number and the meeting place, and meets them; returns the
+        communicator. `device`: this rank's.
 
         Raises:
             RankFailedError: one does not begin.
@@ -234,7 +236,7 @@ class RankGroup:
         follower.wait()
         if self._closing:
             return
-        # What a step has launched on a device may still be waited for when the step has ended.
+        # Work that a step has launched on a device may still be waited for after the step's end.
         waits = self._may_hang and time.monotonic() - self._stepped_at < _LAUNCHED_SECONDS
         with self._changed:
             follower.note_end()
@@ -244,8 +246,8 @@ class RankGroup:
             self.ends_process(self._failure() or "")
 
     def _failure(self) -> str | None:
-        """The failure of the first rank; one that only misses another rank counts only where no other failure is
-        reported."""
+        """The failure of the first rank that has one; None if no rank has failed. A failure that only misses another
+        rank counts only where no other failure is reported."""
         if self._broken is not None:
             return self._broken
         failures = [follower.failure for follower in self._followers if follower.failure is not None]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ObservedInputs:
-    """The sums of a rank's decoder, made of these tensors; those of each run, by its number, begin at 0."""
+    """Sums over what the matrices of a rank's decoder, made of `tensors`, read. The sums of each run begin at 0."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ObservedInputs:
         self._collecting: AbstractContextManager[None] | None = None
 
     def observe(self, run: str, on: bool) -> None:
-        """From now on, or no longer, add what the matrices read to the sums of a run."""
+        """Begins (`on`) or stops adding what the matrices read to the sums of a run."""
         from quengine.evaluation.activations import Collector
 
         if self._collecting is not None:

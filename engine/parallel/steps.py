@@ -104,7 +104,7 @@ def _run_graphs(runner: ModelRunner, message: Graphs) -> None:
 
 
 def _choose(runner: ModelRunner, experts: Mapping[int, Sequence[Sequence[int]]]) -> None:
-    """Give the layers the experts of their rows; those that are not named let their routers choose."""
+    """Gives the named layers the experts of their rows; in all others the routers choose."""
     device, first = runner.decoder.backend.device, runner.decoder.config.held_layers.start
     for layer, block in enumerate(runner.decoder.blk, first):
         if isinstance(block.ffn, MixtureOfExperts):

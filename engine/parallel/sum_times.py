@@ -1,6 +1,6 @@
 """How long a sum over ranks takes, by size: `python -m quengine.parallel.sum_times FD KIND COUNT` reports it over FD.
 
-Rank 0 is a process of its own, too: where devices cannot be reached as they should, it is ended after a while.
+Rank 0 is a process of its own, too, which is ended after a while if devices cannot reach each other as they should.
 """
 
 import sys

@@ -121,7 +121,7 @@ class LaunchDecode(_ToRank, frozen=True):
 
 
 class Configure(_ToRank, frozen=True):
-    """`CudaGraphs.set_sampling`. `settings`: the fields of `Settings`. bias: by token."""
+    """`CudaGraphs.set_sampling`. `settings`: the fields of `SamplingSettings`. bias: by token."""
 
     slot: int
     kind: SamplingKind

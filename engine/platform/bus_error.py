@@ -36,7 +36,7 @@ class _SigAction(ctypes.Structure):
 
 @cache
 def install() -> None:
-    """From now on such a SIGBUS prints MESSAGE and ends the process with 2; any other goes where it went before."""
+    """Has such a SIGBUS print MESSAGE and end the process with exit code 2; any other goes to the former handler."""
     if sys.platform != "linux":
         return
     before = _SigAction()
@@ -53,7 +53,7 @@ _kept: list[Any] = []  # what the handler's code points to
 
 
 def _handler_ir(message: int, length: int, before: int) -> str:
-    """handler(signal, siginfo_t*, context*): of addresses that last, in LLVM's language."""
+    """LLVM IR of handler(signal, siginfo_t*, context*). message, before: addresses that must stay valid."""
     from llvmlite import ir
 
     i32, i64, pointer = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
@@ -81,7 +81,7 @@ def _handler_ir(message: int, length: int, before: int) -> str:
 
 
 def _compiled(code: str) -> int:
-    """The address of `handler` in LLVM's language, valid until the process ends."""
+    """Compiles LLVM IR; returns the address of its `handler`, valid until the process ends."""
     from llvmlite import binding
     from llvmlite.binding.orcjit import JITLibraryBuilder, create_lljit_compiler
 

@@ -15,12 +15,12 @@ AT_WORK = 20_000
 
 
 def starting() -> None:
-    """Collections are far between from now on."""
+    """Makes collections rare from now on."""
     gc.set_threshold(AT_START)
 
 
 def working() -> None:
-    """What there is now stays for good; what is made from now on is collected while it is little."""
+    """Exempts all present objects from collection; those made from now on are collected while they are few."""
     gc.freeze()
     gc.set_threshold(AT_WORK)
 

@@ -22,7 +22,7 @@ _threads: list[threading.Thread] = []
 
 
 def begin(device: str, model: str | None = None) -> None:
-    """Begin, for the device that `EngineConfig.device` names; "auto" is the first. model: as `LLM` takes it, whose
+    """Begins to prepare the device that `EngineConfig.device` names; "auto" is the first. model: as `LLM` takes it; its
     kernels may have to be compiled.
 
     A missing driver or device is no error here: it is reported where the device is chosen.
@@ -39,7 +39,7 @@ def begin(device: str, model: str | None = None) -> None:
 
 
 def wait() -> None:
-    """Until what was begun is there: a launch of a kernel before that would make the same once more."""
+    """Waits until what was begun is done: a kernel launch before that would do the same work once more."""
     while _threads:
         _threads.pop().join()
 

@@ -8,7 +8,8 @@ from typing import Any
 
 
 class DeferredInterrupt:
-    """A block of the main thread that SIGINT's handler runs after; in other threads, which have no signals, no change.
+    """A block of the main thread that defers SIGINT: its handler runs after the block. In other threads, which get no
+    signals, it changes nothing.
 
     Only Python's handlers are deferred. `second_at_once`: the second SIGINT in the block is not deferred, for blocks
     that may wait for ever.

@@ -61,13 +61,13 @@ def _cuda_problem(device: str) -> str | None:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Within it, what this thread launches goes to `device`: CUDA's current device is each thread's own, at first the
-    first, whatever device the tensors are on."""
+    """A block in which this thread launches on `device`. CUDA's current device is each thread's own: at first the first
+    device, whatever device the tensors are on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def device_name(device: torch.device) -> str:
-    """As people know it: the GPU, or the processor with its vector extensions."""
+    """The name that people know: of the GPU, or of the processor with its vector extensions."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_model()} ({', '.join(simd_features())})"
@@ -97,7 +97,7 @@ class CompileNotice:
 
 
 def announce_compilation(device_name: str) -> None:
-    """Report the first kernel from now on that is not found on disk to the user; once per process."""
+    """Has the user told of the first kernel from now on that is not found on disk; once per process."""
     import triton
 
     if not isinstance(triton.knobs.compilation.listener, CompileNotice):

@@ -1,7 +1,7 @@
 """Starts the process that compiles kernels while torch is imported, where a model may lack some on this machine.
 
-Whether it does is known once this process has imported torch and read the model's header, more than a second later.
-Until then a note among the user's caches stands for it: that its kernels have been looked for once.
+Whether it lacks some is known once this process has imported torch and read the model's header, more than a second
+later. Until then, a note among the user's caches tells that the model's kernels have been looked for once.
 """
 
 import logging
@@ -36,7 +36,7 @@ def begin(model: str) -> None:
 
 
 def end(looked_for: bool) -> None:
-    """The model has been loaded. looked_for: as far as its kernels are missing, they are being compiled."""
+    """To be called once the model is loaded. looked_for: its missing kernels, if any, are being compiled."""
     compiler_process.drop()
     while _notes:
         note = _notes.pop()

@@ -28,7 +28,8 @@ class ExpertPlacement:
 
     sizes: bytes of each layer's experts as stored, on a CUDA device; layers without experts are not there.
     tables: bytes of tables of which steps read single rows, which are in host memory, too.
-    experts: of a layer. held: how many experts of each layer in host memory the device holds as well: those used most.
+    experts: number of experts of a layer. held: how many of them, the most used, the device also holds of each layer in
+    host memory.
     streams: the experts of long prompts pass through the device.
     """
 
@@ -41,7 +42,7 @@ class ExpertPlacement:
 
     @classmethod
     def choose(cls, config: EngineConfig, checkpoint: Checkpoint, kind: str) -> "ExpertPlacement":
-        """By the options, for a device of this kind. Raises EngineError as `host_layers`."""
+        """The placement by the options, for a device of this kind. Raises EngineError as `host_layers` does."""
         layers = host_layers(config, checkpoint.config)
         if kind != "cuda":
             return cls()
@@ -86,8 +87,9 @@ class ExpertPlacement:
         return self.device_bytes(self.held) + (self.stream_bytes if self.streams else 0)
 
     def holding(self, config: EngineConfig, least: int, room: int) -> "ExpertPlacement":
-        """With as many experts on the device as requested, or as fit in `room` bytes there; `least`: fewer do not
-        pay, the experts of a row. Prompts' experts pass through the device if that leaves half of the room."""
+        """The placement with as many experts on the device as requested, or as fit in `room` bytes there. `least`: the
+        experts of a row; fewer do not pay. Prompts' experts pass through the device if they fit beside the requested
+        ones or, without a request, in half of the room."""
         if not self.host or config.ranks > 1 or config.deterministic or config.backend == "reference":
             return self
         requested = config.gpu_experts
@@ -114,7 +116,7 @@ class ExpertPlacement:
             )
 
     def operations(self, device: Backend[Any], threads: int, model: ModelConfig, rows: int) -> PlacedExperts:
-        """What computes the experts in host memory, in steps of up to `rows` rows."""
+        """The operations that compute the experts in host memory, in steps of up to `rows` rows."""
         from quengine.kernels.cpu.backend import CpuBackend
 
         host, experts = CpuBackend(threads), model.experts
@@ -169,8 +171,8 @@ def expert_bytes(tensors: Mapping[str, QuantTensor]) -> dict[int, int]:
 def split_tensors(
     tensors: Mapping[str, QuantTensor], layers: int
 ) -> tuple[dict[str, QuantTensor], dict[str, QuantTensor]]:
-    """What stays in host memory, the experts of the first `layers` layers and tables of which steps read single rows;
-    and all other tensors."""
+    """Splits tensors into those that stay in host memory, the experts of the first `layers` layers and tables of which
+    steps read single rows, and all others."""
     host: dict[str, QuantTensor] = {}
     rest: dict[str, QuantTensor] = {}
     for name, tensor in tensors.items():

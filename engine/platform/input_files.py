@@ -15,10 +15,10 @@ def read_text(path: Path, failure: str, limit: int = MAX_INPUT_BYTES) -> str:
     """The UTF-8 text of a regular file, or of a pipe until its end, of at most `limit` bytes; lines end with \\n.
 
     Args:
-        failure: how the message begins that the file's name follows, as in "cannot read the prompt from".
+        failure: how an error message begins, before the file's name, as in "cannot read the prompt from".
 
     Raises:
-        EngineError: it is something else (a device may never end), too large, not UTF-8, or cannot be read.
+        EngineError: it is no file or pipe (a device may never end), too large, not UTF-8, or cannot be read.
     """
     data = read_bytes(path, failure, limit)
     return universal_newlines(decoded(data, f"{failure} {_shown(path)}"))

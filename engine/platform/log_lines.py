@@ -42,7 +42,7 @@ def set_up(verbose: bool) -> None:
 
 
 def causes_of(error: BaseException) -> str:
-    """`Type: message` of an exception and of what it came from, the last first."""
+    """`Type: message` of an exception, and then of each of its causes."""
     return ", caused by ".join(
         f"{type(each).__name__}: {each}" if str(each) else type(each).__name__ for each in _chain(error)
     )
@@ -59,7 +59,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def one_line(text: str, longest: int = _MAX_MESSAGE) -> str:
-    """`text` with white space as single spaces, other control characters escaped, and no longer than so."""
+    """`text` with white space as single spaces, other control characters escaped, and cut to `longest` characters."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= longest else line[: longest - 3] + "..."
 

@@ -1,7 +1,7 @@
 """Memory of several NUMA nodes: pages that threads of all nodes read are spread over all of them.
 
-A page lies on the node whose thread touches it first. Weights are touched by few threads, and would lie on few nodes,
-whose memory alone all threads would then read.
+A page lies on the node whose thread touches it first. Few threads touch weights first, so without spreading they would
+lie on few nodes, and all threads would read the memory of these nodes alone.
 """
 
 import ctypes

@@ -35,7 +35,7 @@ def out_of_memory(error: BaseException) -> CannotRunError | None:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Within it, an error that means that memory has run out is raised as the one of `out_of_memory`."""
+    """A block in which an error that means that memory has run out is raised as `out_of_memory` gives it."""
     try:
         yield
     except Exception as error:

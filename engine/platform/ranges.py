@@ -9,7 +9,7 @@ import torch
 
 
 class ProfilerRange:
-    """`with Range("decode step"): ...` shows as a bar of that name on the host's timeline. Ranges nest."""
+    """`with ProfilerRange("decode step"): ...` shows as a bar of that name on the host's timeline. Ranges nest."""
 
     __slots__ = ("_name", "_open")
 

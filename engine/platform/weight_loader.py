@@ -30,7 +30,7 @@ Progress = Callable[[str], None]
 
 READERS = 3
 PIECE = 8 * 2**20
-"""Bytes that a thread reads before it has them copied: long enough for full speed, short enough to share a tensor."""
+"""Bytes that a thread reads before it has them copied: enough for full speed, few enough to divide a tensor."""
 
 AHEAD = 64 * 2**20
 """Most bytes on the device, or on their way to it, that the decoder has not taken yet."""
@@ -86,7 +86,7 @@ class CudaTransfer:
         for mark in marks:
             assert isinstance(mark, torch.cuda.Event)
             stream.wait_event(mark)
-        # It belongs to the stream of the copies: not to be used anew there before this one is done with it.
+        # The memory belongs to the stream of the copies, which must not reuse it before this stream is done with it.
         data.record_stream(stream)
 
     def trim(self) -> None:
@@ -313,7 +313,7 @@ def copy_weights(
 
 
 def _huge_pages(nbytes: int) -> torch.Tensor:
-    """So many bytes at a 2 MiB boundary; in huge pages where the system has them for who asks."""
+    """Allocates uint8 [nbytes] at a 2 MiB boundary, in huge pages where the system grants them on request."""
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them: ordinary pages

@@ -44,7 +44,7 @@ class AdapterScales:
         return scales if any(scales) or (self.always and scales) else None
 
     def scales(self, lora: Mapping[int, float] | None) -> Scales:
-        """As `of`, but with a scale for each adapter where no row needs one, too."""
+        """As `of`, but with a scale for each adapter even if no row needs one."""
         if lora is None:
             return tuple(adapter.scale for adapter in self.adapters)
         for number in lora:

@@ -1,8 +1,7 @@
 """How a model's conversations are written: prompts by its chat template, answers in a form of their own.
 
-The form of answers is chosen here, by the template and the vocabulary. `harmony` is gpt-oss's; any other model writes
-text, with calls in it of the form that `calls.named` finds, and in front of it a section of reasoning where
-`reasoning_tags` finds one.
+The form of answers is chosen here, by the template and the vocabulary. `harmony` is gpt-oss's. Any other model writes
+text, after a section of reasoning if `reasoning_tags` finds one, and with calls of the form that `calls.named` finds.
 """
 
 import json
@@ -63,7 +62,7 @@ def answer_format(
 
 
 def _may_reason(template: str) -> bool:
-    """Whether the template may write reasoning: one that does names it. Others need not be rendered to find out."""
+    """Whether the template may write reasoning. One that does names it, so others need not be rendered to find out."""
     return "reasoning" in template or "think" in template
 
 
@@ -214,7 +213,8 @@ class ChatFormat:
         variables: Mapping[str, Any],
         ending: Ending,
     ) -> "_Written":
-        """The template's input. An answer to be continued is not part of it, but the tail, as the format writes it."""
+        """The template's input. An answer to be continued is not in its messages: it is the tail, as the answer format
+        writes it."""
         variables = {**_variables(self.source or ""), **variables}
         given = self.order.fit(self.answers.messages(messages, tools))
         if ending != "continued":

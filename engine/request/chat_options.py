@@ -16,7 +16,7 @@ ReasoningFormat = Literal["auto", "deepseek", "none"]
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Each flag says what it is; `variables` are what the template is given beside the messages.
+    """Options of conversations, each described by its flag. `variables`: what the template gets beside the messages.
 
     `messages` follow the system message at the beginning of every conversation, as examples (a preset has them).
 
@@ -79,7 +79,7 @@ class ChatOptions:
         return value
 
     def opened(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """A conversation after the system message, unless it begins with one, and after `self.messages`."""
+        """The conversation with the system message in front, unless it has its own, and then `self.messages`."""
         has_own = bool(messages) and messages[0].get("role") in ("system", "developer")
         system = (
             [{"role": "system", "content": self.system}] if self.system is not None and not has_own else []

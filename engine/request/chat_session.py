@@ -94,7 +94,7 @@ class ChatSession:
         self._turns.clear()
 
     def attach(self, image: Path) -> None:
-        """Send an image's file with the next message. Raises EngineError where it is none, or the model reads none."""
+        """Sends an image file with the next message. Raises EngineError if it is no image, or the model reads none."""
         if self.llm.images is None:
             raise EngineError(why_text_alone(self.llm.loaded.notes))
         self.llm.with_images(self.llm.images.marker, [read_image(image)])
@@ -152,7 +152,7 @@ class ChatSession:
         return text_of(content)
 
     def _exchange(self, text: str) -> Generator[Delta, None, None]:
-        """A message and its answer; `deltas` says the rest."""
+        """Sends a message and yields its answer, as `deltas` describes."""
         images = [{"type": "image", "image": str(path)} for path in self.attached]
         content = [*images, {"type": "text", "text": text}] if images else text
         self.messages.append({"role": "user", "content": content})
@@ -189,12 +189,12 @@ class ChatSession:
         return replace(self.params, seed=(seed + self._retries) % (MAX_SEED + 1))
 
     def _continued(self, rendered: list[int]) -> list[int]:
-        """`rendered` with the latest answer before it as the tokens that were generated, where that is the same text.
+        """`rendered`, with the tokens of the latest answer replaced by those that were generated, if their text is the
+        same.
 
-        A template gives text, and text that is tokenized again need not give the tokens it came from; all the
-        cache holds after the first difference would then be computed again. The answer ends at the first control
-        token after the prompt; if the text up to there is not the answer (a template may trim or cut it), the
-        template's tokens are taken.
+        A template gives text, and text that is tokenized again need not give the tokens it came from; everything after
+        the first difference would then be computed again. The answer ends at the first control token after the prompt;
+        if the text up to there is not the answer (a template may trim or cut it), the template's tokens are taken.
         """
         turn = self._turns[-1] if self._turns else None
         if turn is None or rendered[: len(turn.rendered)] != turn.rendered:
@@ -208,7 +208,7 @@ class ChatSession:
         return turn.prompt + turn.answer + rendered[end:]
 
     def save(self, path: Path) -> None:
-        """Write the messages as JSON, beside and renamed. Raises EngineError when that fails."""
+        """Writes the messages as JSON to a file beside `path`, and renames it. Raises EngineError if that fails."""
         from quengine.models.gguf.whole_file import beside
 
         content = {"model": self.llm.loaded.path.name, "messages": self.messages}

@@ -1,9 +1,9 @@
 """A prompt template of Ollama, in the syntax of Go's text/template, as the jinja2 program of a chat template.
 
-What templates without tools and thinking are made of is translated: `if`, `else`, `end`, `range` over the messages,
-variables, `eq`, `ne`, `and`, `or`, `not`, `len`, `slice`, `printf`. Ollama (template/template.go) runs one without
-`.Messages` for each exchange of system message, prompt and response, and the last time up to the response; so does the
-program here.
+`jinja_of` translates the parts of templates without tools and thinking: `if`, `else`, `end`, `range` over the messages,
+variables, `eq`, `ne`, `and`, `or`, `not`, `len`, `slice`, `printf`. Ollama (template/template.go) runs a template
+without `.Messages` once for each exchange of system message, prompt and response, the last time only up to the
+response. The program made here does the same.
 """
 
 import json
@@ -76,7 +76,7 @@ def _parts(template: str) -> Iterator[tuple[str, str]]:
 
 
 def _until_response(parts: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The parts with nothing written after the first that has the response."""
+    """The parts up to the first that has the response, and of later ones only the control structure."""
     first = next(i for i, (_, action) in enumerate(parts) if ".Response" in action)
     structure = ("if", "else", "end", "range")
     later = [

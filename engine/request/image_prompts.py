@@ -1,7 +1,7 @@
 """Prompts with images: markers become rows of features, which are encoded once and kept.
 
 An image is decoded in the thread of the request that needs it, and encoded beside the steps of other requests
-(`image_queue`); one that several requests have is decoded and encoded for the first of them.
+(`image_queue`). An image that several requests have is decoded and encoded only for the first of them.
 """
 
 import threading
@@ -50,9 +50,9 @@ class ImagePrompts:
     Args:
         vision: the encoder and projector.
         tokenizer: of the text model.
-        turns: of the encoder with steps, on a CUDA device; None: it is on the CPU.
+        turns: lets the encoder take turns with steps on a CUDA device; None: the encoder is on the CPU.
         host_bytes, device_bytes: memory for features that are kept for later prompts.
-        most_rows: of a run that attends both ways, which one step computes.
+        most_rows: most rows of a run that attends both ways, since one step computes the run.
         alone: each image is encoded by itself, so that its features follow from it alone to the last bit.
 
     Attributes:
@@ -82,7 +82,7 @@ class ImagePrompts:
 
     @property
     def counts(self) -> ImageCounts:
-        """Images so far, those of a warm-up too."""
+        """Counts of images so far, those of a warm-up included."""
         queue, kept = self._queue, self._kept
         return ImageCounts(
             *(queue.encoded, queue.batches, self._number_found, len(kept), kept.nbytes, kept.device_bytes)
@@ -104,15 +104,15 @@ class ImagePrompts:
         stop_decoders()
 
     def prepare(self, data: bytes) -> "PreparedImage":
-        """An image file as the encoder takes it. Raises EngineError where it is none that is read here."""
+        """An image file as the encoder takes it. Raises EngineError if it is no image that can be read here."""
         return self._vision.prepare(data)
 
     def encode(self, image: "PreparedImage") -> Tensor:
-        """Its features, fp32 [rows, embedding length] in host memory, which are not kept."""
+        """Encodes an image; returns its features, fp32 [rows, embedding length] in host memory, and keeps none."""
         return self._queue.add([image])[0].result().cpu()
 
     def of_rows(self, ids: Seq[int], images: Seq[tuple["PreparedImage", Tensor]]) -> ImagePrompt:
-        """The prompt of these tokens with images and given features in place of the markers among them, in order."""
+        """The prompt of these tokens, with each marker replaced by an image with given features, in order."""
         return self._expanded(ids, places_of(ids, self.marker_ids), [_encoded(*each) for each in images])
 
     def make(self, ids: Seq[int], images: Seq[bytes]) -> ImagePrompt:
@@ -171,7 +171,8 @@ class ImagePrompts:
         return [wanted[name].result() for name in names]
 
     def _encode_new(self, images: dict[bytes, bytes], mine: dict[bytes, "Future[EncodedImage]"]) -> None:
-        """An error is that of its image alone: other requests may wait for the others."""
+        """Encodes images and sets their futures. An error is set for its image alone: other requests may wait for the
+        other images."""
         prepared = dict[bytes, "PreparedImage"]()
         try:
             for name, future in mine.items():
@@ -196,7 +197,7 @@ class ImagePrompts:
 
 @contextmanager
 def _errors_of(future: "Future[EncodedImage]") -> Iterator[None]:
-    """What is raised is the future's."""
+    """A block whose exceptions are set in the future, not raised."""
     try:
         yield
     except Exception as error:

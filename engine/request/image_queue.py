@@ -108,7 +108,7 @@ class ImageQueue:
 
 
 def _yield_to_steps() -> None:
-    """Lowers the priority of this thread, and of those that its operations start: on a processor that decodes as well,
-    steps would wait for a turn of the scheduler's, which is longer than they are."""
+    """Lowers the priority of this thread, and of those that its operations start. On a processor that decodes as well,
+    a step would otherwise wait for a time slice of the system's scheduler, which is longer than the step."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICE)

@@ -112,14 +112,14 @@ class Timings:
     Attributes:
         compile_s: the wait for kernels to be compiled; no rate counts it.
         prompt_tokens: tokens of the prompt; a context shift adds none.
-        prompt_s: the time to compute those of them that were not cached.
+        prompt_s: the time to compute the prompt's tokens that were not cached.
         ttft_s: the time from the request to its first token.
         generated_tokens: tokens that were chosen. If the last one ended the text, `end_tokens` is 1, and the completion
             does not contain that token.
         decode_s: the time of the tokens after the first.
         bytes_per_token: weights and, on average, cache read for a decoded token. `gb_s`: the same in 1e9 bytes/s.
         drafts: decode steps that also computed drafted tokens.
-        drafted_tokens, accepted_tokens: those tokens, and the ones among them that the sequence accepted.
+        drafted_tokens, accepted_tokens: the drafted tokens, and the ones among them that the sequence accepted.
         shifts, discarded_tokens: context shifts, and the tokens that they discarded.
     """
 

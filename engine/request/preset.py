@@ -9,7 +9,7 @@
     lora = ["style.gguf:0.5"]
     messages = [{ role = "user", content = "hi" }, { role = "assistant", content = "Ahoy." }]
 
-A stored one (`quengine.models.hub.presets`) has the template's text in place of a file, and absolute paths.
+A stored preset (`quengine.models.hub.presets`) has the template's text in place of a file, and absolute paths.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ from quengine.request.chat_options import ChatOptions
 from quengine.request.sampling_params import SamplingParams
 
 GROUPS = (SamplingParams, EngineConfig, ChatOptions)
-"""Whose fields a preset has."""
+"""The groups whose fields a preset may have."""
 _ROLES = ("system", "user", "assistant")
 
 
 def preset_values(name: str) -> dict[type[Any], dict[str, Any]]:
-    """The options of a preset by their group; of another name none. Raises EngineError where it is wrong."""
+    """The options of a preset by their group; none if no preset has this name. Raises EngineError if it is wrong."""
     table = synthetic_preset(name)
     return {} if table is None else table_options(table, f"preset {name}")
 

@@ -151,8 +151,8 @@ class PromptImages:
         return part.count if grid is None else max(grid)
 
     def whole(self, start: int, end: int) -> int:
-        """The end of a chunk from `start` that cuts no run which attends both ways: `end`, or the beginning of the run
-        that it would cut; the run's end where the chunk begins in it."""
+        """The end of a chunk from `start` that cuts no run which attends both ways. It is `end`, or else the beginning
+        of the run that `end` would cut, or that run's end if the chunk begins in the run."""
         for part in self.rows:
             if self.images[part.image].both_ways and part.start < end < part.end:
                 return part.start if part.start > start else part.end
@@ -173,7 +173,7 @@ class PromptImages:
 
 @dataclass(frozen=True, eq=False)
 class ImagePrompt:
-    """A prompt with images: its token ids, which at image rows are one that is never generated, and the images."""
+    """A prompt with images: its token ids (at image rows an id that is never generated), and the images."""
 
     ids: list[int]
     images: PromptImages

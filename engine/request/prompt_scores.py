@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_LOGITS_BYTES = 32 << 20
-"""fp32 logits of prompt tokens held at once, at most: of a longer chunk they are computed part by part. Scoring them on
-a device takes about twice as much beside them."""
+"""The most bytes of fp32 logits of prompt tokens that are held at once: those of a longer chunk are computed part by
+part. Scoring them on a device takes about twice as many bytes beside them."""
 
 
 def split_rows(rows: range, vocab_size: int) -> list[range]:
@@ -38,11 +38,11 @@ class PromptScores:
 
     @property
     def missing_rows(self) -> range:
-        """Positions whose logits have yet to be given to `add`; those of the last token score none of the prompt."""
+        """Positions whose logits have yet to be given to `add`. Logits after the last token score no prompt token."""
         return range(len(self.logprobs), len(self.prompt) - 1)
 
     def add(self, logits: "Tensor") -> None:
-        """The logits [n, vocab] after the tokens at the first n of `missing_rows`, on any device.
+        """Takes the logits [n, vocab] after the tokens at the first n of `missing_rows`, on any device.
 
         Raises:
             EngineError: they are not all finite; it says at which token.

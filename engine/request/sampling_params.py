@@ -1,7 +1,7 @@
 """Sampling parameters of a request: how tokens are chosen and when to stop.
 
-The defaults are those of llama.cpp. That a token id is in the vocabulary is checked by the sampler. docs/sampling.md
-gives the order of the samplers.
+The defaults are those of llama.cpp. The sampler checks that token ids are in the vocabulary. docs/sampling.md gives the
+order of the samplers.
 """
 
 import math
@@ -55,16 +55,16 @@ _PLAIN: Mapping[str, Any] = {
     "top_n_sigma": -1.0,
     "post_sampling_probs": False,
 }
-"""The values of all parameters that need a chain of samplers with which they have no effect."""
+"""For each parameter that may need a chain of samplers, the value with which it has no effect."""
 
 
 def _typed_biases(texts: Iterable[str]) -> dict[int, float]:
-    """What the texts of --logit-bias mean: TOKEN_ID+BIAS or TOKEN_ID-BIAS."""
+    """Reads the texts of --logit-bias, TOKEN_ID+BIAS or TOKEN_ID-BIAS; returns the bias of each token id."""
     return dict(map(_typed_bias, texts))
 
 
 def _typed_breakers(texts: Iterable[str]) -> tuple[str, ...]:
-    """What the texts of --dry-sequence-breaker mean: escapes as \\n, and "none" for no breaker."""
+    """Reads the texts of --dry-sequence-breaker: \\n and \\t are escapes, and "none" alone means no breaker."""
     plain = [text.replace("\\n", "\n").replace("\\t", "\t") for text in texts]
     return () if plain == ["none"] else tuple(plain)
 
@@ -91,7 +91,7 @@ class LogitsProcessor(Protocol):
         Both arguments are copies.
 
         Args:
-            token_ids: those of the prompt and of the text so far.
+            token_ids: the tokens of the prompt and of the text so far.
             logits: the model's own, fp32 [vocab].
         """
         ...
@@ -128,16 +128,16 @@ class SamplingParams:
             its steps waits for the one before.
         constraint: what the text has to be (a JSON schema, a regex, a grammar); None: anything.
         dry_multiplier: DRY, a penalty on going on with a repetition (`sampling_chain.dry`): its size; 0: off.
-        dry_base: by which factor it grows with each token of the repetition.
+        dry_base: the factor by which the penalty grows with each token of the repetition.
         dry_allowed_length: repetitions of fewer tokens are free.
-        dry_penalty_last_n: how many of the last tokens are searched for them; -1: all.
+        dry_penalty_last_n: how many of the last tokens are searched for repetitions; -1: all.
         dry_sequence_breakers: texts that end a repetition.
-        xtc_probability: XTC: how often all tokens above `xtc_threshold` but the least likely of them are dropped.
-        xtc_threshold: that probability of a token; above 0.5: off.
+        xtc_probability: XTC: how often the tokens at or above `xtc_threshold` are dropped, but for the least likely.
+        xtc_threshold: the probability from which on XTC counts a token; above 0.5: off.
         mirostat: version 1 or 2, which keeps the surprise of tokens near a target, with no other sampler but the
             temperature; 0: off.
-        mirostat_tau: that target, in bits.
-        mirostat_eta: its learning rate.
+        mirostat_tau: the target surprise of `mirostat`, in bits.
+        mirostat_eta: the learning rate of `mirostat`.
         dynatemp_range: the temperature is up to this much lower or higher, by the entropy; 0: fixed.
         dynatemp_exponent: the exponent of the entropy in that.
         top_n_sigma: keep tokens within this many standard deviations of the largest logit; 0 or -1: all.
@@ -145,7 +145,7 @@ class SamplingParams:
         post_sampling_probs: `logprobs` are the probabilities after the samplers, from which the token was drawn.
         context_shift: where the context is full, discard tokens and go on, in place of ending.
         n_keep: first tokens that a context shift keeps; -1: the prompt.
-        n_discard: tokens after these that it discards; 0: half.
+        n_discard: tokens after these that a context shift discards; 0: half of the rest.
         n_indent: ends the text before a line, other than its first, with fewer spaces and tabs at its beginning.
         t_max_predict_ms: ends the text at the first line end after this time since its first token; 0 or -1: never.
         lora: the scales of the model's LoRA adapters by number, from 0 in the order of loading; those that are left out
@@ -387,7 +387,7 @@ def params_of_each(given: SamplingParams | Sequence[SamplingParams], count: int)
 
 
 RANGES: Mapping[str, Range] = ranges(SamplingParams)
-"""Of the parameters that are one number each. The server's fields and its OpenAPI document have them from here."""
+"""The ranges of the parameters that are single numbers. The server's fields and its OpenAPI document use them."""
 
 
 def _invalid(name: str, value: object, rule: str) -> EngineError:
@@ -395,7 +395,7 @@ def _invalid(name: str, value: object, rule: str) -> EngineError:
 
 
 def _check_number(name: str, value: object, allowed: Range, whole: bool = False) -> None:
-    """Raises EngineError for what is no number, not finite, or out of its range."""
+    """Raises EngineError if a value is no finite number (or no integer, if `whole`), or is out of its range."""
     of_kind = isinstance(value, int) or (isinstance(value, float) and not whole and math.isfinite(value))
     if (
         not isinstance(value, int | float)
@@ -416,7 +416,7 @@ def _strings(name: str, value: object) -> tuple[object, ...]:
 
 
 def _texts(name: str, value: object, about: str) -> tuple[str, ...]:
-    """Strings that tokens can write."""
+    """Checks for one or several non-empty strings that tokens can write, and returns them."""
     strings = list[str]()
     for string in _strings(name, value):
         if not isinstance(string, str) or not string:

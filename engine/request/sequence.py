@@ -151,17 +151,17 @@ class Sequence:
 
     @property
     def pooled(self) -> bool:
-        """Whether all rows of a prompt that is to be pooled have been."""
+        """Whether the prompt is to be pooled, and all its rows have been."""
         return self.pool is not None and self.num_cached_tokens == self.num_prompt_tokens
 
     def start(self) -> None:
-        """Its first step is about to run."""
+        """Notes that its first step is about to run."""
         self.started = time.perf_counter()
         self.compiled = [compile_clock.seconds()] * 2
         self.last = Moment(0.0, self.compiled[0])
 
     def end_pooled(self) -> None:
-        """End with the prompt."""
+        """Ends a pooled sequence after its prompt."""
         self.last = compile_clock.moment()
         self.first_token, self.compiled[1] = self.last
         self.finish_reason = "stop"
@@ -176,7 +176,7 @@ class Sequence:
     def sampled_after(self, row: int, logits: "Mapping[int, Tensor]", tokens: Seq[int]) -> Result:
         """The result of row `row` of a step: the token after it, or why there is none.
 
-        The host samples from the row's `logits` [vocab_size]. Of a row without logits the device has sampled
+        If the row has `logits` [vocab_size], the host samples from them; otherwise the device has sampled
         `tokens[row]`.
         """
         if row not in logits:
@@ -188,7 +188,7 @@ class Sequence:
             return error
 
     def advance(self, sample: Sample, moment: Moment | None = None) -> str:
-        """Take the chosen token; returns the text that it makes visible, and sets finish_reason at the end.
+        """Takes the chosen token; returns the text that it makes visible, and sets finish_reason at the end.
 
         moment: when it came; None: now. In a step of many sequences every line here costs the host time.
         """
@@ -212,8 +212,8 @@ class Sequence:
         return self._ended(token, text)
 
     def _ended(self, token: int, text: str) -> str:
-        """Ends the sequence if its newest token, `token`, is its last. Returns `text`, then with all that was held
-        back."""
+        """Ends the sequence if its newest token, `token`, is its last. Returns `text`, at the end followed by the text
+        that was held back."""
         most, stream = self.params.max_tokens, self.stream
         constraint = self.sampler.constraint
         if constraint is not None:

@@ -79,8 +79,8 @@ class SequenceFactory:
         return any(group.is_state for group in self.config.cache_groups)
 
     def _opening(self, ids: list[int]) -> int:
-        """The number of tokens of a chat's first message. The second begins at the first control token that occurs a
-        second time, as each message begins with the same one. 0 if none does."""
+        """The number of tokens of a chat's first message. All messages begin with the same control token, so the second
+        one begins at the first control token that occurs again. 0 if none does."""
         # Models may have more rows than their tokenizer has tokens.
         known = (token for token in set(ids) if token < self.tokenizer.vocab_size)
         control, seen = set(filter(self.tokenizer.is_control, known)), set[int]()

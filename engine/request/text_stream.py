@@ -68,7 +68,7 @@ class TextStream:
         return self._show(text, final=False)
 
     def finish(self) -> str:
-        """What was held back, once there are no more tokens."""
+        """Ends the text, after the last token; returns what was held back."""
         if self._ended:
             return ""
         return self._show(self._decoder.decode(b"", final=True), final=True)

@@ -51,18 +51,19 @@ _FIRST = (decode_key(1, _DEFAULT), GraphKey("prefill", PREFILL_ROWS[0], 1))
 """The steps of a first short request; decode's kernels are the slowest to compile."""
 
 OTHERS = 16
-"""Parts of the last steps, which no first request takes: between two, kernels are handed out."""
+"""Number of parts of the last steps, which no first request takes. Kernels are handed out between two parts."""
 
 _FIRST_PROMPTS = (24, 100, 40, 6)
-"""Lengths of a first prompt, for each number of rows a block that matmuls of up to 128 rows have; a prompt of a size
+"""Lengths of a first prompt, one for each number of rows per block in matmuls of up to 128 rows. A prompt of a size
 that has not been seen twice is not captured, and its launches would wait for one kernel after another."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The same of a layer that drafts: the model's own, an EAGLE-3 draft model, or an assistant. slots: see
-    `CudaGraphs`. most, rows: see `DraftGraphs`; most 0: there are none. fusion: the tensors of an EAGLE-3 draft model
-    that the model's steps read. is_reduced: it drafts from some of the tokens."""
+    """The part of a `KernelPlan` for a layer that drafts: the model's own, an EAGLE-3 draft model, or an assistant.
+
+    slots: see `CudaGraphs`. most, rows: see `DraftGraphs`; most 0: there are none. fusion: the tensors of an EAGLE-3
+    draft model that the model's steps read. is_reduced: it drafts from only some of the tokens."""
 
     config: ModelConfig
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -105,7 +106,7 @@ class KernelPlan:
     """The properties of a model and its options that its kernels depend on.
 
     tensors: type and shape of each tensor of the model, by name. slots, prefill_tokens, shares_sequences: see
-    `CudaGraphs`. layer: of the model's own layer that drafts; None: it does not draft. adapters: LoRA adapters of its
+    `CudaGraphs`. layer: the plan of the layer that drafts; None: there is none. adapters: LoRA adapters of the model's
     weights.
     """
 
@@ -168,7 +169,7 @@ class KernelPlan:
         return DraftGraphs(target, graphs[1].decoder, graphs[1].cache.layers, most, rows)
 
     def matrices(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Type and shape of each tensor in blocks."""
+        """Type and shape of each quantized tensor, those of the layer that drafts included."""
         layers = () if self.layer is None else (*self.layer.tensors.values(), *self.layer.fusion.values())
         stored = (*self.tensors.values(), *layers)
         return [(kind, shape) for kind, shape in stored if FORMATS[kind].is_quantized]
@@ -224,8 +225,8 @@ def compilers() -> int:
 
 
 def compile_stages(*plans: KernelPlan) -> list[Callable[[], None]]:
-    """The stages of compilation: repacking, which loading the weights waits for, each step of a first short request by
-    itself, then those that draft, then first prompts of other lengths, then all other steps, in `OTHERS` parts."""
+    """The stages of compilation, in order: repacking, which loading the weights waits for; each step of a first short
+    request; the steps that draft; first prompts of other lengths; all other steps, in `OTHERS` parts."""
     made, drafts = list[CudaGraphs](), list["DraftGraphs"]()
 
     def repacking() -> None:

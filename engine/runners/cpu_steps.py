@@ -26,7 +26,7 @@ from quengine.runners.graph_keys import EXACT_CPU_ROWS, GraphKey, decode_key
 from quengine.step_plan import SequenceRows, adapter_scales
 
 _MOST_STEPS = 256
-"""Lists that are kept: mixes of adapters may be many."""
+"""The most lists that are kept: there may be many mixes of adapters."""
 
 
 class CpuSteps:

@@ -237,10 +237,10 @@ class CudaGraphs:
         """Starts a step of prompts' chunks, captured or not, and samples after their last rows; returns without
         waiting.
 
-        slots: of each chunk, the slot that takes the token; `inputs.slots`: none. `configure` sets them for `kind`,
-        while the device computes the rows, but where there are other ranks, which sample in the same step, before it.
-        Where no slot takes a token, there is none to wait for. on_host: the chunks after which the host samples. given:
-        rows that images give.
+        slots: for each chunk the slot that takes its token; `inputs.slots`: none. If no slot takes a token, there is
+        none to wait for. configure: sets the slots' sampling for `kind`. It is called while the device computes the
+        rows, or before them if there are other ranks, which sample in the same step. on_host: the chunks after which
+        the host samples. given: rows that images give.
         """
         number = self._launched_prompts % len(self._prompt_events)
         self._launched_prompts += 1
@@ -274,7 +274,7 @@ class CudaGraphs:
         on_host: Seq[int] = (),
     ) -> LaunchedStep:
         """Starts a decode step of these slots, in the smallest captured step that holds its rows; returns without
-        waiting. given: as of `static_inputs.step_rows`; a slot then has one row or more. on_host: the rows after which
+        waiting. given: as in `static_inputs.step_rows`; a slot then has one row or more. on_host: the rows after which
         the host samples.
 
         The slots' block tables have been set in `inputs`, and their sampling for `kind` by `configure`.
@@ -311,8 +311,8 @@ class CudaGraphs:
         ids: list[int],
         in_flight: int = 0,
     ) -> None:
-        """Sets the sampling of a slot in steps of `kind`, with the seed of `sampler`; `ids`: its tokens, after which
-        steps in flight sample `in_flight` more.
+        """Sets the sampling of a slot in steps of `kind`, with the seed of `sampler`. `ids`: the slot's tokens, to
+        which steps in flight add `in_flight` more.
         """
         settings, bias = settings_of(params, sampler), dict(params.logit_bias)
         counted, total = (ids, len(ids) + in_flight) if params.penalizes else ([], 0)
@@ -334,8 +334,8 @@ class CudaGraphs:
         ids: list[int],
         total: int,
     ) -> None:
-        """Sets the sampling of a slot in steps of `kind`. `ids`: its tokens, if penalties count them, of `total` in its
-        history: the others are sampled on the device.
+        """Sets the sampling of a slot in steps of `kind`. `ids`: the slot's known tokens, or none if no penalty counts
+        them. `total`: the tokens in its history; those after `ids` are sampled on the device.
         """
         history = self._history[slot, :total]
         if ids:
@@ -451,10 +451,12 @@ class CudaGraphs:
         return larger if self._padding[key] <= MOST_PADDING else key
 
     def _captures(self, key: GraphKey) -> bool:
-        """Whether a step is captured. Ranks capture and drop steps together; ranks with other layers may
-        replace buffers at other times, so they capture only steps that are never dropped. Where layers attend within
-        chunks of positions, the host cuts a prompt's rows (`ForwardBatch.with_chunks`). With experts in host memory a
-        prompt takes so long that its launches do not matter.
+        """Whether a step may be captured.
+
+        Ranks capture and drop steps together. Ranks with different layers may replace buffers at different times, so
+        they capture only steps that are never dropped. Prefill steps are not captured where layers attend within chunks
+        of positions, since the host cuts a prompt's rows (`ForwardBatch.with_chunks`), or with experts in host memory,
+        where a prompt takes so long that its launches do not matter.
         """
         if key.phase == "prefill" and (self.decoder.chunk or self.decoder.host_experts is not None):
             return False

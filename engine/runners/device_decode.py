@@ -57,8 +57,8 @@ class DeviceDecoder:
         return True
 
     def logits(self, row: SequenceRows) -> Tensor:
-        """Logits fp32 [1, vocab] on the host after a row that belongs to no sequence, of the captured step of a single
-        greedy sequence. It takes the first slot: no sequence may be running."""
+        """Logits fp32 [1, vocab] on the host after a row that belongs to no sequence, computed by the captured step of
+        a single greedy sequence. The row takes the first slot, so no sequence may be running."""
         slot = Slot(index=0, adapted=row.adapters is not None)
         self._rows.send_tables(slot, [table[: blocks_for(row.end)] for table in row.block_tables])
         self._graphs.inputs.set_lag(slot.index, 0)
@@ -89,8 +89,8 @@ class DeviceDecoder:
         plan.tokens, plan.arrived = self.drafting.launch(kind, parts, max(plan.drafted))
 
     def launch_prompts(self, plan: StepPlan, given: GivenRows = TOKENS_ALONE) -> None:
-        """Launches a step of prompts without waiting. The device samples after those that end with their newest token,
-        where it can. given: rows that images give."""
+        """Launches a step of prompts without waiting. Where it can, the device samples after the chunks that end with
+        their sequence's newest token. given: rows that images give."""
         kinds, rows = dict[int, SamplingKind | None](), plan.sampled_rows
         for number in (row for row in rows if row is not None):
             sequence, slot = plan.sequences[number], plan.slots[number]
@@ -115,8 +115,8 @@ class DeviceDecoder:
         plan.sampled, (plan.tokens, plan.arrived, plan.logits) = rows, launched
 
     def _update(self, plan: StepPlan) -> dict[int, SamplingKind | None]:
-        """Sends the device what it lacks of the sequences. Returns the numbers of those whose next input it does not
-        have, with the kinds of sampling that they want."""
+        """Sends the device what it lacks of the sequences. Returns the numbers of the sequences whose next input the
+        device does not have, with the kinds of sampling that they want (None: no sampling, or on the host)."""
         given, unset = dict[int, SamplingKind | None](), list[int]()
         kind = self._rows.kind
         # The others go on from a decode step in flight, the newest launch: what they have is of this kind.
@@ -153,7 +153,7 @@ class DeviceDecoder:
                 self._rows.configure(slot, sequence.params, sequence.sampler, sequence.token_ids, in_flight)
 
     def _kind_now(self, sequence: Sequence, slot: Slot) -> SamplingKind | None:
-        """The kind of sampling after the next row of a sequence; None: none, or the host does it."""
+        """The kind of sampling after the next row of a sequence; None: nothing is sampled, or the host samples."""
         return self._kind_of(sequence, slot) if sequence.next_is_newest else None
 
     def _kind_of(self, sequence: Sequence, slot: Slot) -> SamplingKind | None:

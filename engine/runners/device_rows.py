@@ -1,4 +1,4 @@
-"""The slots of a device: what it lacks of their sequences is sent.
+"""Sends a device what it lacks of the sequences in its slots.
 
 The device advances a slot by itself, with the token that it sampled. Only changes are sent: a new sequence, an appended
 block, rows that are not those of the step before, an input that is not the last sampled token.
@@ -59,7 +59,7 @@ class DeviceRows:
             self.kind = kind
 
     def leave_penalties(self) -> None:
-        """Has the next step take a kind without penalties, which no slot of it wants."""
+        """Has the next step take a kind without penalties, since none of its slots wants any."""
         if self.kind.penalties:
             self.kind = GREEDY
 

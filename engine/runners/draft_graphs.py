@@ -1,9 +1,9 @@
 """Captured steps in which a model's own layer drafts and the model verifies and accepts, all of it on a CUDA device.
 
-A step is one graph: the layer's rows, a decode step of it for each drafted token but the first, the model's step over
-the newest token and the drafted ones, what is accepted of them (kernels/draft_rows.py), and recurrent states that
-advance over it. It goes on from the tables by slot that plain decode steps read and write (`CudaGraphs`), so that it is
-launched before the step ahead of it is read, and either kind may follow the other.
+A step is one graph. It computes the layer's rows, a decode step of the layer for each drafted token but the first, and
+the model's step over the newest token and the drafted ones. It then accepts tokens (kernels/draft_rows.py), and
+advances recurrent states over them. It reads and writes the same tables by slot as plain decode steps (`CudaGraphs`),
+so it can be launched before the results of the step ahead are read, and either kind may follow the other.
 """
 
 from collections.abc import Callable
@@ -97,7 +97,7 @@ class DraftGraphs:
         self._sequences = max(size for size in DECODE_ROWS if self._fits(size, 1) or size == 1)
         self._inputs = torch.zeros((4 + self.window) * self._sequences, dtype=torch.int32, device=device)
         self._sent: list[int] = []
-        # The layer's newest tokens; what sampling writes of the model's is written again by what accepts.
+        # The layer's newest tokens. Sampling also writes the model's, which `accept` then overwrites.
         self._drafted = Newest(*(torch.zeros_like(part) for part in self._newest))
         self._nowhere = torch.full((self._rows,), self._unused, dtype=torch.int32, device=device)
         ring = ChosenTokens.allocate(PENDING, self._sequences * (2 * most + 1), device)
@@ -118,8 +118,8 @@ class DraftGraphs:
 
     @property
     def window(self) -> int:
-        """Rows up to the newest token that the layer computes of a sequence: those that its last draft may have added,
-        one more, and those of a pause."""
+        """Rows, up to the newest token, that the layer computes for each sequence: those that its last draft may have
+        added, one more, and those of a pause."""
         return self.most + 1 + MOST_PAUSE
 
     def goes_on(self, slot: Slot) -> bool:
@@ -136,7 +136,8 @@ class DraftGraphs:
         return sequences * (count + 1) <= self._rows and sequences * self.window <= UNMOVED_ROWS
 
     def configure(self, slot: Slot, kind: SamplingKind, params: SamplingParams, sampler: Sampler) -> None:
-        """Sets the sampling of a slot's drafts in steps of `kind`, if it is not set: as its tokens are sampled."""
+        """Sets the sampling of a slot's drafts in steps of `kind`, unless it is set: like its tokens', without
+        penalties."""
         if self._kinds.get(slot) == kind:
             return
         vocab = self._decoder.config.vocab_size
@@ -150,9 +151,9 @@ class DraftGraphs:
     def launch(
         self, kind: SamplingKind, sequences: Seq[DraftedSequence], count: int
     ) -> tuple[Tensor, torch.cuda.Event]:
-        """Starts a step of these sequences, with drafts of up to `count` tokens; returns without waiting its `tokens`
-        and `arrived`, as `StepPlan` has them. Their block tables have been set in the target's inputs, and their
-        sampling by `configure` of both."""
+        """Starts a step of these sequences, with drafts of up to `count` tokens. Returns its `tokens` and `arrived`, as
+        in `StepPlan`, without waiting. The caller has set the sequences' block tables in the target's inputs, and their
+        sampling by `configure` of both graphs."""
         key = DraftKey(padded_rows(len(sequences)), count, kind)
         assert 1 <= count <= self.most_drafted(len(sequences))
         step = self.capture(key)
@@ -193,7 +194,7 @@ class DraftGraphs:
         return key is not None
 
     def run_ordinary(self) -> None:
-        """Runs steps of padding of ordinary requests, uncaptured, of all sizes: compiles their kernels."""
+        """Runs the steps of ordinary requests of all sizes on padding, uncaptured, to compile their kernels."""
         for key in self.ordinary:
             self.run(key)
 
@@ -234,7 +235,8 @@ class DraftGraphs:
         return self._results
 
     def _draft(self, key: DraftKey, drafting: Drafting, pdl: bool) -> None:
-        """The layer's steps: over the newest tokens, whose rows of the model are complete by now, then one by one."""
+        """Runs the layer's steps: one over the newest tokens, whose rows of the model are complete by now, then one for
+        each further drafted token."""
         buffers, count = self._draft_buffers(key.sampling), key.drafted
         for made in range(count):
             first, rows = (made, 1) if made else (1 - self.window, self.window)

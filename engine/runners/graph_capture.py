@@ -56,8 +56,8 @@ def capture_step(warm: Callable[[], object], step: Callable[[], Tensor], pool: A
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
     stream = _capture_stream(torch.cuda.current_device())
-    # A collection may destroy CUDA objects of an engine that is gone, which no thread may do during a capture. What
-    # the thread that encodes images does meanwhile is none of this capture.
+    # A collection may destroy CUDA objects of an engine that is gone, which no thread may do during a capture. The
+    # launches of the thread that encodes images are no part of this capture.
     capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
     with CAPTURING, paused(), capture:
         logits = step()

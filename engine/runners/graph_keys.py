@@ -20,7 +20,8 @@ a time, so padding rows cost nearly nothing.
 
 WHOLE_CHUNK = 2048
 """Rows of a further captured step of one prompt, where ranks share a model: a chunk that is whole, or nearly. Several
-devices compute it sooner than a busy host launches it: two H200s a 7B's in 35 ms, launched one by one in up to 48.
+devices compute it sooner than a busy host launches its kernels: for a 7B model two H200s take 35 ms, or up to 48 if
+kernels are launched one by one.
 """
 
 LEAST_OF_CHUNK = 1921
@@ -30,7 +31,7 @@ PREFILL_SEQUENCES = (1, 4, 16, 64)
 """Sequences of a captured prefill step: a burst of chat messages has some 20 in 1024 rows."""
 
 _FEW_SEQUENCES = 16
-"""Sequences of the steps of prompts that are captured however few run at once."""
+"""Prefill steps of up to this many sequences are captured, however few sequences run at once."""
 
 CAPTURED_AT = 2
 """Occurrences of a prefill step's size until it is captured, unless it was captured ahead or, for several
@@ -38,11 +39,12 @@ sequences, a captured step holds it.
 """
 
 WHOLE_CAPTURED_AT = 8
-"""The same of whole chunks, of which so many lose about as much by being launched one by one as a capture takes."""
+"""The same for whole chunks. Launching the kernels of so many one by one loses about as much time as a capture takes.
+"""
 
 MOST_PADDING = 1024
-"""Padding rows, over all occurrences, up to which a step that is not captured runs in a larger captured one:
-a row takes some 0.03 ms, a capture 30. While sequences join or leave, a size occurs for a step or two.
+"""The most padding rows, over all its occurrences, for which a step of an uncaptured size runs in a larger captured
+one: a row takes some 0.03 ms, a capture 30. While sequences join or leave, a size occurs for a step or two.
 """
 
 EXACT_CPU_ROWS = 16
@@ -123,13 +125,13 @@ def padded_rows(rows: int) -> int:
 
 
 def aligned(rows: int) -> int:
-    """At least `rows` rows, of which a vector of int32 ends where a kernel may load 16 bytes at a time."""
+    """`rows`, rounded up so that an int32 vector of them ends where a kernel may load 16 bytes at a time."""
     return -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
 
 
 def prefill_key(lengths: list[int], whole_chunks: bool = False) -> GraphKey | None:
     """The key of a step of prompts' chunks of these lengths; None if it is not captured. whole_chunks: nearly whole
-    chunks of one prompt are (WHOLE_CHUNK).
+    chunks of one prompt are captured, too (WHOLE_CHUNK).
     """
     count = sum(lengths)
     if whole_chunks and len(lengths) == 1 and LEAST_OF_CHUNK <= count <= WHOLE_CHUNK:
@@ -173,7 +175,7 @@ def rarer_keys(most_decode_rows: int, prefill_tokens: int) -> list[GraphKey]:
 
 
 def _several(most_sequences: int) -> list[int]:
-    """The sizes in sequences of captured steps of several prompts, where so many run at once at most."""
+    """The sizes, in sequences, of captured prefill steps of several prompts, if at most so many run at once."""
     most = max(most_sequences, _FEW_SEQUENCES)
     return [size for before, size in pairwise(PREFILL_SEQUENCES) if before < most]
 
@@ -197,5 +199,5 @@ def decode_keys(most_rows: int, *settings: SamplingParams) -> list[GraphKey]:
 
 
 def sharing_keys(keys: Iterable[GraphKey]) -> list[GraphKey]:
-    """The keys of decode steps of the sizes of these in which a sequence may have several rows."""
+    """The keys of decode steps of the same sizes in which a sequence may have several rows."""
     return [key._replace(shares=True) for key in keys if key.phase == "decode" and key.rows > 1]

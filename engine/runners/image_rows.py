@@ -31,7 +31,7 @@ def embeds_of(decoder: Decoder, given: GivenRows) -> EmbeddedRows | None:
 def angles_of_step(
     decoder: Decoder, ctx_size: int, rows: Seq[SequenceRows], given: GivenRows
 ) -> list[int] | None:
-    """`angle_rows` of a step, whose image rows' angles are in the rotary tables once it runs."""
+    """The `angle_rows` of a step. The angles of its image rows are put into the rotary tables before it runs."""
     if given.places:
         decoder.turn_images(sent(given.places, torch.int64, decoder.backend.device))
     return angle_rows(rows, ctx_size, given)

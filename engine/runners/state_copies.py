@@ -1,4 +1,4 @@
-"""Which states are copied before a decode step: those that the step changes and that are gone back to, or kept."""
+"""Which states are copied before a decode step: those that it changes and that may be restored later, or kept."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq

@@ -1,7 +1,7 @@
 """The static inputs of captured CUDA steps: memory that graphs read, written before a launch.
 
-One set serves all decode steps, which read their rows from tables by slot that the device advances by itself, and one
-serves all steps of prompts, rewritten for each. Both have a block table per sequence and cache group.
+One set serves all decode steps: they read their rows from tables by slot, which the device advances by itself. Another
+serves all prefill steps, and is rewritten for each. Both have a block table per sequence and cache group.
 """
 
 from collections.abc import Mapping
@@ -37,8 +37,8 @@ _UNKNOWN: _Row = (-1, -1, -1, -1)
 
 
 def step_rows(slots: Seq[Slot], given: Mapping[int, SequenceRows], nowhere: int) -> list[_Row]:
-    """The rows of a decode step of these slots, each with one that goes on from what the device has, or with those that
-    the host gives by its number among them: the last one moves the slot on, and what is sampled after the others goes
+    """The rows of a decode step of these slots. A slot has one row, which goes on from what the device has, or the rows
+    that `given` has for its index in `slots`. The last given row moves the slot on; tokens sampled after the others go
     to the slot `nowhere`."""
     rows = [slot.row for slot in slots]
     for number in sorted(given, reverse=True):
@@ -54,12 +54,12 @@ class DecodeInputs:
     """The inputs of decode steps of up to R rows, of sequences in up to S slots.
 
     One int32 vector has what the host writes: the rows [4, R], the slots' block tables [groups, S + 1, blocks], and,
-    with `turns`, by how much less than its position a slot's rows are rotated [S + 1].
-    Slot S is that of padding rows. Tokens and positions of slots are the device's own. A step begins by reading its
-    rows from the slots' tables (`place`).
+    with `turns`, the slots' lags [S + 1]: by how much less than its position a row is rotated. Slot S belongs to
+    padding rows. Tokens and positions of slots are the device's own. A step begins by reading its rows from the slots'
+    tables (`place`).
 
-    Changes are collected on the host in `changes`, values by index, and sent together by `send`. With `adapters` the
-    slots have scales of as many LoRA adapters beside them.
+    Changes are collected on the host in `changes`, values by index, and sent together by `send`. adapters: number of
+    LoRA adapters, whose scales by slot are held beside the vector.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class DecodeInputs:
         self.changes.update(zip(range(start, start + len(blocks)), blocks, strict=True))
 
     def set_lag(self, slot: int, lag: int) -> None:
-        """Sets by how much less than its position a slot's rows are rotated, where `turns`."""
+        """Sets a slot's lag: by how much less than its position a row is rotated. Without `turns` it does nothing."""
         if self._angles is not None:
             self.changes[self._first_lag + slot] = lag
 
@@ -126,7 +126,7 @@ class DecodeInputs:
         return slot in self._adapted
 
     def turn(self, rows: int) -> None:
-        """Computes by what the first `rows` rows are rotated, once they are placed."""
+        """Computes the positions that the first `rows` rows are rotated by, once these are placed."""
         if self._angles is not None:
             lags = self._lags.index_select(0, self.step.slots[:rows])
             torch.sub(self.placed.positions[:rows], lags, out=self._angles[:rows])
@@ -134,7 +134,7 @@ class DecodeInputs:
     def set_rows(self, slots: list[Slot], given: Mapping[int, SequenceRows]) -> int:
         """Makes the `step_rows` of these slots the rows of the next step, and all others padding; returns their number.
 
-        Rows whose tokens the device puts in place of what is sent, those of drafts, are sent again for the step after.
+        The device overwrites the tokens of drafted rows, so these rows are sent again for the following step.
         """
         if not given and slots == self._going_on:
             return len(slots)
@@ -177,7 +177,7 @@ class DecodeInputs:
 class PrefillLayout:
     """The layout of a step's parts in the vector: first entry and length of the ids (int64), the rows with
     logits (int64), positions, sequences of the rows, attention tiles of `tile_rows` rows, and, where rows may be
-    rotated by others than their positions, rows of rotary tables.
+    rotated by positions other than their own, rows of rotary tables.
     """
 
     parts: tuple[tuple[int, int], ...]
@@ -204,9 +204,9 @@ class PrefillInputs:
         ctx_size: most positions of a sequence.
         chunk_size: most rows of a sequence in a step.
         batch_invariant: the attention's, which determines its tiles.
-        embedding_length: of rows given as embeddings; 0: none are.
-        turns: rows may be rotated by others than their positions.
-        adapters: LoRA adapters that rows may have.
+        embedding_length: length of rows given as embeddings; 0: none are.
+        turns: rows may be rotated by positions other than their own.
+        adapters: number of LoRA adapters that rows may have.
         whole_chunks: see `graph_keys.prefill_key`.
     """
 
@@ -266,7 +266,7 @@ class PrefillInputs:
         )
 
     def _scales(self, rows: int) -> Tensor:
-        """The scales of adapters of steps of `rows` rows: [M, rows]."""
+        """The scales fp32 [M, rows] of M adapters in a step of `rows` rows."""
         return self._adapters[: self._adapter_count * rows].view(self._adapter_count, rows)
 
     def send(
@@ -323,7 +323,7 @@ class PrefillInputs:
 
 
 class PromptEnds:
-    """Where sampling after a step of prompts reads of which slots its rows of logits are, for steps of up to R rows.
+    """The inputs of sampling after a prefill step of up to R rows: the slots and positions of its rows of logits.
 
     One int32 vector: `slots` [R], `positions` [R] of the rows' tokens, and the turn of `chosen`, a ring of its own.
     """

@@ -20,8 +20,8 @@ class Infill:
 
     1. Only end tokens are kept if all of them together are likely enough, given the number of candidates.
     2. If the bytes of one token begin those of another, the likelier of both gets the probability of both.
-    3. Of the other tokens, those are kept that then have a fifth of the probability, and at least an equal share among
-       those kept. If there are none, an end token is kept.
+    3. A token other than an end token is kept if it then has at least a fifth of the probability, and at least an equal
+       share among those kept. If there are none, an end token is kept.
 
     Probabilities decide which tokens are kept; the draw is from the unchanged logits (llama.cpp, llama_sampler_infill).
 

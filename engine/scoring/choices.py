@@ -64,7 +64,7 @@ class _Scored(TargetLogprobs):
 def score_continuations(
     llm: PromptEngine, continuations: Iterable[ScoredTokens]
 ) -> Iterator[tuple[list[float], bool]]:
-    """Of each, in order, the log-probabilities of its scored tokens, and whether all are the likeliest.
+    """For each continuation, in order, the log-probabilities of its scored tokens, and whether all are the likeliest.
 
     Raises:
         EngineError: one does not fit the context, or a log-probability is not finite.
@@ -79,11 +79,12 @@ def score_continuations(
 def score_choices(llm: PromptEngine, prompt: str | Seq[int], choices: Seq[str]) -> list[ChoiceScore]:
     """The score of each choice after the prompt; all are scored from the same token on.
 
-    That is the first token that the prompt with some choice does not share with the prompt alone: text may be split
-    into tokens across the place where they meet.
+    That token is the first at which the prompt with some choice differs from the prompt alone: one token may span the
+    place where prompt and choice meet.
 
     Raises:
-        EngineError: a choice is empty, or does not fit the context with the prompt; or no token is before the choices.
+        EngineError: a choice is empty; the prompt and a choice together exceed the context; or no token precedes the
+            choices.
     """
     if isinstance(prompt, str):
         before, wholes = llm.encode(prompt), [llm.encode(prompt + choice) for choice in choices]

@@ -2,8 +2,8 @@
 
 The text's tokens are cut into chunks of `ctx`. A chunk begins with the beginning-of-text token, in place of its first
 one, where the model has it, and its second half is scored: tokens ctx // 2 + 1 .. ctx - 1, each after all tokens of the
-chunk in front of it. With a stride, windows of ctx + stride // 2 tokens begin every `stride` tokens, as the text has
-them, and the last `stride` tokens of each are scored.
+chunk in front of it. With a stride, windows of ctx + stride // 2 tokens begin every `stride` tokens. Their tokens are
+those of the text, and the last `stride` of each window are scored.
 """
 
 import math
@@ -134,8 +134,8 @@ def windows_of(ids: Seq[int], ctx: int, stride: int) -> list[ScoredTokens]:
 
 
 def whole_text(ids: Seq[int], ctx: int) -> list[ScoredTokens]:
-    """Chunks of at most `ctx` tokens that score every token but the first, once: where the text is longer, after at
-    least ctx // 2 tokens in front of it.
+    """Chunks of at most `ctx` tokens that score every token but the first, once. After the first chunk, at least
+    ctx // 2 tokens of the chunk are in front of each scored one.
 
     Raises:
         EngineError: there are fewer than two tokens, or the context is too small.
@@ -151,7 +151,8 @@ def whole_text(ids: Seq[int], ctx: int) -> list[ScoredTokens]:
 
 
 def text_chunks(llm: PromptEngine, text: str, ctx: int, stride: int = 0) -> list[ScoredTokens]:
-    """The chunks of a text, which is encoded without control tokens. Raises EngineError as those functions do."""
+    """The chunks of a text, which is encoded without control tokens. Raises EngineError as `chunks_of` and `windows_of`
+    do."""
     ids = llm.encode(text)
     tokenizer = llm.tokenizer
     if stride:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ROOM = 2048
-"""Positions of the prompts that are computed at the same time, at least."""
+"""Positions of the prompts that are computed at the same time, at most, unless a single prompt has more."""
 
 
 class PromptEngine(Protocol):
@@ -65,7 +65,7 @@ class PromptLogits(PromptScores):
         return range(self._at, len(self.prompt))
 
     def add(self, logits: "Tensor") -> None:
-        """The logits [n, vocab] after the tokens at the first n of `missing_rows`, on any device."""
+        """Takes the logits [n, vocab] after the tokens at the first n of `missing_rows`, on any device."""
         self._take(logits.float(), self._at)
         self._at += len(logits)
 
@@ -143,7 +143,7 @@ class TargetLogprobs:
         self._parts.append(target_logprobs(logits, targets))
 
     def values(self) -> list[float]:
-        """Raises EngineError where a value is not finite."""
+        """The log-probabilities, one a token. Raises EngineError if one is not finite."""
         import torch
 
         values = torch.cat(self._parts).cpu()

@@ -44,7 +44,7 @@ class DeviceDraftSteps:
         self._slots: dict[Sampler, tuple[Slot, list[int]]] = {}
 
     def draft(self, jobs: Seq[DraftJob]) -> list[Seq[int]]:
-        for read in self._unread:  # its place is written again
+        for read in self._unread:  # new steps overwrite these tokens
             read()
         slots = self._slots_of(jobs)
         settings = [_without_penalties(job.sampler.params) for job in jobs]

@@ -1,7 +1,7 @@
-"""Draft lengths: the host's are adapted to each sequence's accepted drafts, and divided among the sequences of a step;
-the device's are those with which steps were measured to give most tokens a second.
+"""Lengths of drafts, which change the time that a completion takes, never its text.
 
-They change the time that a completion takes, never its text.
+The host adapts them to each sequence's accepted drafts, and divides a step's rows among its sequences. The device uses
+the lengths with which steps were measured to give most tokens a second.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ LONGEST_PAUSE = 16
 """Longest pause in steps while all drafts are rejected: one wasted row in this many steps costs little on average."""
 
 FIRST_PLAIN, NEW_PLAIN, LONGEST_PLAIN = 32, 128, 512
-"""Plain steps before the device drafts again after drafts that did not pay: the first time; at most where a sequence
-has a new text (twice that for several); and at most."""
+"""Plain steps before the device drafts again after drafts that did not pay: the number the first time; the most once a
+sequence has a new text (twice that for several); and the most in any case."""
 
 _CHECKED, _LONGEST_CHECK = 2, 512
 """Plain steps that are timed for the comparison with drafts, and the most steps with drafts between them."""
@@ -36,8 +36,8 @@ FIRST_RATE, RATE_MEMORY, SHARED_MEMORY = 0.7, 24, 96
 sequence and of all sequences are averaged."""
 
 _TIME_MEMORY, _LINE_MEMORY, _COMPARED = 8, 64, 4
-"""Steps over which the time of a length is averaged; those over which the times of other lengths approach a line, so
-that they are tried again; and those after a change whose times count for their own length alone."""
+"""Numbers of steps: over which the time of a length is averaged; over which the times of other lengths approach a line,
+so that they are tried again; and after a change, when times count for their own length alone."""
 
 _TOKEN_SHARE = 0.08
 """The time of a drafted token as a share of a step without drafts: a layer, a quarter of an output matrix, and a
@@ -51,8 +51,8 @@ DEVICE_ROWS = 64
 """DRAFT_ROWS of steps that draft on the device, where drafts are as long as they are measured to pay."""
 
 DRAFT_VOCAB = 1 << 16
-"""Default number of tokens that a model's own layer drafts from. The rows of the output matrix are most of what its
-step reads: of 248,320 a quarter."""
+"""Default number of tokens that a model's own layer drafts from: a quarter of a vocabulary of 248,320. The rows of the
+output matrix are most of what the layer's step reads."""
 
 
 def draft_vocab(config: EngineConfig) -> int:

@@ -123,7 +123,7 @@ class DraftModel:
     """The draft model, see the module docstring.
 
     Args:
-        runner: the draft model's, over a paged cache with as many blocks as the target's first cache group.
+        runner: runs the draft model, over a paged cache with as many blocks as the target's first cache group.
         steps: runs its decode steps.
         on_device: steps that draft on the device; None: there are none.
     """
@@ -166,7 +166,7 @@ class DraftModel:
         return self._runner.cache.ctx_size - len(sequence.token_ids)
 
     def follow(self, sequence: Sequence, end: int) -> None:
-        """Computes those of a sequence's first `end` tokens that are not cached yet and fit this model's context."""
+        """Computes the uncached ones among a sequence's first `end` tokens, as far as this model's context reaches."""
         self.follow_all({sequence: end})
 
     def follow_all(self, ends: Mapping[Sequence, int]) -> None:
@@ -178,7 +178,7 @@ class DraftModel:
                 self._follow_step(left)
 
     def _follow_step(self, ends: Mapping[Sequence, int]) -> None:
-        """Computes one step with chunks of these sequences, filled up to the most tokens of a step."""
+        """Computes one step with chunks of these sequences, as many as fit the most tokens of a step."""
         room, chunks = self._runner.decoder.chunk_size, dict[Sequence, SequenceRows]()
         for sequence, end in ends.items():
             progress = self._progresses[sequence]

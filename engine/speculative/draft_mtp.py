@@ -1,8 +1,8 @@
 """Drafts by the model's own layer for it (multi-token prediction, models/draft_layer.py).
 
-It is a draft model over the target's block tables that also reads the hidden rows which the target's steps keep: for a
-position, that of the position before. After the first token of a draft it reads its own rows, and writes them where the
-target's will be. Accepted tokens of a draft are computed again, from the target's rows.
+It is a draft model over the target's block tables that also reads the hidden rows which the target's steps keep: for
+each position, the row of the position before. After the first token of a draft it reads its own rows, and writes them
+where the target's will be. Accepted tokens of a draft are computed again, from the target's rows.
 
 Where the device samples, one step drafts, verifies and accepts (runners/draft_graphs.py). The layer then first computes
 the rows up to the newest token that it may lack: those of the last draft, and of a few steps without one.

@@ -48,7 +48,7 @@ class _Drafting:
     rate: AcceptRate
 
     def wait(self) -> None:
-        """Counts a step without a draft in the pauses."""
+        """Counts a step without a draft towards the pauses of both lengths."""
         for length in (self.lookup, self.model):
             length.next()
 
@@ -158,7 +158,7 @@ class Speculation:
         if verified.draft is not None:
             return self._take_of_device(sequence, verified, verified.draft)
         draft, sequence.draft = sequence.draft, ()
-        before = sequence.num_cached_tokens - 1 - sequence.replay  # what the states stood for before the step
+        before = sequence.num_cached_tokens - 1 - sequence.replay  # tokens in the states before the step
         text, accepted, _ = self._accept(sequence, verified, draft)
         if before + sequence.replay + 1 + len(draft) == sequence.num_cached_tokens:
             sequence.replay = 0
@@ -241,7 +241,7 @@ class Speculation:
         return self._timed_lengths.setdefault(size, TimedLength(self._most))
 
     def _drafts_on_device(self, sequence: Sequence) -> bool:
-        """Whether the device can draft after a sequence's newest token, which is there or is given to it."""
+        """Whether the device can draft after a sequence's newest token, which it has or is given in this step."""
         assert self._model is not None
         if not self._leaves_to_device(sequence) or sequence.replay:
             return False
@@ -270,7 +270,7 @@ class Speculation:
                 sequence.draft_bytes += len(draft) * self._model.bytes_per_token
 
     def _proposal(self, sequence: Sequence) -> _Proposal | None:
-        """The longest draft that is worth a try; None if not any, or while a token is still in flight."""
+        """The longest draft that is worth a try; None if there is none, or while a token is still in flight."""
         if sequence.num_cached_tokens + sequence.slot.launched > len(sequence.token_ids):
             self._drafting(sequence).wait()
             return None

@@ -56,9 +56,9 @@ def bytes_per_token(llm: LLM, depth: int, generate: int, batch: int = 1) -> int:
 def prompt_operations(llm: LLM, depth: int, prompt: int) -> int:
     """Floating-point operations, a multiply-add counting two, of a prompt after `depth` tokens.
 
-    Matrices of the layers for every token (of experts, those that compute it), the scores and sums of causal attention
-    within the window, and the output matrix and the last layer's matrices after its attention once a chunk, as only a
-    chunk's last token gets logits.
+    Counts the layers' matrices for every token (of experts, those that compute it), and the scores and sums of causal
+    attention within the window. The output matrix and the last layer's matrices after its attention count once a chunk,
+    since only a chunk's last token gets logits.
     """
     decoder = llm.runner.decoder
     config = decoder.config
@@ -126,7 +126,7 @@ class _Limits:
 
 
 def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
-    """Time everything of the plan, row by row.
+    """Times every test of the plan, and yields a row for each.
 
     Raises:
         EngineError: no such model, or a test longer than its context.
@@ -168,7 +168,7 @@ def run_bench(plan: BenchPlan, progress: Progress) -> Iterator[BenchRow]:
 
 
 def _loads(plan: BenchPlan, device: str) -> Iterator[tuple[int, list[int]]]:
-    """The loads of the model: positions of a sequence, and the numbers of sequences that are timed with it."""
+    """For each load of the model, the positions of a sequence, and the numbers of sequences to time with it."""
     alone = [batch for batch in plan.batches if batch == 1]
     together = [batch for batch in plan.batches if batch > 1]
     for batches in filter(None, (alone, together)):
@@ -176,7 +176,7 @@ def _loads(plan: BenchPlan, device: str) -> Iterator[tuple[int, list[int]]]:
 
 
 def _positions(plan: BenchPlan, test: BenchTest, batch: int, device: str) -> int:
-    """Positions that a sequence of the test needs in the cache, and its profile."""
+    """Positions that a sequence needs in the cache for the test and for its profile."""
     timed = test.positions if plan.config.speculates else batch_positions(test, batch, device)
     if not plan.profiled or not test.generate:
         return timed
@@ -210,8 +210,8 @@ def _timed(
 
 
 def _spare_bytes(llm: LLM, positions: int, batch: int) -> int:
-    """Bytes of the cache that only other rows, of more or longer sequences, need. On the CPU what is not used takes no
-    memory."""
+    """Bytes of the cache that only other tests, of more or longer sequences, need. 0 on the CPU, where unused parts of
+    the cache take no memory."""
     return 0 if llm.loaded.device.type == "cpu" else llm.loaded.cache.spare_bytes(batch, positions)
 
 

@@ -38,8 +38,8 @@ def time_batch(
 ) -> Iterator[float]:
     """Seconds of each repetition of `batch` sequences. The tokens of the depth are computed before, and not timed.
 
-    Prompts: until the last one's first token. Tokens: `test.generate` steps, in each of which every sequence gets
-    one. Both: from the first prompt to the last token.
+    Prompts are timed until the last one's first token; tokens over `test.generate` steps, each of which gives every
+    sequence one; both from the first prompt to the last token.
 
     Raises:
         CannotRunError: the cache that fits in memory does not hold `batch` sequences.
@@ -62,12 +62,12 @@ def time_drafts(
     llm: LLM, test: BenchTest, batch: int, repetitions: int, warm_up: bool, progress: Callable[[str], None]
 ) -> tuple[tuple[float, ...], DraftCounts, int]:
     """Seconds of each repetition of `batch` requests, what was drafted and accepted in all of them, and the bytes that
-    a token read on average, if no other request's rows were in its steps.
+    a token would have read on average without the rows of other requests in its steps.
 
     A step gives each sequence the tokens that were accepted, so whole requests are timed. Their random prompts hold
     little to look up; what a model generates after them often repeats itself. benchmarks/speculative.py times prompts
-    of natural language. Whole blocks of the depth are computed before, and not timed. A test without a prompt gives
-    each sequence one token of it.
+    of natural language. Whole blocks of the depth are computed before, and not timed. In a test without a prompt each
+    sequence still has a prompt of one token after the depth.
     """
     seconds, drafts, nbytes = [], DraftCounts(), list[int]()
     for taken, completions in _repeated(
@@ -96,7 +96,8 @@ def _repeated(
 
 
 def _time_requests(llm: LLM, test: BenchTest, batch: int) -> tuple[float, list[Completion]]:
-    """Seconds of `batch` whole requests, after their depth; a prompt's first token is one more than it counts."""
+    """Seconds of `batch` whole requests, after their depth. With a prompt, each generates one token more than the test
+    counts."""
     prompts = random_prompts(llm, batch, test.depth + max(1, test.prompt))
     count = test.generate + (1 if test.prompt else 0)
     llm.scheduler.reset()
@@ -129,7 +130,7 @@ def _time_tokens(llm: LLM, test: BenchTest, batch: int) -> float:
 
 @contextmanager
 def decoding(llm: LLM, prompts: list[list[int]]) -> Iterator[list[CompletionStream]]:
-    """A greedy request for each prompt, all of them generating, each batch with a token of every one."""
+    """A block with a greedy request for each prompt. All of them generate: each batch has a token of every one."""
     streams = [llm.stream(ids, greedy(None)) for ids in prompts]
     try:
         for stream in streams:
@@ -145,7 +146,7 @@ def decoding(llm: LLM, prompts: list[list[int]]) -> Iterator[list[CompletionStre
 
 
 def decode_step(llm: LLM, streams: list[CompletionStream]) -> None:
-    """One batch; raises what ended a request."""
+    """Computes one batch; raises the error that ended a request."""
     llm.step()
     for stream in streams:
         if stream.sequence.error is not None:
@@ -153,7 +154,7 @@ def decode_step(llm: LLM, streams: list[CompletionStream]) -> None:
 
 
 def random_prompts(llm: LLM, batch: int, length: int) -> list[list[int]]:
-    """Random token ids, the same in every run and others for each of `batch` sequences."""
+    """Random token ids: the same in every run, and different for each of `batch` sequences."""
     vocab = llm.model_config.vocab_size
     numbers = [random.Random(seed) for seed in range(batch)]
     return [[own.randrange(vocab) for _ in range(length)] for own in numbers]

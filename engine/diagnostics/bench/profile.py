@@ -52,8 +52,8 @@ class Profile:
     """Device work of `steps` equal steps.
 
     what: "decode step" or "prompt". wall_us: of one step, from the first start to the last end on the device. idle_us:
-    the part of it in which nothing ran. launches, copies: kernels, and copies of memory by direction ("HtoD"), of all
-    steps together, as is graph_launches.
+    the part of it in which nothing ran. launches: number of kernels; copies: number of memory copies by direction
+    ("HtoD"). These and graph_launches are of all steps together.
     """
 
     what: str

@@ -1,5 +1,7 @@
-"""The files of `engine bench --synthetic`: checked against memory and disk before they are written, kept in the user's
-cache, of which the oldest make room; in a temporary folder where nothing can be kept."""
+"""The files of `engine bench --synthetic`, which are checked against memory and disk before they are written.
+
+They are kept in the user's cache, where the oldest ones make room, or written to a temporary folder where nothing can
+be kept."""
 
 import os
 import shutil
@@ -34,7 +36,8 @@ def synthetic_models(
         names: presets, or `PRESET-Nl` for the first N layers of one.
         plan: how they will run: its device must have the memory.
         folder: where they are kept; None: the user's cache, whose oldest files make room.
-        say: called with a line for each file; `progress`: with how far it is, "" at the end.
+        say: called with a line for each file.
+        progress: called with how far a file is written; "" at the end.
 
     Raises:
         EngineError: no such preset.

@@ -51,20 +51,20 @@ REFERENCE_BUDGETS: Mapping[str, Budget] = {
     "greedy": _budget(2e-6, 5e-5),
     "images": _budget(2e-6, 5e-5),
 }
-"""Against the float64 definition. In "greedy" the prompt comes through prefill, so its budget holds; and in
-"images" all of it."""
+"""Budgets against the float64 definition. In "greedy" the prompt comes through prefill, and in "images" everything, so
+the budget of prefill holds for both."""
 
 DEVICE_BUDGETS: Mapping[str, Budget] = {**REFERENCE_BUDGETS, "decode": _budget(1e-8, 1e-6)}
-"""Between two devices: in decode they share the integer sums, and only the float order may differ."""
+"""Budgets between two devices: in decode their integer sums are equal, and only the order of float sums may differ."""
 
 
 CODE_FACTORS: Mapping[CacheType, tuple[float, float, float]] = {
     "q8_0": (100.0, 100.0, 10.0),
     "q4_0": (2_000.0, 10_000.0, 500.0),
 }
-"""Factors by which the budgets are wider over a cache of codes: of the median, the p99 and the maximum. A last bit that
-turns a code moves a value by 1/127 of its group's largest, in q4_0 by 1/8, and that difference is carried through the
-layers (docs/parity.md). Operation by operation nothing is widened but attention over q4_0.
+"""Factors, for the median, the p99 and the maximum, by which budgets are wider over a cache of codes. A last bit that
+changes a code moves a value by 1/127 of its group's largest, in q4_0 by 1/8, and that difference is carried through the
+layers (docs/parity.md). Operation by operation, only the budget of attention over q4_0 is wider.
 """
 
 WIDEST = 0.5
@@ -98,10 +98,10 @@ class ParityReport:
 
     phases: "prefill", "decode", "greedy" (the logits along the greedy texts) and "images" (those of prompts with
         images), as far as they were run.
-    worst: the place that is furthest off in each of the first three.
+    worst: the place that is furthest off in each of the first three phases.
     routing: of a mixture of experts, how often the free choice of experts differs in each phase.
-    rounding: what rounding its operations' inputs once did to side a, of the phases that were over their budget; the
-        `budgets` of those are widened by it.
+    rounding: for each phase that was over its budget, what rounding its operations' inputs once did to side a; the
+        phase's budget in `budgets` is widened by it.
     images: of a model with a projector, the differences of the encoders.
     failures: one phrase for each thing outside its budget; empty means parity holds.
     """
@@ -196,7 +196,7 @@ def compare_sides(
 
 
 def _with_images(pair: Pair, prompts: list[ImagePrompt], progress: Progress) -> PhaseMetrics:
-    """The logits of prompts with images, in which both sides have the features of side a."""
+    """Compares the logits of prompts with images; both sides get the image features of side a."""
     comparison = Comparison()
     for prompt in prompts:
         with shown((pair.a, pair.b), prompt):
@@ -270,8 +270,8 @@ def _place(row: int, texts: list[tuple[list[int], int]], shift: int = 0) -> Text
 
 
 class _ForcedCache:
-    """The rows that both sides cache in a span. After each of its steps side b is given side a's, so that the next step
-    starts from the same state on both sides.
+    """The rows that both sides cache in a span. After each of its steps side b is given side a's rows, so that the next
+    step starts from the same state on both sides.
 
     A cache in fp16 turns the last bit of a correct side into a whole step of fp16 now and then. Left alone,
     those steps add up to more than what is to be measured (docs/parity.md has the numbers).
@@ -283,16 +283,17 @@ class _ForcedCache:
 
     @cached_property
     def of_a(self) -> list[Tensor]:
-        """Side a's, which has computed the whole span."""
+        """The rows of side a, which has computed the whole span."""
         return self._pair.a.cached(self._start, self._end)
 
     @property
     def of_b(self) -> list[Tensor]:
-        """Side b's own, of all steps."""
+        """The rows that side b itself computed, of all steps."""
         return [torch.cat(steps) for steps in zip(*self._steps, strict=True)]
 
     def after(self, start: int, end: int) -> None:
-        """Side b has computed these positions of the span; where there are states they are all of it."""
+        """Keeps the rows of side b, which has computed these positions of the span, and gives it those of side a. Where
+        there are states, the positions are the whole span."""
         rows = [
             rows if is_state else rows[start - self._start : end - self._start]
             for is_state, rows in zip(self._pair.a.are_states, self.of_a, strict=True)
@@ -306,7 +307,7 @@ def _free_running(pair: Pair, workload: Workload, progress: Progress) -> Iterato
 
     Up to the first difference this is what a would have generated too, so nothing is lost by not running a
     freely, and the slow side computes whole chunks instead of single tokens. Where there are experts the logits are
-    compared under the same routing; what side b chose its tokens from are those of its own.
+    compared under the same routing, while side b chose its tokens from logits of its own routing.
     """
     began = time.perf_counter()
     for index, prompt in enumerate(workload.prompts):

@@ -97,7 +97,7 @@ def compare_files(a: str | Path, b: str | Path) -> FileComparison:
     """What differs between two models as they are stored, GGUF files or folders of safetensors.
 
     Raises:
-        EngineError: a file is no model, or their shapes or vocabularies differ, which nothing can be compared across.
+        EngineError: a file is no model, or the shapes or vocabularies differ, so that nothing can be compared.
     """
     with opened(a) as first, opened(b) as second:
         _check_shapes(first.config, second.config)

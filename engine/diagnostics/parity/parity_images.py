@@ -1,7 +1,7 @@
 """The images of a model with a projector: whether two sides prepare and encode pictures alike, and prompts with them.
 
 Both sides encode the same pictures through the path that serves a user. The logits are then compared with the features
-of side a on both, as keys and values are (docs/parity.md): what the encoders differ by has a budget of its own.
+of side a on both, as keys and values are (docs/parity.md). The difference of the encoders has a budget of its own.
 """
 
 import io
@@ -31,7 +31,7 @@ BEFORE, AFTER = "The picture shows the following: ", " That is all there is to b
 _SIDES = ((320, 240), (120, 200))
 """Width and height of the pictures."""
 _ON_CUDA = 3
-"""Times that a picture is encoded there: by single launches, captured, and replayed."""
+"""Times that a CUDA device encodes a picture: by single launches, captured, and replayed."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,19 @@ class FeatureBudget:
 
 
 WIDE = FeatureBudget(5e-6, 5e-5, 5e-3)
-"""With a GPU, whose matrices are fp16."""
+"""The budget with a GPU, whose matrices are fp16."""
 FACTOR = 4.0
-"""Times what fp16 matrices do by torch's own operations, which the budget is where that is more (docs/parity.md)."""
+"""The budget is at least this many times the error of fp16 matrices by torch's own operations (docs/parity.md)."""
 NARROW = FeatureBudget(1e-9, 1e-8, 1e-6)
-"""Between the CPU's fp32 and the definition in fp64."""
+"""The budget between the CPU's fp32 and the definition in fp64."""
 
 
 @dataclass(frozen=True)
 class ImageDifferences:
     """The differences of two sides' images.
 
-    pictures: their number; rows: of their features, those of repeated encodings too. nmse_*: of a row of features.
-    unlike: a phrase for each picture that is prepared otherwise, or of whose rows some are not finite.
+    pictures: number of pictures. rows: number of rows of features, those of repeated encodings included. nmse_*: of a
+    row of features. unlike: a phrase for each picture that the sides prepare differently.
     """
 
     pictures: int

@@ -2,8 +2,8 @@
 
 Side a runs, and what goes into and comes out of each of its operations is kept. Side b then runs with a's inputs in
 place of its own, so that an error shows where it is made and is not carried on. (Where a backend begins a norm in the
-operation in front, that much is carried into the next one; the first of the two is named.) Routers choose the experts
-of side a.
+preceding operation, an error of that part is carried into the next operation; the first of the two is named.) Routers
+choose the experts of side a.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +38,7 @@ ROUTE_BUDGET = BUDGETS["decode"]
 """Limit for the weights of a row's experts: a router computes in fp32 in both phases."""
 
 EMBED_BUDGET = 1e-12
-"""A stored row has one value."""
+"""Limit for an embedded row, which both sides read from the same stored values."""
 
 SUM_ROUNDING = 2.0**-18
 """Relative error of an fp32 sum: an addition rounds by up to 2^-24, and a thousand products that are added to the
@@ -51,10 +51,10 @@ round to different ones."""
 
 @dataclass(frozen=True)
 class OperationError:
-    """One operation: the largest NMSE over positions of its result, of the part that it adds where it adds to a
-    residual.
+    """The error of one operation.
 
-    layer: None outside the layers. cached: the largest NMSE of the keys or values that an attention wrote, else None.
+    nmse: the largest NMSE over positions of its result or, if it adds to a residual, of the part that it adds. layer:
+    None outside the layers. cached: the largest NMSE of the keys or values that an attention wrote, else None.
     """
 
     operation: str
@@ -95,10 +95,11 @@ class Location:
 
 
 def locate(a: LLMSide, b: LLMSide, report: ParityReport, progress: Callable[[str], None]) -> list[Location]:
-    """A prefill chunk and a decode step, each where the report's phase was worst.
+    """Compares a prefill chunk and a decode step, each at the place where the report's phase was worst.
 
-    That place comes from the greedy texts where only they fail, or where no other were run. A chunk of one token is
-    decode, and left out of prefill. Nothing where a side has several ranks, whose operations have parts of the values.
+    That place comes from the greedy texts if only they fail, or if no others were run. A chunk of one token is decode,
+    and left out of prefill. Returns nothing if a side has several ranks, or experts in host memory: no operation then
+    has all values (`LLMSide.watchable`).
     """
     if not (a.watchable and b.watchable):
         return []

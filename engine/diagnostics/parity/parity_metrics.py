@@ -23,8 +23,8 @@ DIFFERENCES = 6
 
 @dataclass(frozen=True)
 class Budget:
-    """Upper limits of the logits' NMSE over positions; those of the p99 and of the maximum hold for cached keys and
-    values as well.
+    """Upper limits of the logits' NMSE over positions. The limits of the p99 and of the maximum also hold for cached
+    keys and values.
     """
 
     nmse_median: float
@@ -33,8 +33,8 @@ class Budget:
 
     @property
     def clear_margin(self) -> float:
-        """A margin of two logits, relative to the root mean square of all, that noise does not turn around: the
-        largest error of a logit, root mean square, that a position may have at all.
+        """The margin of two logits that noise does not reverse, relative to the root mean square of all logits: the
+        largest root-mean-square error that a position's logits may have.
         """
         return math.sqrt(self.nmse_max)
 
@@ -45,8 +45,8 @@ class PhaseMetrics:
 
     nmse_*: normalised mean squared error of one position's logits as they are, ||a - b||^2 / ||a||^2.
     kl_*: Kullback-Leibler divergence KL(softmax a || softmax b) of one position, in nats.
-    top1, top5: the share of positions with the same largest logit; the mean share of a's five largest that
-        are among b's five.
+    top1: the share of positions with the same largest logit. top5: the mean share of a's five largest that are among
+        b's five.
     widest_flip: the widest margin of a's two largest logits at a position where b has another largest logit; relative
         to the root mean square of a's logits; 0 where the largest are the same everywhere.
     max_difference: the largest |a - b| of any logit.
@@ -98,8 +98,8 @@ class PhaseMetrics:
 
 
 def nmse_cached(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
-    """`nmse_rows` of the tensors that two sides cached, codes with the scales after them: of many of one shape at once,
-    since few rows are compared after every step of decode."""
+    """`nmse_rows` of the tensors that two sides cached; codes are compared with the scales after them. Tensors of one
+    shape are compared at once, since each has few rows after a decode step."""
     alike, codes = dict[Hashable, list[tuple[Tensor, ...]]](), list[tuple[Tensor, Tensor]]()
     for mine, other in zip(a, b, strict=True):
         if mine.dtype in (torch.int8, torch.uint8):
@@ -115,11 +115,11 @@ def nmse_cached(a: Sequence[Tensor], b: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _nmse_codes(mine: Tensor, other: Tensor, scale: Tensor, other_scale: Tensor) -> Iterator[Tensor]:
-    """The codes and their scales. Both sides round, and a value near the middle between two codes may go to either, so
-    codes count by how much more than one they are apart.
+    """NMSE of codes and of their scales. Both sides round, and a value near the middle between two codes may go to
+    either, so a difference of codes counts only as far as it exceeds one.
 
-    Of q4_0 values count by how much more than a code: where a group's largest and smallest are of nearly one size, its
-    scale may have either sign. The scale is rounded too, and may be either of two.
+    In q4_0 a difference of values counts as far as it exceeds one code: where a group's largest and smallest values are
+    of nearly one size, its scale may have either sign. A scale is rounded too, and may be either of two values.
     """
     if mine.dtype == torch.int8:
         yield nmse_rows(mine, other, mine, 1.0)
@@ -283,7 +283,7 @@ class GreedyComparison:
 def compare_greedy(
     prompt: int, tokens: list[int], a: Iterable[Tensor], b: Iterable[Tensor]
 ) -> "GreedyComparison":
-    """Compare a generated text's logits, [n, vocab] in blocks: those that each of `tokens` followed from.
+    """Compares the logits, [n, vocab] in blocks, from which each of a generated text's `tokens` followed.
 
     Side b generated `tokens` and side a was fed them, so up to the first difference these are the logits of
     two free-running texts; after it, those of two engines that continue the same text.
@@ -310,8 +310,8 @@ def compare_greedy(
 
 
 def explained_by(result: GreedyComparison, logits: Iterable[Tensor]) -> GreedyComparison:
-    """The comparison with the largest differences at its divergences taken from `logits`, [n, vocab] in blocks: those
-    that side b generated the tokens from, where others were compared.
+    """The comparison, with `max_difference` of its divergences taken from `logits`, [n, vocab] in blocks. Side b
+    generated the tokens from these; the comparison itself is of other logits.
     """
     by_index = {divergence.index: number for number, divergence in enumerate(result.divergences)}
     found, index = list(result.divergences), 0

@@ -1,6 +1,6 @@
 """Watches a decoder's operations as they run: a backend around a backend.
 
-The decoder's own code runs, so that what is watched is what serves.
+The decoder's own code runs, so the operations that are watched are those that serve requests.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -110,10 +110,10 @@ Watch = Callable[[Call], Hidden]
 
 
 def rows_of(hidden: Hidden) -> Tensor:
-    """What a backend's operation has given as numbers [T, width], on its device.
+    """The result of a backend's operation as numbers [T, width], on its device.
 
-    Of a residual stream whose norm has been begun, the stream; of experts [T, k, width] or [T * k, width], which may be
-    padded; of a routing the weights, with the shared expert's as the last column.
+    For a residual stream whose norm has been begun, this is the stream; for experts it is [T, k, width] or
+    [T * k, width], which may be padded; for a routing the weights, with the shared expert's as the last column.
     """
     if isinstance(hidden, Tensor):
         return hidden
@@ -134,7 +134,7 @@ def rows_of(hidden: Hidden) -> Tensor:
 
 
 def in_the_form_of(rows: Tensor, own: Hidden, backend: Backend[Any]) -> Hidden:
-    """`rows` as `backend` would carry them where it has `own`, so that the same kernel reads them.
+    """`rows` in the form in which `backend` holds `own`, so that the same kernel reads them.
 
     A residual stream whose norm has been begun cannot be made from rows: `own` is given back.
     """
@@ -172,7 +172,7 @@ def _grouped(rows: Tensor, own: "GroupedRows") -> "GroupedRows":
 
 @contextmanager
 def replaced(holders: Iterable[tuple[Any, str]], around: Iterable[Any]) -> Iterator[None]:
-    """While it lasts, the backends that parts of a decoder hold, as objects and attributes, are those `around` them."""
+    """A block in which parts of a decoder have the backends `around`. holders: each part, and its attribute's name."""
     held = [(holder, name, getattr(holder, name)) for holder, name in holders]
     try:
         for (holder, name, _), backend in zip(held, around, strict=True):
@@ -184,7 +184,7 @@ def replaced(holders: Iterable[tuple[Any, str]], around: Iterable[Any]) -> Itera
 
 
 def watched(decoder: Decoder, watch: Watch) -> AbstractContextManager[None]:
-    """While it lasts, every operation of `decoder` goes through `watch`."""
+    """A block in which every operation of `decoder` goes through `watch`."""
     holders: list[tuple[Any, str, int | None, _Names]] = [(decoder, "backend", None, {})]
     if decoder.inputs is not None:
         holders.append((decoder.inputs, "backend", None, _IN_INPUTS))
@@ -203,7 +203,7 @@ def watched(decoder: Decoder, watch: Watch) -> AbstractContextManager[None]:
 class _WatchedBackend:
     """A backend whose operations go through `watch`; everything else of it is the backend's own.
 
-    layer: of its calls. names: what its methods are here, where not what they are in an attention.
+    layer: the layer of its calls. names: the operations of its methods, where they differ from `_OPERATIONS`.
     """
 
     def __init__(self, backend: Backend[Any], watch: Watch, layer: int | None, names: _Names) -> None:

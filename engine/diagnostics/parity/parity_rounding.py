@@ -29,7 +29,7 @@ FACTOR = 4.0
 itself."""
 
 _EXACT: frozenset[Operation] = frozenset(("embed", "route"))
-"""Computed in fp32 in both phases."""
+"""Operations that are computed in fp32 in both phases."""
 
 
 def widened(budget: Budget, rounding: PhaseMetrics) -> Budget:

@@ -26,11 +26,11 @@ class RoutingMetrics:
     """The share of places where side b's routers, on rows after the same routing, choose other experts than side a's.
 
     places: positions times layers with experts. differing: those where the two sets of experts are not the same.
-    margin: at such a place the difference of two of side a's router logits, of the best expert that side b left out and
-        of the worst that it took instead (where the k-th and the next change places, of those two); of all places the
-        one with the largest `relative`. 0 without any.
-    relative: the same in units of the standard deviation of that row's logits.
-    layer, position: those of that place; -1 without any.
+    margin: at a differing place, the router logit on side a of the best expert that side b left out, minus that of the
+        worst expert that it took instead (where the k-th and the next change places, these two). The place is the
+        differing one with the largest `relative`; 0 without any.
+    relative: the margin in units of the standard deviation of that row's logits.
+    layer, position: where that place is; -1 without any.
     bound: of `relative`; a difference above it is a failure (`Budget.clear_margin`).
     """
 
@@ -86,9 +86,9 @@ class _Choices:
 
 @dataclass
 class Pair:
-    """Two sides that compute the same tokens; of a dense model nothing but that.
+    """Two sides that compute the same tokens, and in a mixture of experts with the same experts.
 
-    Where the free choices of a step are those of side a, side b's step runs as it serves, captured or not; else its
+    If side b's free choices in a step are those of side a, the step runs as it serves, captured or not. Otherwise its
     operations run one by one, with side a's experts.
     """
 
@@ -100,7 +100,7 @@ class Pair:
     _chosen: dict[int, _Choices] = field(default_factory=dict)
 
     def most_together(self, phase: Phase) -> int:
-        """Tokens that each side computes before the other does: a state is handed over as it is after them."""
+        """Tokens that side a computes before side b does. Where there are states, they are handed over after these."""
         steps = self.a.step(phase), self.b.step(phase)
         return min(steps) if any(self.a.are_states) else max(steps)
 
@@ -210,8 +210,8 @@ def choice_margins(logits: Tensor, router: Router, wanted: Tensor, taken: Tensor
 
 
 def router_logits(call: Call) -> Tensor:
-    """Of a call of `Backend.route`, the router's logits by the definition in fp64, of the rows that the backend has:
-    [T, E], on the host."""
+    """The router's logits [T, E] in a call of `Backend.route`, by the definition in fp64 on the host, from the rows
+    that the backend has."""
     _, x, norm, router, *_ = call.args
     normed = rms_norm(rows_of(x).double().cpu(), norm.weight.double().cpu(), norm.eps)
     logits: Tensor = normed @ router.weight.double().cpu().T

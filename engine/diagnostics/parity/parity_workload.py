@@ -45,7 +45,7 @@ class Workload:
 
 
 def built_in_texts(count: int | None = None) -> list[str]:
-    """The first `count` built-in texts, after the last of which comes all of them in one; None: every one."""
+    """The first `count` of the built-in texts, followed by one text of all of them joined; None: every one."""
     texts = [text for _, text in TEXTS]
     return [*texts, "\n\n".join(texts)][:count]
 

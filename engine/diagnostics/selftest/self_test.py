@@ -127,8 +127,8 @@ def check_steps(
 ) -> Iterator[KernelCheck]:
     """Checks of a prompt of PROMPT tokens, of its next token, and of a token of each of several sequences.
 
-    tables: those of the sequences, the prompt's first; positions: of their tokens. results: a kernel's result and that
-    of the definition, of a step's batch on the device and of the same on the host.
+    tables: block tables of the sequences, the prompt's first. positions: those of the sequences' tokens. results: given
+    a step's batch on the device and the same on the host, returns the results of a kernel and of the definition.
     """
 
     def batch_on(place: torch.device, test: str) -> ForwardBatch:
@@ -198,4 +198,4 @@ USES = (
     Use("ffn 24 tokens", 5 * HALF, _feed_forward(24)),
     Use("ffn 160 tokens", 5 * HALF, _feed_forward(160)),
 )
-"""In the order of the report's columns. Two tokens to 128, a batch's, and more may be kernels of their own."""
+"""In the order of the report's columns. Steps of 2 to 128 tokens (a batch), and longer ones, may use other kernels."""

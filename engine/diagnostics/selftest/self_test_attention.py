@@ -1,8 +1,8 @@
 """Checks a backend's norms and attention on this machine against the float64 definition, one operation a line.
 
 Attention is checked with its rotation and with the rows that it writes to the cache: a prompt, then one more token
-over it. Over a paged cache: prompts of several sequences, whose blocks lie in no order, then a token more of one of
-them, and of all in a batch.
+over it. Over a paged cache it is checked with prompts of several sequences, whose blocks lie in no order, then with one
+more token of one of them, and with one of each in a batch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

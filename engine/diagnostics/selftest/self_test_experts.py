@@ -1,8 +1,8 @@
 """Checks a backend's operations of a mixture of experts against the float64 definition: every weight format in a layer
 with a shared expert, and every kind of router.
 
-The layers' experts are given, so that their values are those of the definition's experts; one of them has no row, and
-one all rows. What routers choose freely is checked apart.
+The experts of each row are given, so that the backend computes those of the definition; one expert has no row, and one
+has all rows. What routers choose freely is checked separately.
 """
 
 from collections.abc import Iterator
@@ -123,7 +123,7 @@ EXPERT_USES = (
 
 
 def check_experts(backend: Backend[Any], subject: str, use: Use) -> KernelCheck:
-    """One use of one of SUBJECTS."""
+    """Checks one use of one of SUBJECTS."""
     return replace(check_use(backend, subject.removeprefix("experts "), use), subject=subject)
 
 

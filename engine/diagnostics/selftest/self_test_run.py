@@ -49,7 +49,7 @@ class Kind(NamedTuple):
     """Subjects that are checked alike.
 
     check: called with a backend, a subject and what `tests` has for one of its tests ("": all of them at once).
-    on_gpu: what they check is there for a GPU alone.
+    on_gpu: only a GPU has what they check.
     """
 
     subjects: Iterable[str]
@@ -59,7 +59,7 @@ class Kind(NamedTuple):
 
 
 def kinds() -> tuple[Kind, ...]:
-    """In the order of the report."""
+    """All kinds of subjects, in the order of the report."""
     return (
         Kind(FORMATS, check_use, {use.name: (use,) for use in USES}),
         Kind(OPERATIONS, check_operation),
@@ -74,7 +74,7 @@ def kinds() -> tuple[Kind, ...]:
 
 
 def units(on_gpu: bool, quick: bool = False) -> list[Unit]:
-    """What is tested on the CPU, or on a GPU; `quick`: of the weights' formats and of the routers one."""
+    """The units that are tested on the CPU, or on a GPU. `quick`: only one format of weights, and one router."""
     others = {*FORMATS, *SUBJECTS} - {QUICK_FORMAT, f"experts {QUICK_FORMAT}"} if quick else ()
     routers = list(ROUTERS)[1:] if quick else ()
     return [
@@ -103,7 +103,8 @@ def _check_sampling(backend: Backend[Any], subject: str, name: str) -> KernelChe
 
 
 def check_cpu(threads: int, quick: bool = False) -> Iterator[KernelCheck]:
-    """Tests the CPU's kernels, `quick` one of each kind. The first run on a machine compiles them: a while."""
+    """Tests the CPU's kernels, the `quick` ones (`units`) or all. The first run on a machine takes longer: it compiles
+    them."""
     from quengine.kernels.cpu.backend import CpuBackend
 
     backend = CpuBackend(threads)
@@ -112,9 +113,9 @@ def check_cpu(threads: int, quick: bool = False) -> Iterator[KernelCheck]:
 
 
 def check_cuda(index: int, free_memory: int, quick: bool = False) -> Iterator[KernelCheck]:
-    """Tests the kernels of one GPU with `free_memory` bytes to spare, in a fixed order, `quick` one of each kind.
+    """Tests the kernels of one GPU with `free_memory` bytes to spare, in a fixed order, the `quick` ones or all.
 
-    A process that dies takes what it was testing, and what was waiting, with it: those are failures, too.
+    If a process dies, the units that it was testing and those that were waiting fail, too.
     """
     from quengine.kernels.cuda.launch.triton_cache import use_private_cache
 

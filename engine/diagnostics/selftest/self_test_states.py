@@ -45,8 +45,9 @@ Run = Callable[[Backend[Any], ForwardBatch, Hidden, SlotLayer], Tensor]
 
 @dataclass(frozen=True)
 class _Subject:
-    """An operation. columns: of its rows. state: what its slots hold. run: on a backend. define: in fp64, of rows and
-    the parts of the state. limits: NMSE of the results of each step."""
+    """An operation. columns: number of columns of its rows. state: the contents of its slots. run: computes it on a
+    backend. define: computes it in fp64 from rows and the parts of the state. limits: NMSE of the results of each step.
+    """
 
     columns: int
     state: tuple[Tensor, ...]
