@@ -1,4 +1,4 @@
-"""Layers with alternating updates, and the rows of a token around them, on a backend: see blocks/altup.py."""
+"""Layers with alternating updates, and a token's rows before and after them, on a backend: see blocks/altup.py."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ from quengine.models.layers import LayerTensors
 
 
 class Streams:
-    """Makes the N rows of each token, [N, T, W], from embeddings [T, W], and hidden rows [T, W] from the last
-    layer's."""
+    """Makes the N rows of each token, [N, T, W], from embeddings [T, W], and hidden rows [T, W] from the rows after
+    the last layer."""
 
     def __init__(self, tensors: LayerTensors) -> None:
         self.backend = tensors.backend

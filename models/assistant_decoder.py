@@ -1,8 +1,8 @@
 """A model that drafts tokens from another model's keys and values, on a backend: see architectures/gemma4_assistant.py.
 
-It keeps nothing of a sequence. A step is computed at the last position that the target has computed, whose keys and
-values, and those before, its layers attend to; queries are rotated as those of the position after, where the newest
-token is. Every step of a draft is at that position.
+It keeps nothing of a sequence. Its layers attend to the target's keys and values up to the last position that the
+target has computed. Queries are rotated for the position after, where the newest token is. Every step of a draft is at
+that position.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,7 @@ from quengine.models.rotation import Rotation
 
 
 class _Tables(LayerTables):
-    """Rotary tables shifted by one: the row at a position is that of the next one. groups: the cache group of each
-    layer."""
+    """Rotary tables shifted by one: each position has the row of the next. groups: the cache group of each layer."""
 
     def __init__(
         self, config: ModelConfig, device: torch.device, ctx_size: int, groups: Mapping[int, int]
@@ -40,7 +39,7 @@ class _Tables(LayerTables):
 
 
 class AssistantDecoder(Decoder):
-    """Computes logits of the token after a draft's newest, and the row that stands for the target's hidden row there.
+    """Computes logits of the token after a draft's newest token, and a row that replaces the target's hidden row there.
 
     Args:
         config, tensors: of a model with a `target_width`.
@@ -74,10 +73,11 @@ class AssistantDecoder(Decoder):
         return int(read + sum(block.nbytes for block in self.blk) + self.output.nbytes)
 
     def step(self, batch: ForwardBatch, hidden: Tensor, cache: Sequence[LayerState]) -> tuple[Tensor, Tensor]:
-        """Logits [T, vocab] of the tokens after those of a decode batch, and rows for the next step as `hidden`.
+        """Logits [T, vocab] of the tokens after those of a decode batch, and rows to pass as `hidden` to the next step.
 
-        Positions are those before each token's, or before the draft's first one. hidden: the target's rows there, after
-        its final norm, or those that the step before returned: fp32 [T, target's width]. cache: the target's.
+        Positions in the batch are those before each token, or before the draft's first token. hidden: fp32 [T, target's
+        width], the target's rows at these positions after its final norm, or the rows that the last step returned.
+        cache: the target's.
         """
         backend, norm = self.backend, self.output_norm
         assert norm is not None

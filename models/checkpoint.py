@@ -67,8 +67,7 @@ class Checkpoint(Protocol):
 
 
 class PartOfCheckpoint:
-    """The part of a checkpoint's interface that one within or beside another checkpoint, `whole`, takes from that
-    one."""
+    """The part of the interface that a checkpoint within or beside another, `whole`, takes from `whole`."""
 
     def __init__(self, whole: Checkpoint) -> None:
         self.whole = whole

@@ -49,8 +49,8 @@ class LayerSizes(NamedTuple):
 class LayerInputSizes:
     """The sizes of per-layer embeddings, which layers get beside the residual stream (blocks/layer_input.py).
 
-    length: elements for each layer. rows: rows of the table, the first of which is also that of every token id past its
-    end; 0: each token has its own.
+    length: elements for each layer. rows: rows of the table; token ids past its end use the first row; 0: each token
+    has its own row.
     """
 
     length: int
@@ -76,11 +76,11 @@ PROJECTIONS = ("dense_2", "dense_3")
 
 @dataclass(frozen=True)
 class EagleSizes:
-    """What an EAGLE-3 draft model reads of another model, and what it drafts (models/eagle.py).
+    """What an EAGLE-3 draft model reads of its target model, and what it drafts (models/eagle.py).
 
-    layers: numbers of the other model's layers whose inputs it reads; the number of all layers stands for the output of
-    the last. width: columns of each input. drafted: size of its own vocabulary. normed_residual: its layer's residual
-    is the normalized hidden row. own_embedding, own_output: it has these matrices, and does not use the other model's.
+    layers: numbers of the target's layers whose inputs it reads; the number of all layers stands for the output of the
+    last. width: columns of each input. drafted: size of its own vocabulary. normed_residual: its layer's residual is
+    the normalized hidden row. own_embedding, own_output: it has these matrices, and does not use the target's.
     """
 
     layers: tuple[int, ...]
@@ -95,9 +95,9 @@ class EagleSizes:
 class Ranker:
     """The head of a decoder that scores pairs of texts. It reads the hidden row of the last position.
 
-    classes: outputs of the head, whose matrix is [classes, embedding_length]. softmax: the score is the softmax's first
-    value, else the first output as it is. tokens: the rows of the output matrix that are the head; (): the head is a
-    tensor of its own. template: the prompt of a pair, with {query} and {document}.
+    classes: outputs of the head, whose matrix is [classes, embedding_length]. softmax: the score is the first value of
+    the outputs' softmax, else the first output. tokens: the rows of the output matrix that make up the head; (): the
+    head is a tensor of its own. template: the prompt of a pair, with {query} and {document}.
     """
 
     classes: int
@@ -117,7 +117,7 @@ class Ranker:
 
 
 class Task(NamedTuple):
-    """A purpose that texts are embedded for. prefix: put before each text. file: that of the task's adapter; "": the
+    """A purpose that texts are embedded for. prefix: put before each text. file: the task's adapter file; "": the
     adapter is in the model's folder."""
 
     name: str
@@ -157,7 +157,8 @@ class EncoderSizes:
 
     @staticmethod
     def problem_of(projections: tuple[tuple[int, int], ...], width: int) -> str | None:
-        """Why matrices of these (columns, rows) do not lead from `width` elements back to `width`; None: they do."""
+        """Why matrices of these (columns, rows), applied in order, do not map `width` elements to `width`; None: they
+        do."""
         if len(projections) > len(PROJECTIONS):
             problem = f"{len(projections)} matrices for the pooled vector"
             return f"{problem}, more than {len(PROJECTIONS)} are not implemented"
@@ -170,7 +171,7 @@ class EncoderSizes:
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that cache the same: the last `window` positions, all positions (None), or a state of fixed size."""
+    """Layers that cache the same: the last `window` positions (None: all), or a state of fixed size (`is_state`)."""
 
     window: int | None
     layers: tuple[int, ...]
@@ -209,14 +210,14 @@ class Stage:
 class ModelConfig:
     """The shape of one decoder.
 
-    Names are GGUF's where it has one. Fields whose name does not say all:
+    Fields have GGUF's names where there is one. These fields need explanation:
 
         head_count, head_count_kv, head_dim: query heads, the key/value heads that they share, elements of each.
         rope_dim: how many elements of a head are rotated, from the first on.
         sliding_window: W lets position i see i-W+1 .. i in all layers but `full_attention_layers`; None: no windows.
         rope_freq_base_swa: base of the layers with a window, which then rotate without scaling; None: as the others.
         rope_dim_swa: `rope_dim` of these layers; None: as the others.
-        rope_axes: the position, of the three of an image row, that each frequency turns by
+        rope_axes: for each frequency, which of an image row's three positions it turns by
             (architectures/rope_axes.py); (): rows have one position.
         keys_as_values: layers whose values are their keys before norm and rotation.
         attention_softcap, logit_softcap: a cap c replaces each scaled score, or logit, y by `c tanh(y / c)`; 0: none.
@@ -226,7 +227,7 @@ class ModelConfig:
         attention_temperature_scale, _length, _offset: a scale b multiplies the rotated query at position p by
             `1 + b ln(1 + floor((p + offset) / length))` (Ministral 3; with offset 1 Llama 4, in layers that do not
             rotate); 0: none.
-        attention_chunk: layers with a window, of the same length, attend within chunks of so many positions; 0: none.
+        attention_chunk: layers with a window attend within chunks of this many positions, the window's length; 0: none.
         experts: the mixture of experts; None: the model is dense.
         draft_layers: layers in the files after the `block_count`, which draft tokens; the decoder does not run them.
         pooling: how a model made for embeddings pools a text's hidden rows; None: the files do not say.
@@ -239,13 +240,13 @@ class ModelConfig:
         layer_input, altup, encoder, ranker: see their classes.
         mixerless_layers: layers that are a feed-forward alone, and keep nothing.
         output_norm: GGUF's name of the norm before the output matrix.
-        layer_sizes: sizes of each layer, if they differ; the fields of these names are then the largest.
+        layer_sizes: sizes of each layer, if they differ; the model's fields of the same names are then the largest.
         ranks: how many processes share each layer; heads and feed-forward lengths are then one rank's
             (tensor_split.py).
         stage: the layers of this process, if processes have whole ones (layer_split.py).
         is_draft_layer: the model is one layer that drafts tokens for another model (draft_layer.py).
-        target_width: width of the hidden rows of the model that this one drafts for, to whose keys and values its
-            layers attend (architectures/gemma4_assistant.py); 0: there is none.
+        target_width: width of the hidden rows of the target, the model that this one drafts for and whose keys and
+            values its layers attend to (architectures/gemma4_assistant.py); 0: there is no target.
         eagle: sizes of an EAGLE-3 draft model (eagle.py).
     """
 
@@ -344,8 +345,8 @@ class ModelConfig:
         return tuple(found)
 
     def kv_source(self, layer: int) -> int:
-        """The layer whose keys and values a layer attends to: itself, or the last one with the same window that has its
-        own."""
+        """The layer whose keys and values a layer attends to: itself, or the last layer with the same window and with
+        keys and values of its own."""
         owners, windows = self.block_count - self.shared_kv_layers, self.layer_windows
         if layer < owners:
             return layer
@@ -361,7 +362,7 @@ class ModelConfig:
 
     @property
     def splits_heads(self) -> bool:
-        """Whether ranks may share the heads: a norm over the whole row needs all of them, and so does a latent."""
+        """Whether ranks may share the heads. A norm over the whole row, or latent attention, needs all of them."""
         return self.block.attention.qk_norm != "row" and self.latent is None
 
     def has_experts(self, layer: int) -> bool:
@@ -502,7 +503,7 @@ def no_text(config: ModelConfig) -> str:
 
 
 def _outside(limits: Mapping[str, tuple[int, int, int]], prefix: str) -> Iterator[tuple[str, str]]:
-    """A problem of every field, named `prefix` and its key, whose (value, least, most) has a value out of range."""
+    """Yields (field, problem) for each key whose (value, least, most) is out of range; the field is prefix + key."""
     for name, (value, low, high) in limits.items():
         if not low <= value <= high:
             yield f"{prefix}{name}", f"{value} is not from {low} to {high}"

@@ -183,7 +183,7 @@ class Decoder:
         return self.backend.communicator.all_gather(logits, self._output_rows)
 
     def _keeps(self, _batch: ForwardBatch) -> bool:
-        """Whether the last layers must compute all rows of a step, as a layer or a model that drafts reads them."""
+        """Whether the last layers must compute all rows of a step, because a draft layer or draft model reads them."""
         return self.kept is not None or (self.fused is not None and self.fused.last > self.last_writer)
 
     @property
@@ -203,7 +203,7 @@ class Decoder:
         return self.backend.embed(batch, self.token_embd, self.config.embedding_scale)
 
     def _layers(self, batch: ForwardBatch, cache: Sequence[LayerState], rows: Tensor | None) -> Hidden:
-        """The residual stream after the layers. `rows`: those kept after the last mixer; None: all."""
+        """The residual stream after the layers. `rows`: the rows to keep after the last mixer; None: all."""
         stage = self._stage
         batch = batch.with_chunks(self.chunk) if self.chunk else batch
         x = self._embedded(batch) if stage.is_first else self._handed.receive(len(batch), self.blk[0].norm)
@@ -233,7 +233,7 @@ class Decoder:
         return x if self.streams is None else self.streams.close(batch, x)
 
     def _gathers_at(self, batch: ForwardBatch, rows: Tensor | None) -> int | None:
-        """The layer whose mixer is the last to see all rows: after it only `rows` are computed; None: there is none."""
+        """The last layer whose mixer needs all rows; after it only `rows` are computed. None: there is none."""
         if rows is None or not self._stage.is_last:
             return None
         return self.last_writer if batch.starts else self._last_mixer

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class DraftLayer(PartOfCheckpoint):
-    """The layer that drafts tokens of the model `target`, itself a `Checkpoint`: a model of one layer. vocabulary: of
-    how many tokens, as for `layer_config`.
+    """The layer that drafts tokens for the model `target`, as a `Checkpoint` of one layer. vocabulary: the number of
+    tokens that it drafts from, as for `layer_config`.
 
-    Raises EngineError where the model has no such layer, or none that is computed.
+    Raises EngineError where the model has no such layer, or none that is implemented.
     """
 
     def __init__(self, target: Checkpoint, vocabulary: int = 0) -> None:

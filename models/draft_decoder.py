@@ -15,11 +15,11 @@ from quengine.models.layers import LayerTensors
 
 
 class DraftDecoder(Decoder):
-    """A `Decoder` of one layer, whose logits at a token are of the one after it, among the vocabulary's first tokens.
+    """A `Decoder` of one layer. Its logits at a token are those of the next token, among the vocabulary's first tokens.
 
-    It reads the hidden row of the position before each token from `kept`, which the target writes. In decode it writes
-    the newest of its own rows there, for the position that follows, which the target's step that verifies the draft
-    writes again.
+    For each token it reads the hidden row of the position before from `kept`, which the target writes. In decode it
+    writes the newest of its own rows there, for the position that follows. The target's step that verifies the draft
+    overwrites that row.
 
     Args:
         config, tensors: those of a `DraftLayer`.

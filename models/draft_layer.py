@@ -2,12 +2,12 @@
 
 It is a model of one layer over the target's embedding and output matrix. From a token and the hidden row of the
 position before it, after the final norm, it makes `eh_proj [rms(embedding, enorm) | rms(hidden row, hnorm)]`. A layer
-of the architecture follows, with attention over the same of all positions before, then a norm of its own and the output
-matrix, whose logits are of the token after the next. Drafts after the first read this layer's own rows in place of
-hidden ones. Sources: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2; llama.cpp's graphs of qwen35; vLLM's Qwen3NextMTP.
+of the architecture follows, which attends to these rows of all earlier positions. Then come its own norm and the output
+matrix, whose logits are of the token after the next. Drafts after the first read this layer's own rows instead of
+hidden rows. Sources: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2; llama.cpp's graphs of qwen35; vLLM's Qwen3NextMTP.
 
-Where files have several such layers, the first is computed. Copies of the embedding and the output matrix, which some
-files have for it, are not read: the target's are the same.
+Of several such layers in a file, the first is computed. Some files repeat the embedding and the output matrix for it;
+these copies are not read, as they equal the target's.
 """
 
 from collections.abc import Mapping
@@ -37,8 +37,8 @@ VOCABULARY_UNIT = 128
 
 
 def layer_config(config: ModelConfig, vocabulary: int = 0) -> ModelConfig:
-    """The first layer that drafts, as a model of one layer. vocabulary: the number of tokens that it drafts from,
-    rounded up, the first ones, which in a vocabulary made by merges are the most frequent; 0: from all."""
+    """The first layer that drafts, as a model of one layer. vocabulary: it drafts from this many first tokens, rounded
+    up, which are the most frequent in a vocabulary made by merges; 0: from all."""
     first = -(-vocabulary // VOCABULARY_UNIT) * VOCABULARY_UNIT or config.vocab_size
     return replace(
         config,
@@ -54,8 +54,8 @@ def layer_config(config: ModelConfig, vocabulary: int = 0) -> ModelConfig:
 
 
 def name_in_file(name: str, layer: int) -> str | None:
-    """What GGUF files call a tensor of the layer that drafts, which is their layer number `layer`; None: it is a
-    tensor of the target."""
+    """The GGUF name of a tensor of the layer that drafts, which is layer number `layer` of the file; None: the tensor
+    is the target's."""
     if name == _NORM:
         return f"blk.{layer}.{_HEAD_NORM}"
     own = name.removeprefix("blk.0.")
@@ -87,7 +87,7 @@ def no_draft_layer(config: ModelConfig, name: str, held: bool) -> EngineError | 
 
 
 class DraftTensors(NamedTuple):
-    """The tensors of the layer that drafts, by the names that they have in a model of one layer; bytes and elements."""
+    """The tensors of the layer that drafts, by their names in a model of one layer; their bytes and elements."""
 
     tensors: "Mapping[str, QuantTensor]"
     nbytes: int
@@ -95,9 +95,9 @@ class DraftTensors(NamedTuple):
 
 
 class _LayerOfFile:
-    """A GGUF file's layer `number`, by the names that it has as a model of one layer; errors have the file's names.
+    """A GGUF file's layer `number`, with names as in a model of one layer; errors have the file's names.
 
-    norm: the norm before the output matrix, where the layer has none of its own.
+    norm: the norm before the output matrix, for a layer without its own.
     """
 
     def __init__(self, file: "GGUFFile", number: int, norm: str) -> None:
@@ -115,9 +115,9 @@ class _LayerOfFile:
 
 
 def tensors_of_gguf(file: "GGUFFile", config: ModelConfig) -> "dict[str, GGUFTensor]":
-    """The tensors of a file's first layer that drafts, by the names that they have in a model of one layer.
+    """The tensors of a file's first layer that drafts, by their names in a model of one layer.
 
-    Raises GGUFError where one is missing, or has another shape or a type that is not computed.
+    Raises GGUFError where one is missing, or has another shape or an unsupported type.
     """
     held = _LayerOfFile(file, config.block_count, f"{config.output_norm}.weight")
     check_tensors(held, layer_config(config), _COPIES)

@@ -1,4 +1,4 @@
-"""EAGLE-3 draft models: the configuration in a file of theirs, and whether it fits the model that it drafts for.
+"""EAGLE-3 draft models: the configuration in a file or folder, and whether it fits the model that it drafts for.
 
 Such a model is one layer over hidden rows of another model, the target. `fc` joins the inputs of three of the target's
 layers at a position to one row g. A row of the draft is a token and the g of the position before it: query, key and
@@ -37,7 +37,7 @@ _MOST_TOKENS = 1 << 24
 
 
 def is_eagle_config(keys: Mapping[str, Any]) -> bool:
-    """Whether a parsed config.json is that of such a draft model."""
+    """Whether a parsed config.json is that of an EAGLE-3 draft model."""
     named = keys.get("architectures")
     return "draft_vocab_size" in keys and isinstance(named, list) and any(name in _FOLDERS for name in named)
 
@@ -106,7 +106,7 @@ def config_of_folder(
 
 
 def _layer_ids(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """The target's layers whose inputs are read: those of the folder, or as training has them by default."""
+    """The target's layers whose inputs are read: those that the folder names, or the defaults of training."""
     inner = keys.get("eagle_config")
     given = keys.get(_LAYER_IDS)
     if given is None and isinstance(inner, Mapping):

@@ -33,8 +33,8 @@ _LAYER_PREFIXES = ("midlayer.", "layers.0.", "model.layers.0.")
 
 
 class EagleFile(Protocol):
-    """An opened file or folder: its configuration, the tensors of it by GGUF name, the target's token of each one that
-    is drafted (int64 [drafted]; None: the same)."""
+    """An opened file or folder: its configuration, its tensors by GGUF name, and `drafted`, the target's token for each
+    drafted one (int64 [drafted]; None: the same)."""
 
     config: ModelConfig
     drafted: Tensor | None
@@ -117,7 +117,7 @@ class _Folder:
             self.drafted = offsets.to(torch.int64) + torch.arange(count)
 
     def release_pages(self) -> None:
-        """Does nothing, as of every folder."""
+        """Does nothing, as for every folder."""
 
     def close(self) -> None:
         self._shards.close()
@@ -184,10 +184,10 @@ class EagleCheckpoint(PartOfCheckpoint):
 
 
 class Fusion(Mapping[str, QuantTensor]):
-    """The matrix `fc` as one for each of the target's layers, whose products are summed, by name: each is a copy, made
-    when it is read, as its columns do not lie together.
+    """The matrix `fc` as one matrix for each of the target's layers, by name; their products are summed. Each is a copy
+    that is made when it is read, as its columns do not lie together.
 
-    Raises EngineError where its type has blocks over the columns of two layers.
+    Raises EngineError where a block of its type spans the columns of two layers.
     """
 
     def __init__(self, whole: QuantTensor, layers: tuple[int, ...], file: EagleFile) -> None:

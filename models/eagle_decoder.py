@@ -1,7 +1,7 @@
 """An EAGLE-3 draft model on a backend: see models/eagle.py.
 
-Keys and values of a row lie one position before its token: no row precedes that of the second token, so that none is
-there of the first.
+Keys and values of a row lie one position before its token. The first token has no row, as no hidden row precedes it, so
+the second token's row comes first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,16 +17,16 @@ from quengine.models.layers import AttentionLayer, FeedForwardLayer, LayerTensor
 
 
 class EagleDecoder(Decoder):
-    """A `Decoder` of one layer, whose logits at a token are of the one after it.
+    """A `Decoder` of one layer. Its logits at a token are those of the next token.
 
-    It reads the row g of the position before each token, which the target keeps. In decode it writes the newest of its
-    own there, for the position that follows, which the target's step that verifies the draft writes again.
+    For each token it reads the row g of the position before, which the target keeps. In decode it writes the newest of
+    its own rows there, for the position that follows. The target's step that verifies the draft overwrites that row.
 
     Args:
         config, tensors: those of an `EagleCheckpoint`.
-        target: the decoder that it drafts for, whose backend and kept rows it uses, and its embedding and output matrix
-            where it has none.
-        drafted: the target's token of each that it drafts, int64 [drafted]; None: the same.
+        target: the decoder that it drafts for. It uses the target's backend and kept rows, and the target's embedding
+            and output matrix if it has none.
+        drafted: the target's token for each drafted one, int64 [drafted]; None: the same.
         ctx_size: number of positions.
     """
 

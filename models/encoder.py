@@ -1,6 +1,6 @@
 """An encoder: embeddings of tokens, positions and kinds of segments, its layers, and a trained head where it has one.
 
-All rows of a text are of one step, since every position sees every other; nothing is kept for the next.
+All rows of a text are computed in one step, since every position sees every other. Nothing is kept for the next step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ from quengine.models.rotation import Rotation
 
 
 class BidirectionalMixer(MixerLayer):
-    """A decoder's attention, to both sides. turn: cosines and sines of positions, or None."""
+    """A decoder's attention to both sides. turn: cosines and sines of positions, or None."""
 
     def __init__(
         self, declared: BidirectionalAttention, tensors: LayerTensors, turn: tuple[Tensor, Tensor] | None
@@ -53,7 +53,7 @@ class BidirectionalMixer(MixerLayer):
 
 
 class BidirectionalLayer:
-    """A decoder's layer with attention to both sides: norms in front of its parts, where declared on their results."""
+    """A decoder's layer with attention to both sides: norms in front of its parts, also on results if declared."""
 
     def __init__(self, block: Block, tensors: LayerTensors, turn: tuple[Tensor, Tensor] | None) -> None:
         assert isinstance(block.mixer, BidirectionalAttention) and isinstance(block.feed_forward, FeedForward)
@@ -70,7 +70,7 @@ class BidirectionalLayer:
 
 
 class EncoderLayer:
-    """Attention, then the feed-forward; what goes on is the LayerNorm of each one's sum with its input."""
+    """Attention, then the feed-forward. A LayerNorm follows the sum of each with its input."""
 
     def __init__(self, block: Block, tensors: LayerTensors, turn: tuple[Tensor, Tensor] | None) -> None:
         assert isinstance(block.mixer, EncoderAttention) and isinstance(
@@ -107,7 +107,7 @@ class EncoderLayer:
         return backend.normed(total, self.output_norm)
 
     def adapted(self, batch: ForwardBatch, x: Tensor, changes: Mapping[str, LowRank], prefix: str) -> Tensor:
-        """As a call, with a task's changes of the matrices, whose names begin with this layer's `prefix`."""
+        """As `__call__`, with a task's changes to the matrices whose names begin with this layer's `prefix`."""
         backend = self.backend
 
         def product(name: str, rows: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
@@ -144,9 +144,9 @@ class Encoder:
         tensors: every tensor of the model by its GGUF name.
         backend: holds the weights and runs the operations.
         ctx_size: the longest text.
-        adapters: what each task changes of the matrices (models/lora/adapter.py), by the matrix's name.
-        separator: the token that ends a segment, by which segments of a text differ in kind; None: all are of the
-            first kind.
+        adapters: task -> matrix name -> change (models/lora/adapter.py).
+        separator: the token that ends a segment of a text, after which tokens are of the next kind; None: all are of
+            the first kind.
     """
 
     host_experts: None = None  # as a Decoder has
@@ -188,7 +188,7 @@ class Encoder:
         ]
 
     def use_task(self, task: str | None) -> None:
-        """The texts of the next steps are embedded for this task, which has an adapter; None: for none."""
+        """Embeds the texts of the next steps for this task, which must have an adapter; None: for no task."""
         self._task = task
 
     def hidden(self, batch: ForwardBatch, _cache: Sequence[LayerState] = ()) -> Tensor:
@@ -225,7 +225,7 @@ class Encoder:
         return x if isinstance(x, Tensor) else torch.as_tensor(x)
 
     def projected(self, vector: Tensor) -> Tensor:
-        """A pooled vector [embedding length] times the matrices that the model has for it; on any device."""
+        """A pooled vector [embedding length] multiplied by the model's matrices for it; on any device."""
         moved = vector
         for weight in self._projections:
             moved = weight @ moved.to(weight.device, weight.dtype)
@@ -246,8 +246,8 @@ class Encoder:
         raise EngineError(no_text(self.config))
 
     def _positions(self, batch: ForwardBatch) -> Tensor:
-        """Each token's row in the table: int64 [T]. Where texts begin after the first row, a token whose id is
-        the last row before is padding, has that row, and counts as no position."""
+        """Each token's row in the table: int64 [T]. If texts begin at row `first_position` > 0, a token whose id is the
+        row before that one is padding: it has that row, and does not count as a position."""
         assert self.config.encoder is not None
         padding = self.config.encoder.first_position - 1
         if padding < 0:
@@ -257,7 +257,8 @@ class Encoder:
         return torch.cat(found) + padding
 
     def _kinds(self, batch: ForwardBatch) -> Tensor:
-        """The number of separators before each token in its text, as far as there are kinds: int64 [T]."""
+        """The segment kind of each token, int64 [T]: the number of separators before it in its text, up to the last
+        kind."""
         assert self.token_types is not None
         if self.separator is None or len(self.token_types) == 1:
             return torch.zeros(len(batch), dtype=torch.int64, device=self.backend.device)
@@ -291,8 +292,8 @@ def _layers(
 
 
 class _Head:
-    """A dense layer with its activation and norm where there is one, then the projection to classes; of a single row,
-    in plain matrices."""
+    """An optional dense layer with activation and norm, then the projection to classes. It reads a single row, with
+    plain matrices."""
 
     def __init__(self, top: LayerTensors, width: int, sizes: EncoderSizes) -> None:
         self._dense = _plain(top, "cls", width) if sizes.head_dense else None

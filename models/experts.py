@@ -21,8 +21,8 @@ from quengine.models.layers import FeedForwardEntry, LayerTensors
 class MixtureOfExperts:
     """After one norm, the weighted sum of the experts that the router selects for a row, plus a shared expert, if any.
 
-    A shared expert that has the size and formats of the others is computed as the last of them, which every row
-    selects. With expert parallelism a rank skips the experts of other ranks.
+    A shared expert with the size and formats of the others is computed as the last expert, which every row selects.
+    With expert parallelism a rank skips the experts of other ranks.
 
     Tensors of experts are `ffn_*_exps`, [E, rows, columns]. `host`: computes the experts that stay in host memory.
     `chosen`, int32 [T, k], ascending: the experts of a step's rows, which replace the router's selection.
@@ -103,9 +103,9 @@ class MixtureOfExperts:
 def _joined_shared(
     declared: Experts, tensors: LayerTensors, experts: Sequence[Sequence[QuantTensor] | None]
 ) -> list[QuantTensor]:
-    """The gate (if it has one), up and down matrices of a shared expert that is computed as one of the others, whose
-    matrices of each kind are `experts`. Empty if it has another size or format, reads other rows, is shared by ranks in
-    another way, or does not exist."""
+    """The gate (if any), up and down matrices of a shared expert that is computed like the others; `experts` has the
+    others' matrices by kind. Empty if there is no shared expert, or if it has another size or format, reads other rows,
+    or is divided among ranks in another way."""
     sizes, each = declared.experts, declared.each
     if (
         sizes.shared_feed_forward_length != sizes.feed_forward_length

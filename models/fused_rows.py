@@ -11,7 +11,7 @@ from quengine.kernels.quant_tensor import QuantTensor
 
 
 class FusedRows:
-    """The rows g that a target's steps keep for a draft model: `fc` of the inputs of some of its layers.
+    """The rows g that a target's steps keep for a draft model: `fc` applied to the inputs of some target layers.
 
     Args:
         layers: numbers of these layers, in order; the number of all layers stands for the output of the last.
@@ -19,7 +19,7 @@ class FusedRows:
         kept: fp32 [rows, width], where the rows are kept (kernels/hidden_rows.py).
         backend: holds the weights.
 
-    `last`: the largest of these numbers.
+    `last`: the largest number in `layers`.
     """
 
     def __init__(

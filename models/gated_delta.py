@@ -14,7 +14,7 @@ from quengine.models.layers import LayerTensors, MixerLayer
 
 
 class GatedDeltaLayer(MixerLayer):
-    """`norm`, the projections to qkv, z, b and a, the gated delta net, the projection back, the residual."""
+    """`norm`, the projections to qkv, z, beta and alpha, the gated delta net, the output projection, the residual."""
 
     def __init__(self, declared: GatedDelta, tensors: LayerTensors, tables: LayerTables) -> None:
         sizes = declared.sizes
@@ -40,7 +40,7 @@ class GatedDeltaLayer(MixerLayer):
 
 
 def _qkvz(sizes: GatedDeltaSizes, tensors: LayerTensors) -> list[QuantTensor]:
-    """The matrices of qkv and z; copied where a file holds the rows of each key head together."""
+    """The matrices of qkv and z; copies if a file holds their rows together, key head by key head."""
     if not tensors.has("ssm_in"):
         return tensors.take("attn_qkv", "attn_gate")
     (together,) = tensors.take("ssm_in")
@@ -49,7 +49,7 @@ def _qkvz(sizes: GatedDeltaSizes, tensors: LayerTensors) -> list[QuantTensor]:
 
 
 def _gates(sizes: GatedDeltaSizes, tensors: LayerTensors) -> list[QuantTensor]:
-    """The matrices of b and a."""
+    """The matrices of beta and alpha."""
     if not sizes.by_key_head:
         return tensors.take("ssm_beta", "ssm_alpha")
     (together,) = tensors.take("ssm_ba")
@@ -57,6 +57,6 @@ def _gates(sizes: GatedDeltaSizes, tensors: LayerTensors) -> list[QuantTensor]:
 
 
 def _picked(tensor: QuantTensor, rows: Iterable[int]) -> QuantTensor:
-    """A copy of some rows."""
+    """A copy of the rows `rows` of a matrix."""
     data = tensor.data[list(rows)]
     return replace(tensor, shape=(len(data), tensor.cols), data=data)

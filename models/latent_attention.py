@@ -15,7 +15,7 @@ from quengine.models.layers import LayerTensors, MixerLayer
 
 
 class LatentAttentionLayer(MixerLayer):
-    """`norm`, the projection `entry` to both latents, that of queries, latent attention, `output`, the residual."""
+    """`norm`, the projection `entry` to both latents, that to queries, latent attention, `output`, the residual."""
 
     def __init__(self, declared: LatentAttention, tensors: LayerTensors, tables: LayerTables) -> None:
         sizes = declared.sizes

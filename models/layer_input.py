@@ -21,7 +21,7 @@ class LayerInputs:
     sqrt(width) and normalized, and the token's row of the table, times sqrt(length). The norm's weight and eps and the
     table's scale contain these factors.
 
-    tensors: those outside of layers. vocabulary: number of tokens; those past the table's end use its first row.
+    tensors: the tensors outside of layers. vocabulary: number of tokens; ids past the table's end use its first row.
     """
 
     def __init__(self, tensors: LayerTensors, width: int, length: int, vocabulary: int) -> None:
@@ -55,7 +55,7 @@ class LayerInputs:
 
 
 class LayerInputLayer:
-    """The end of a layer with such an input."""
+    """The end of a layer with per-layer embeddings, which adds them to the stream."""
 
     def __init__(self, declared: LayerInput, tensors: LayerTensors) -> None:
         self.backend = tensors.backend
@@ -74,7 +74,7 @@ class LayerInputLayer:
         residual: Hidden | None = None,
     ) -> Hidden:
         """The new residual stream. `inputs`: the result of `LayerInputs`. `next_norm`: the norm that reads the new
-        stream. `residual`: the rows that are added to; None: x."""
+        stream. `residual`: the rows to which the embeddings are added; None: x."""
         gated = self.backend.input_glu(batch, x, self.gate, inputs, self.layer, self.activation)
         added_to = x if residual is None else residual
         return self.backend.linear_add(batch, gated, self.project, added_to, next_norm, self.post_norm)

@@ -38,10 +38,10 @@ def layer_bounds(sizes: Sequence[int], shares: Sequence[float]) -> tuple[int, ..
 
 
 def layer_bytes(config: ModelConfig, tensors: Mapping[str, QuantTensor]) -> list[int]:
-    """Bytes of each layer of a model, the first including the embedding, the last the output matrix.
+    """Bytes of each layer of a model; the first includes the embedding, the last the output matrix.
 
     Raises:
-        EngineError: layers need more than the rows of the one before.
+        EngineError: layers need more than the previous layer's rows.
     """
     needs = {
         "keys and values of earlier layers": bool(config.shared_kv_layers),

@@ -88,7 +88,7 @@ class LayerTensors:
         if not norms.scaled:
             return norm
         scale = self.vector("layer_output_scale")
-        number = 1.0 if scale.is_meta else float(scale)  # kernels compiled ahead take it when they run
+        number = 1.0 if scale.is_meta else float(scale)  # kernels compiled ahead get it at run time
         return replace(norm, weight=norm.weight * scale, residual_scale=number)
 
 
@@ -175,7 +175,7 @@ def qkv_names(tensors: LayerTensors, kind: str, keys_as_values: bool = False) ->
 
 
 class SparseEntry:
-    """As `FeedForwardEntry`, with sparse gates: what a gate exceeds its row's cutoff by counts (kernels/altup.py)."""
+    """As `FeedForwardEntry`, with sparse gates: only their excess over the row's cutoff counts (kernels/altup.py)."""
 
     def __init__(self, declared: FeedForward, tensors: LayerTensors) -> None:
         self.weight = tensors.weight("ffn_gate", "ffn_up")
@@ -203,7 +203,7 @@ class FeedForwardEntry:
             self.weight = tensors.backend.gate_up_weight(*tensors.take(f"ffn_gate{kind}", f"ffn_up{kind}"))
 
     def __call__(self, backend: Backend[Any], batch: ForwardBatch, x: Hidden, norm: Norm | None) -> Hidden:
-        """What the down projection reads, of `norm` of x."""
+        """The input of the down projection, computed from `norm` of x."""
         if self.pointwise is not None:
             return backend.norm_pointwise(batch, x, norm, self.weight, self.pointwise)
         return backend.norm_glu(batch, x, norm, self.weight, self.activation)
@@ -231,13 +231,13 @@ class FeedForwardLayer:
         return self.down(batch, self.inner(batch, x), x, next_norm)
 
     def down(self, batch: ForwardBatch, inner: Hidden, x: Hidden, next_norm: Norm | None) -> Hidden:
-        """The down projection of what `inner` returned, added to `x`."""
+        """The down projection of `inner`, the result of the method `inner`, added to `x`."""
         return self.backend.linear_add(
             *(batch, inner, self.ffn_down, x, next_norm, self.post_norm), partial=self.partial
         )
 
     def inner(self, batch: ForwardBatch, x: Hidden) -> Hidden:
-        """What the down projection reads."""
+        """The input of the down projection."""
         return self.entry(self.backend, batch, x, self.norm)
 
     @property

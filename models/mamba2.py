@@ -9,7 +9,7 @@ from quengine.models.layers import LayerTensors, MixerLayer
 
 
 class Mamba2Layer(MixerLayer):
-    """`norm`, the projection to z, x, B, C and dt, the state space layer, the projection back, the residual."""
+    """`norm`, the projection to z, x, B, C and dt, the state space layer, the output projection, the residual."""
 
     def __init__(self, declared: Mamba2, tensors: LayerTensors, tables: LayerTables) -> None:
         super().__init__(tensors, tensors.weight("ssm_in"), "ssm_out", declared.partial)

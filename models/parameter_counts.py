@@ -37,8 +37,8 @@ class ParameterCounts:
 
     parameters, nbytes: of all tensors.
     active_parameters: those that compute a token, embedding and output included.
-    active_bytes: bytes of the weights that a token reads: of an embedding that is not the output matrix, and of a table
-        by layer, only one row.
+    active_bytes: bytes of the weights that a token reads. Only one row counts of a table by layer, and of an embedding
+        that is not the output matrix.
     """
 
     parameters: int

@@ -61,8 +61,8 @@ class RopeScaling:
 class Rotation:
     """The rotary embedding of a layer: how the first `dim` elements of each head turn with the position.
 
-    base, scaling: those of the frequencies. layout: which elements turn together (kernels/rope.py). turns: False makes
-    the angle 0 at every position. axes: as `ModelConfig.rope_axes`.
+    base, scaling: of the frequencies. layout: which elements turn together (kernels/rope.py). turns: False makes the
+    angle 0 at every position. axes: as `ModelConfig.rope_axes`.
     """
 
     dim: int
@@ -73,7 +73,7 @@ class Rotation:
     axes: tuple[int, ...] = ()
 
     def spec(self, context: int = 0) -> "RopeSpec":
-        """As the kernels define it, in a run of `context` positions."""
+        """The rotary embedding in the kernels' form, for a run of `context` positions."""
         from quengine.kernels.rope import RopeSpec
 
         scaling = self.scaling

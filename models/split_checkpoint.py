@@ -34,7 +34,7 @@ class SplitCheckpoint(PartOfCheckpoint):
         self.weights = sum(weights for _, _, weights in sizes)
 
     def changes(self, changes: Mapping[str, LowRank]) -> dict[str, LowRank]:
-        """The rank's part of what a LoRA adapter changes, by the tensors of the layers' declaration."""
+        """The rank's part of a LoRA adapter's changes, by the declared tensors of the layers."""
         if self._split is not None:
             return {name: self._split.change(name, change) for name, change in changes.items()}
         held = {name for name in changes if name in self.tensors or holder_of(name) in self.tensors}

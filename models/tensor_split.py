@@ -218,7 +218,7 @@ class ModelSplit:
         return made
 
     def _rank_sizes(self, sizes: LayerSizes) -> LayerSizes:
-        """What a layer of these sizes has on the rank."""
+        """The sizes that a layer of these sizes has on the rank."""
         count, (heads, kv_heads, length, size) = self.rank.count, sizes
         if self.whole.splits_heads:
             heads, kv_heads = heads // count, max(1, kv_heads // count)
@@ -344,7 +344,7 @@ def _units(config: ModelConfig, tensors: Mapping[str, QuantTensor], by_expert: b
 def _named(
     tensors: Mapping[str, QuantTensor], kind: str, config: ModelConfig, sizes: LayerSizes
 ) -> Sequence[str]:
-    """The tensors of this kind of layers of these sizes."""
+    """The names of the tensors of this kind in the layers of these sizes."""
     found = ((name, _LAYER.match(name)) for name in tensors if name.endswith(f".{kind}"))
     return [name for name, layer in found if layer and config.sizes(int(layer[1])) == sizes]
 

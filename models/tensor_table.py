@@ -17,7 +17,7 @@ from quengine.models.gguf.errors import shown
 log = logging.getLogger(__name__)
 
 FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})
-# Computed with as stored.
+# Types that are computed with as stored.
 QUANT_TYPES = frozenset(
     {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}
     | {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
@@ -76,7 +76,7 @@ def tensor_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
 
 
 def _of_draft(width: int) -> dict[str, TensorSpec]:
-    """The tensors that a layer that drafts tokens has beside any layer's (draft_layer.py)."""
+    """The tensors that a layer that drafts tokens has in addition to any layer's (draft_layer.py)."""
     norm = TensorSpec((width,), draw=NORM)
     norms = {f"{name}.weight": norm for name in ("blk.0.nextn.enorm", "blk.0.nextn.hnorm", "output_norm")}
     return {"blk.0.nextn.eh_proj.weight": TensorSpec((width, 2 * width)), **norms}
@@ -112,8 +112,8 @@ def joined_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
 
 
 def adapted_specs(config: ModelConfig) -> Mapping[str, TensorSpec]:
-    """The tensors that a LoRA adapter may name: a model's, those that hold several of these, and, if the output matrix
-    is the embedding, "output.weight", whose change is not the embedding's."""
+    """The tensors that a LoRA adapter may name: a model's, and those that hold several of these. If the output matrix
+    is the embedding, also "output.weight", whose change does not apply to the embedding."""
     specs = {**joined_specs(config), **tensor_specs(config)}
     if config.tied_output and "token_embd.weight" in specs and "output.weight" not in specs:
         shape = specs["token_embd.weight"].shape
@@ -137,8 +137,8 @@ def draft_tensors(config: ModelConfig, names: Iterable[str], body: str = "blk.")
 
 
 def keys_of_sharing_layers(config: ModelConfig) -> Mapping[str, str]:
-    """Key and value tensors that files may have for layers that use those of another layer; nothing reads them. GGUF
-    name -> the name in a folder, below the layer."""
+    """Key and value tensors that files may have for layers that use another layer's keys and values; nothing reads
+    them. GGUF name -> the name in a folder, below the layer."""
     modules = {"attn_k": "k_proj", "attn_v": "v_proj", "attn_k_norm": "k_norm"}
     return {
         f"blk.{i}.{name}.weight": f"self_attn.{module}.weight"
@@ -158,7 +158,7 @@ def draft_note(config: ModelConfig, names: Sized) -> list[str]:
 
 
 class TensorFile(Protocol):
-    """What is checked of a GGUF file, or of a part of one."""
+    """The part of a GGUF file that `check_tensors` reads."""
 
     path: Path
     tensors: dict[str, GGUFTensor]

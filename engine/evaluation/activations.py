@@ -25,10 +25,10 @@ from quengine.models.quantize.imatrix import Sums
 
 class Collector:
     """Sums for each matrix by its tensor's name: `squares` fp64 [experts or 1, columns], `counts` int64 [experts or 1],
-    on the device of the decoder, which was made of `tensors`.
+    on the decoder's device. The decoder was made of `tensors`.
 
     Raises:
-        EngineError: other devices have parts of its layers, and so of the activations.
+        EngineError: other devices hold parts of the decoder's layers, and so see parts of the activations.
     """
 
     def __init__(self, decoder: Decoder, tensors: Mapping[str, QuantTensor], ctx_size: int) -> None:
@@ -47,7 +47,7 @@ class Collector:
         }
 
     def collecting(self) -> AbstractContextManager[None]:
-        """In this context the activations of all that the decoder computes are added to the sums."""
+        """A context in which the activations of all that the decoder computes are added to the sums."""
         holders = self._weights.holders
         return replaced(holders, [_ObservedBackend(getattr(holder, key), self) for holder, key in holders])
 
@@ -72,14 +72,14 @@ class Collector:
                     self._add(name, rows[:, : parts.cols])
 
     def router(self, router: Router, rows: Tensor) -> None:
-        """Adds rows that a router's matrix multiplies, and its gate of the shared expert."""
+        """Adds rows that a router's matrix, and the gate of its shared expert, multiply."""
         if (name := self._routers.get(id(router))) is not None:
             self._add(f"{name}.weight", rows)
             if router.shared_gate is not None:
                 self._add(f"{name}_shexp.weight", rows)
 
     def experts(self, weight: Any, rows: Tensor, routing: Routing) -> None:
-        """Adds rows that experts multiply: [T, k, columns], one for each expert, or [T, columns], one for a token."""
+        """Adds rows that experts multiply: [T, k, columns], one per chosen expert, or [T, columns], one per token."""
         parts = self._weights.of.get(id(weight))
         if parts is None:
             return
@@ -94,7 +94,8 @@ class Collector:
             self._add_experts(names, squares, counts)
 
     def _add_experts(self, names: Sequence[str], squares: Tensor, counts: Tensor) -> None:
-        """Experts of one tensor, or of several: one each in old files, the shared expert's beside the others'."""
+        """Adds the sums of experts to their tensors: one tensor for all, or one each in old files; the shared expert's
+        stands beside the others'."""
         for name in dict.fromkeys(names):
             places = [place for place, each in enumerate(names) if each == name]
             self._put(name, squares[places], counts[places])
@@ -112,7 +113,7 @@ class Collector:
 
 
 class _ObservedBackend:
-    """A backend whose matrix products are observed; everything else of it is the backend's own."""
+    """A backend whose matrix products are observed. Everything else is delegated to the wrapped backend."""
 
     def __init__(self, backend: Any, collector: Collector) -> None:
         self._backend, self._collector = backend, collector

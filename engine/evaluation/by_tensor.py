@@ -1,9 +1,9 @@
 """The cost of each tensor's quantization: how much the divergence falls when that tensor alone is restored from model
 a.
 
-Both models are loaded. For each chunk the logits of a are computed once, then those of b, and those of b with one
-tensor after the other taken from a. Experts of a layer are restored together, by kind. With `alone`, the other way
-round, a gets one tensor after the other from b, so that its cost is not lost in the noise of the other tensors' errors.
+Both models are loaded. For each chunk the logits of a are computed once, then those of b, then those of b with one
+tensor after the other taken from a. Experts of a layer are restored together, by kind. With `alone` it is the other way
+round: a gets one tensor after the other from b, so that a cost is not lost in the noise of the other tensors' errors.
 """
 
 import time
@@ -43,8 +43,9 @@ class TensorCost:
     Attributes:
         names: the tensors' names. type_a, type_b: their types in both files. weights: the number of their elements.
         bytes_a, bytes_b: their sizes in both files.
-        kl: the cost in nats: by how much the divergence of b from a falls with these tensors taken from a; with `alone`
-            the divergence from a of a with these tensors taken from b. Its error is that of the mean over tokens.
+        kl: the cost in nats: by how much the divergence of b from a falls with these tensors taken from a. With
+            `alone`: the divergence from a of a model a that has these tensors from b. Its error is that of the mean
+            over tokens.
     """
 
     names: tuple[str, ...]
@@ -61,8 +62,8 @@ class TensorCosts:
     """The costs of all tensors whose types differ, as far as they were computed.
 
     Attributes:
-        costs: in the model's order. kl: of b as it is. left_out: tensors that were not exchanged.
-        alone: which of the two each cost is.
+        costs: in the model's order. kl: the divergence of b as it is. left_out: tensors that were not exchanged.
+        alone: which of its two meanings `TensorCost.kl` has.
     """
 
     a: str
@@ -78,12 +79,12 @@ class TensorCosts:
 
     @property
     def by_cost(self) -> list[TensorCost]:
-        """The costliest first."""
+        """The costs, highest first."""
         return sorted(self.costs, key=lambda cost: -cost.kl.value)
 
     @property
     def by_layer(self) -> dict[str, float]:
-        """Sums of costs of each layer; of no layer by the tensor's name."""
+        """The sum of costs of each layer. Tensors outside of layers stand under their own names."""
         found = dict[str, float]()
         for cost in self.costs:
             kind, number, *_ = (*cost.names[0].split("."), "")
@@ -117,7 +118,7 @@ class _Unit:
 
 
 class _Exchange:
-    """Puts tensors of the model `source` in their places in the model `target`.
+    """Exchanges tensors of the model `target` for those of the model `source`.
 
     Raises:
         EngineError: the models have other tensors, or are shared by several devices.
@@ -151,7 +152,7 @@ class _Exchange:
 
     @contextmanager
     def exchanged(self, unit: _Unit) -> Iterator[None]:
-        """In this context the target computes with the source's tensors of this unit."""
+        """A context in which the target computes with the source's tensors of this unit."""
         places = [place for parts in unit.parts for place in parts.places]
         own = [getattr(holder, key) for holder, key in places]
         with on_device(self._llm.loaded.device):
@@ -180,8 +181,8 @@ class _Exchange:
 def measure(
     a: "LLM", b: "LLM", chunks: Seq[ScoredTokens], step: Step = _unseen, *, alone: bool = False
 ) -> Iterator[TensorCosts]:
-    """The costs after each of the chunks. No model may share prefixes, whose keys and values are of its own weights,
-    and a chunk must be computed in one step.
+    """The costs after each of the chunks. A chunk must be computed in one step. Neither model may share prefixes, as
+    their cached keys and values would come from weights that have been exchanged.
 
     Raises:
         EngineError: the models have other tensors, no types differ, or chunks are too long.

@@ -1,7 +1,7 @@
 """Compares a model with another on the same tokens, chunk by chunk; nothing is stored.
 
-Model a's logits of a part of a chunk (at most `_HELD_BYTES`) are held while model b computes the same part. A file of
-llama-perplexity's log-probabilities may take the place of a.
+Model a's logits for a part of a chunk (at most `_HELD_BYTES`) are held while model b computes the same part. A file of
+log-probabilities from llama-perplexity may take the place of a.
 """
 
 import time
@@ -38,7 +38,7 @@ class Base(Protocol):
         ...
 
     def rows(self, logits: "Tensor", position: int, targets: Seq[int]) -> TokenRows:
-        """The values of `targets` after rows of the other model's logits from `position` on, which are overwritten."""
+        """The values of `targets`, given the other model's logits from `position` on, which are overwritten."""
         ...
 
 
@@ -112,7 +112,7 @@ def _chunk_rows(base: Base, llm: "LLM", number: int, chunk: ScoredTokens) -> Tok
 
 
 def parts_of(chunk: ScoredTokens, vocab: int) -> Iterator[tuple[list[int], int]]:
-    """The parts of a chunk, as (prompt, first position whose logits are wanted). The logits of one part may be held."""
+    """The parts of a chunk, as (prompt, first position whose logits are wanted), small enough to hold their logits."""
     last, most = len(chunk.ids) - 1, max(1, _HELD_BYTES // (4 * vocab))
     for first in range(chunk.first - 1, last, most):
         yield chunk.ids[: min(first + most, last)], first
@@ -131,7 +131,7 @@ def part_rows(base: Base, llm: "LLM", chunk: ScoredTokens, ids: list[int], first
 
 
 def check_finite(rows: TokenRows, chunk: int, first: int) -> None:
-    """Raises EngineError where a value of a chunk, by number, whose scored tokens begin with `first`, is not finite."""
+    """Raises EngineError where a value is not finite. chunk: its number. first: the position of the first token."""
     import numpy as np
 
     for values in (rows.nll_a, rows.nll_b, rows.kl):
@@ -184,11 +184,11 @@ class FileComparison:
     Args:
         a: the base: a model, or a file of llama-perplexity's `--kl-divergence-base`.
         b: the model that is compared with it.
-        text: None: that of the file.
-        ctx: tokens of a chunk; of a file its own.
+        text: None: the text of the file.
+        ctx: tokens of a chunk; a file has its own number.
         load: makes an LLM of a model, for a context.
 
-    `llm` is model b; `other` is model a, None where there is a file.
+    `llm` is model b; `other` is model a, or None if a is a file.
 
     Raises:
         EngineError: a model or a file is wrong, they do not have the same tokens, or the text is too short.
@@ -241,7 +241,7 @@ def compare(
     """How far model b's predictions are from model a's on a text.
 
     Args:
-        a: the base: a model, or a file of llama-perplexity's `--kl-divergence-base`, whose text it then is.
+        a: the base: a model, or a file of llama-perplexity's `--kl-divergence-base`, which brings its own text.
         b: the model that is compared with it.
         text: cut into chunks of `ctx` tokens as `perplexity` does.
         chunks: how many are computed, at most; None: all.

@@ -16,7 +16,7 @@ _SCALE = 2
 
 
 class _Text(NamedTuple):
-    """A line of text on a baseline; anchor: which of its points is x."""
+    """A line of text on a baseline. anchor: which point of the line is at x."""
 
     x: int
     y: int
@@ -58,7 +58,7 @@ def write_chart(path: Path, costs: TensorCosts) -> None:
 
 
 def svg(costs: TensorCosts) -> str:
-    """The chart; each cell has its tensor, types and cost as a tooltip, and below it each layer its sum."""
+    """The chart. Each cell has its tensors, type and cost as a tooltip; the lowest row has the sum of each layer."""
     width, height, shapes = _drawn(costs)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -144,5 +144,5 @@ def _about(cost: TensorCost) -> str:
 
 
 def _cell(x: int, y: int, share: float, about: str) -> _Square:
-    """A square whose darkness is the share of the largest; what lowers the divergence is blue."""
+    """A square as dark as `share`, its share of the largest cost; blue where the cost is negative."""
     return _Square(x, y, 20 if share >= 0 else 220, 95 - 70 * min(1.0, abs(share)), about)

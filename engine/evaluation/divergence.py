@@ -1,7 +1,7 @@
 """How far a model's predictions are from another's, token by token: b measured against a.
 
-Of each scored token: its log-probability in both, the Kullback-Leibler divergence of b's prediction from a's,
-`sum p_a (log p_a - log p_b)` in nats, and whether both have the same most likely token.
+The values for each scored token are its log-probability in both, the Kullback-Leibler divergence of b's prediction from
+a's, `sum p_a (log p_a - log p_b)` in nats, and whether both have the same most likely token.
 """
 
 import math
@@ -50,7 +50,7 @@ class TokenRows:
 
 
 def rows_of_logits(a: "Tensor", b: "Tensor", targets: Seq[int]) -> TokenRows:
-    """The values of tokens `targets` after rows of logits fp32 [n, vocab], which are overwritten."""
+    """The values of tokens `targets`, given the logits before them, fp32 [n, vocab], which are overwritten."""
     import torch
 
     ids = torch.tensor(targets, device=b.device)[:, None]
@@ -60,7 +60,7 @@ def rows_of_logits(a: "Tensor", b: "Tensor", targets: Seq[int]) -> TokenRows:
         logits.sub_(logits.amax(-1, keepdim=True))
         norms.append(logits.exp().sum(-1, dtype=torch.float64))
         chosen.append(logits.gather(1, ids)[:, 0].double() - norms[-1].log())
-    # sum p_a (a - b) and the difference of the normalizers: near each other, so that little is cancelled
+    # sum p_a (a - b), then the difference of the normalizers: a and b are near each other, so little cancels
     apart = (a - b).mul_(a.exp_()).sum(-1, dtype=torch.float64) / norms[0]
     kl = apart + norms[1].log() - norms[0].log()
     return _on_host(-chosen[0], -chosen[1], kl, same)
@@ -122,12 +122,12 @@ class FileDivergence:
 
     @property
     def log_ratio(self) -> Estimate:
-        """ln(perplexity of b / perplexity of a); its error is that of the differences of each token."""
+        """ln(perplexity of b / perplexity of a). Its error is that of the tokens' differences."""
         return mean_of(self.tokens.nll_b - self.tokens.nll_a)
 
     @property
     def correlation(self) -> float:
-        """Of the log-probabilities of both."""
+        """The correlation of the log-probabilities in both."""
         a, b = self.tokens.nll_a, self.tokens.nll_b
         deviation = float(a.std() * b.std())
         covariance = float(((a - a.mean()) * (b - b.mean())).mean())

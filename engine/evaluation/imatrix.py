@@ -32,9 +32,10 @@ class ImatrixRun:
     """How far a run is.
 
     Attributes:
-        chunks, total_chunks: done, and to do in the end, with those of an earlier run that is resumed.
+        chunks, total_chunks: chunks done, and all chunks of the run; both include those of a resumed run.
         begun: chunks that an earlier run has done.
-        tensors: with values, 0 before they are written. untouched: experts that no token was routed to, of all layers.
+        tensors: the number of tensors with values; 0 if nothing was written after this chunk. untouched: experts of all
+            layers that no token was routed to.
         seconds: time of the computation, without loading.
     """
 
@@ -78,14 +79,14 @@ def collect(
 
     Args:
         dataset: the text's name, for the file.
-        first: chunks of the text that are left out before these.
-        before: sums of other files, which these are added to.
-        resume: go on where an unfinished file at `path`, of the same text and chunks, ends.
-        save_every: chunks after which the file is written; 0: at the end alone.
+        first: the number of chunks of the text that are skipped before these.
+        before: sums of other files, to which these are added.
+        resume: continue where an unfinished file at `path`, of the same text and chunks, ends.
+        save_every: write the file after each so many chunks; 0: only at the end.
 
     Raises:
-        EngineError: the file to go on with is of other texts; sums of another model; activations are not finite; or
-            the file's folder is missing.
+        EngineError: the file to resume is of other texts; `before` is of another model; activations are not finite;
+            or the file's folder is missing.
         CannotRunError: too little free disk.
     """
     check_disk(path, 0)  # before the computation
@@ -128,7 +129,7 @@ class _Inputs:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """In this context the inputs of all that the model computes are added to the sums."""
+        """A context in which the inputs of all that the model computes are added to the sums."""
         with self._runner.together(ObserveInputs(self._run, True)):
             pass
         try:
@@ -170,7 +171,7 @@ def _resumed(path: Path, datasets: Seq[str], ctx: int, first: int, added: int) -
 
 
 def _untouched(sums: Mapping[str, Sums]) -> int:
-    """Experts without a token; each has one down matrix."""
+    """The number of experts without a token, counted by their down matrices."""
     return sum(int((each.counts == 0).sum()) for name, each in sums.items() if ".ffn_down" in name)
 
 
@@ -212,17 +213,17 @@ def imatrix(
     """Writes an importance matrix of a model from a text, as `engine imatrix` does.
 
     Args:
-        model: an LLM whose context holds a chunk, or what `LLM` takes as a model; None: no text is read, and the file
-            has the sums of `in_files`.
+        model: an LLM whose context holds a chunk, or what `LLM` takes as a model. None: no text is read, and the file
+            has only the sums of `in_files`.
         text: what the model reads, cut into chunks.
         path: the file, in llama-imatrix's GGUF format; it appears when it is complete.
         ctx: tokens of a chunk.
         dataset: the name of the text that is written into the file.
         chunks: most chunks to compute; None: all.
-        from_chunk: chunks of the text to leave out before them.
+        from_chunk: the number of chunks of the text to skip before them.
         in_files: imatrix files, in either format, whose sums are added.
-        save_every: chunks after which the file is written too; 0: at the end alone.
-        resume: go on where an unfinished file at `path`, of the same text and chunks, ends.
+        save_every: write the file after each so many chunks; 0: only at the end.
+        resume: continue where an unfinished file at `path`, of the same text and chunks, ends.
         progress: called after each chunk.
         config: fields of `EngineConfig`, for a model that is loaded here.
 

@@ -2,7 +2,7 @@
 
     python -m quengine.evaluation.lm_eval_model --model quengine --model_args pretrained=MODEL --batch_size auto ...
 
-Importing this module registers the name; run as a program it then is `lm_eval`, with all of its arguments.
+Importing this module registers the name. Run as a program, it then acts as `lm_eval`, with all of its arguments.
 """
 
 import sys
@@ -66,7 +66,7 @@ class QuengineLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has nothing before it."""
+        """The token before a text without context: BOS, or the end token of a model without BOS."""
         bos = self.llm.tokenizer.bos_id
         return self.eot_token_id if bos is None else bos
 
@@ -92,7 +92,7 @@ class QuengineLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether it is what a temperature of 0 generates; what is too long
+        """Log-probability of each continuation, and whether a temperature of 0 generates it. A request that is too long
         loses its beginning."""
         scored = score_continuations(self.llm, [self._fitting(*pair) for _, *pair in requests])
         shown = tqdm(scored, desc="Running loglikelihood requests", total=len(requests), disable=disable_tqdm)
@@ -140,7 +140,7 @@ class QuengineLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
 
 def _params(settings: dict[str, Any]) -> SamplingParams:
-    """A task's `generation_kwargs`. Raises EngineError for what changes a text and is not known here."""
+    """A task's `generation_kwargs`. Raises EngineError for an unknown one that would change a text."""
     given = dict(settings)
     until = given.pop("until", None) or []
     limits = [given.pop(name) for name in _LIMITS if name in given]

@@ -1,7 +1,7 @@
 """Which tensors of a file the loaded matrices of a decoder were made of, and where the decoder has them.
 
-Backends keep weights in forms of their own, without names. The decoder's constructor is run once more on a backend
-that keeps the tensors' parts in place of weights, and the two decoders are walked side by side.
+Backends keep weights in forms of their own, without names. So the decoder's constructor is run once more, on a backend
+that keeps the tensors' parts in place of weights, and both decoders are walked side by side.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,13 +21,13 @@ _OURS = "quengine.models."
 
 @dataclass
 class Parts:
-    """In place of a loaded weight: the tensors, or parts of tensors, that it was made of.
+    """The tensors, or parts of tensors, that a loaded weight was made of.
 
     Attributes:
-        kinds: matrices on the same input; of experts a list for each kind of matrix, gate, up or down.
+        kinds: one list of matrices on the same input; for experts a list for each kind of matrix (gate, up or down).
         load: makes the weight of such kinds on a backend.
         biased: whether experts have biases, which are not among the parts.
-        places: objects and their attributes that are the weight.
+        places: (object, attribute) wherever the decoder holds the weight.
     """
 
     kinds: list[list[QuantTensor]]
@@ -50,7 +50,7 @@ class Parts:
 
     @property
     def names(self) -> list[str]:
-        """The tensors, each once."""
+        """The tensors' names, each once."""
         return list(dict.fromkeys(part.name for kind in self.kinds for part in kind))
 
 
@@ -101,11 +101,11 @@ class _PartsBackend:
 
 
 class LoadedWeights:
-    """The weights of a decoder, which was made of these tensors.
+    """The weights of a decoder that was made of these tensors.
 
     Attributes:
-        of: parts of a loaded weight by its id, as long as the decoder has it.
-        holders: objects of the decoder and their attributes that are a backend.
+        of: id of a loaded weight -> its parts; valid as long as the decoder has the weight.
+        holders: (object, attribute) wherever the decoder holds a backend.
     """
 
     def __init__(self, decoder: Decoder, tensors: Mapping[str, QuantTensor], ctx_size: int) -> None:
@@ -120,7 +120,7 @@ class LoadedWeights:
         return iter(self.of.values())
 
     def _walk(self, own: Any, twin: Any) -> None:
-        """Pairs the attributes of an object of the decoder with those of its twin, and goes on with theirs."""
+        """Pairs the attributes of an object of the decoder with those of its twin, then those objects' attributes."""
         if id(own) in self._seen:
             return
         self._seen.add(id(own))
@@ -133,7 +133,7 @@ class LoadedWeights:
             elif isinstance(value, list | tuple) and isinstance(other, list | tuple):
                 for each, part in zip(value, other, strict=False):
                     if isinstance(part, Parts):
-                        self.of.setdefault(id(each), part)  # one of several, which has no place of its own
+                        self.of.setdefault(id(each), part)  # in a list: it has no place of its own
                     elif _is_ours(each):
                         self._walk(each, part)
             elif _is_ours(value):

@@ -20,7 +20,7 @@ MAGIC = b"_logits_"
 
 
 def is_logits_file(path: Path) -> bool:
-    """Whether a file begins as such a one."""
+    """Whether a file begins like a file of log-probabilities."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC

@@ -1,4 +1,4 @@
-"""Perplexity of a text under a model, which is loaded for it where it is not (`scoring.perplexity`)."""
+"""Perplexity of a text under a model, which is loaded if necessary (`scoring.perplexity`)."""
 
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,9 @@
-"""Types for tensors that a size allows, such that the divergence from the unquantized model is as small as possible.
+"""Types of tensors for a given size, such that the divergence from the unquantized model is as small as possible.
 
-Of each tensor the divergence that it causes alone in one type is known (`by_tensor`). In another type it is taken to be
-larger or smaller as the squared error of the weights is, measured on some of its rows: a small change of a matrix
-changes the divergence by its square. Then bits go where a byte lowers the sum of costs most, from the smallest types
-up.
+For each tensor `by_tensor` has measured the divergence that it causes alone in one type. In another type the divergence
+is assumed to be proportional to the squared error of the weights, measured on some rows: a small change of a matrix
+changes the divergence by its square. Beginning with the smallest types, bits then go where a byte lowers the sum of
+costs most.
 """
 
 import heapq
@@ -94,7 +94,7 @@ def suggest(
         costs: of model b's tensors, each alone, measured against a.
         a, b: their tensors by name.
         bits_per_weight: size of the tensors of the whole file in bits, by weights.
-        imatrix: importances, with which errors are weighed and the file will be quantized.
+        imatrix: importances that weight the errors, and with which the file will be quantized.
 
     Raises:
         EngineError: the size is below what the smallest types take.
@@ -131,7 +131,7 @@ def options_of(
     b: "Mapping[str, QuantTensor]",
     imatrix: Imatrix | None,
 ) -> list[Option]:
-    """The types that a tensor may get, with a cost of 0 in the type that it has in a."""
+    """The types that a tensor may get. Its type in model a has a cost of 0; `kl` is its cost in model b's type."""
     name = cost.names[0]
     own, other = a[name], b[name]
     errors = errors_of(own, other, _importance(imatrix, own))
@@ -146,7 +146,7 @@ def options_of(
 def _importance(
     imatrix: Imatrix | None, tensor: "QuantTensor"
 ) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None":
-    """Of the columns, the mean over experts."""
+    """The importance of each column, fp32 [columns], as the mean over experts; None: the imatrix has none."""
     values = None if imatrix is None else imatrix.of(tensor.name, tensor.shape)
     return None if values is None else np.asarray(values.mean(0), np.float32)
 
@@ -156,7 +156,7 @@ def errors_of(
     other: "QuantTensor",
     importance: "np.ndarray[tuple[int, ...], np.dtype[np.float32]] | None",
 ) -> dict[str, float]:
-    """Squared errors of some rows of a tensor in each type, and by the name "" of the same rows as `other` has them."""
+    """Type -> squared error of some rows of a tensor in that type; "" -> the error of the same rows in `other`."""
     import torch
 
     from quengine.kernels.block_formats import dequantize
@@ -181,8 +181,8 @@ def errors_of(
 
 
 def choose(options: Seq[Seq[Option]], budget: int) -> list[Option]:
-    """One of the options of each tensor, within a sum of bytes: from the smallest on, the step that lowers the sum of
-    costs most by the byte comes first. Steps are along the lower convex hull of each tensor's options."""
+    """One option for each tensor, with at most `budget` bytes in all. Beginning with the smallest options, it takes
+    the step that lowers the sum of costs most per byte, along the lower convex hull of each tensor's options."""
     hulls = [hull(each) for each in options]
     places = [0] * len(hulls)
     left = budget - sum(each[0].nbytes for each in hulls)
@@ -193,7 +193,7 @@ def choose(options: Seq[Seq[Option]], budget: int) -> list[Option]:
         own, place = hulls[number], places[number]
         more = own[place + 1].nbytes - own[place].nbytes
         if more > left:
-            continue  # later steps of this tensor would take more still
+            continue  # later options of this tensor take even more
         left -= more
         places[number] = place = place + 1
         if place + 1 < len(own):

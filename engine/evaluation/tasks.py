@@ -37,7 +37,7 @@ _INTERVAL = 1.95996398454
 
 @dataclass(frozen=True)
 class Candidate:
-    """A text, and which part of it is scored: from character `start` on; -1: from where the choices differ on."""
+    """A text, scored from character `start` on; -1: from where the choices differ."""
 
     text: str
     start: int = -1
@@ -58,8 +58,8 @@ class Accuracy:
 
     Attributes:
         correct, done: tasks answered right, and tasks answered. total: tasks to answer.
-        choices: choices of the tasks answered, together.
-        scores: of the last task, the mean log-probability of each choice.
+        choices: total number of choices of the answered tasks.
+        scores: the mean log-probability of each choice of the last task.
     """
 
     kind: TaskKind
@@ -78,7 +78,7 @@ class Accuracy:
 
     @property
     def error(self) -> float:
-        """Its standard error; 0 for fewer than two tasks."""
+        """The standard error of `accuracy`; 0 for fewer than two tasks."""
         share = self.accuracy
         return math.sqrt(share * (1 - share) / (self.done - 1)) if self.done > 1 else 0.0
 
@@ -107,9 +107,9 @@ class Accuracy:
 
 
 def read_tasks(kind: TaskKind, data: bytes, count: int | None = None) -> list[ChoiceTask]:
-    """The tasks of a file; with `count`, those that llama-perplexity draws of it, in its order.
+    """The tasks of a file; with `count`, those that llama-perplexity draws from it, in its order.
 
-    count: None: 400 of HellaSwag, all of the others.
+    count: the number of tasks; None: 400 for HellaSwag, else all.
 
     Raises:
         EngineError: the file is not of this format; the message names the task or the line.
@@ -150,7 +150,7 @@ def answer(llm: "LLM", kind: TaskKind, tasks: Seq[ChoiceTask]) -> Iterator[Accur
 
 
 def _scored(llm: "LLM", kind: TaskKind, task: ChoiceTask) -> list[TargetLogprobs]:
-    """What is computed of a task."""
+    """The log-probabilities to compute for a task, one object for each choice. Raises EngineError as `answer` does."""
     ids = [llm.encode(choice.text) for choice in task.choices]
     where = f"--{kind}: task {task.place}"
     longest = max(map(len, ids))
@@ -171,7 +171,7 @@ def _scored(llm: "LLM", kind: TaskKind, task: ChoiceTask) -> list[TargetLogprobs
 
 
 def _common(ids: Seq[Seq[int]]) -> int:
-    """How many first tokens are the same in all."""
+    """The length of the common beginning of all `ids`."""
     for place, tokens in enumerate(zip(*ids, strict=False)):
         if len(set(tokens)) > 1:
             return place
@@ -201,7 +201,7 @@ def _winogrande(data: bytes) -> list[ChoiceTask]:
 
 
 def _winogrande_task(line: str, place: int) -> ChoiceTask:
-    """A line; in a quoted sentence commas are no separators, and quotes do not stand for themselves."""
+    """The task of a line. Commas within quotes are no separators, and a sentence loses the quotes around it."""
     commas, quoted = list[int](), False
     for at, letter in enumerate(line):
         if letter == '"':
@@ -257,12 +257,12 @@ class _Reader:
 def _multiple_choice(data: bytes) -> list[ChoiceTask]:
     reader, tasks = _Reader(data), list[ChoiceTask]()
     (count,) = reader.integers(1)
-    reader.take(4 * count)  # where each begins, from here on one after the other
+    reader.take(4 * count)  # the offsets of the tasks, which follow one another
     for place in range(1, count + 1):
         reader.place = place
         question = reader.text()
         answers, labels = reader.answers()
-        reader.answers()  # those of which several are right
+        reader.answers()  # the second set of answers, several of which are right
         if not question or not all(answers) or len(answers) < 2:
             raise EngineError(f"--multiple-choice: task {place} has an empty question or answer")
         right = frozenset(number for number, label in enumerate(labels) if label == 1)
@@ -273,7 +273,7 @@ def _multiple_choice(data: bytes) -> list[ChoiceTask]:
 def _without_repeats(
     tasks: list[ChoiceTask], count: int, draw: "Callable[[np.random.MT19937, int], int]"
 ) -> list[ChoiceTask]:
-    """The tasks that a generator with seed 1 draws."""
+    """`count` tasks, as llama-perplexity's generator with seed 1 draws them."""
     random = np.random.MT19937()
     random._legacy_seeding(1)  # type: ignore[attr-defined]  # as C++'s std::mt19937 is seeded
     left, drawn = list(tasks), list[ChoiceTask]()

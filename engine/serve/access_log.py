@@ -24,9 +24,9 @@ _current: ContextVar["RequestRecord | None"] = ContextVar("request_record", defa
 
 @dataclass
 class RequestRecord:
-    """The log line of one HTTP request. Token counts are those of all its completions; `ignored` are the fields of its
-    body that no route has or that have no effect here, `shortened` its prompts that were cut to fit the context.
-    `began`, `first_token` and `last_token` are moments of `perf_counter`."""
+    """The log line of one HTTP request. Token counts are sums over its completions. `ignored`: fields of its body that
+    no route has or that have no effect here. `shortened`: the number of its prompts that were cut to fit the context.
+    `began`, `first_token` and `last_token` are `perf_counter` times."""
 
     scope: Scope
     began: float = field(default_factory=time.perf_counter)
@@ -42,7 +42,7 @@ class RequestRecord:
     last_token: float | None = None
 
     def submitted(self, requests: Sequence[GenerationRequest], model: str) -> None:
-        """A prompt of several completions is counted once."""
+        """Notes the model and the prompt tokens of its completions. A prompt of several is counted once."""
         self.model = model
         self.prompt_tokens = sum(len(request.prompt) for request in requests if request.index == 0)
         self.has_images = any(request.images for request in requests)
@@ -92,6 +92,6 @@ def current() -> RequestRecord:
 
 
 def set_level(wanted: bool) -> None:
-    """Lines of requests on or off; those of polled paths too where all that the program does is logged."""
+    """Switches lines of requests on or off. Polled paths have lines only where the whole program logs for debugging."""
     verbose = logging.getLogger("quengine").isEnabledFor(logging.DEBUG)
     logger.setLevel(logging.WARNING if not wanted else logging.DEBUG if verbose else logging.INFO)

@@ -26,7 +26,7 @@ R = TypeVar("R", OfModel, OfServer)
 
 
 def _by_path(routes: Sequence[OfModel | OfServer], kind: type[R]) -> dict[str, dict[str, R]]:
-    """The routes of each path by method: a path is one of Starlette's, so that a 405 names all its methods."""
+    """The routes of each path by method. Each path becomes one Starlette route, so that a 405 names all its methods."""
     by_path: dict[str, dict[str, R]] = {}
     for route in routes:
         if isinstance(route, kind):
@@ -51,7 +51,7 @@ def for_apps(routes: Sequence[OfModel | OfServer]) -> frozenset[tuple[str, str]]
 
 
 def make_app(models: Models, more: Sequence[OfServer] = ()) -> Starlette:
-    """The ASGI application of a server; `more`: routes of side rooms."""
+    """The ASGI application of a server. more: routes of services beside the models (`server.SideRoom`)."""
     settings, table = models.settings, (*ROUTES, *more)
     known = frozenset(path for route in table for path in route.paths)
     keyless = frozenset(path for route in table if route.keyless for path in route.paths)

@@ -1,7 +1,7 @@
 """Connections under uvicorn: how many there may be, and how long each may keep the server waiting.
 
-A connection that has sent no whole request is closed in time, and before others where connections run out. One whose
-reader sleeps is cut: closing it would wait for the reader to take what is left.
+A connection that sends no whole request is closed after a time limit, and before others if connections run out. One
+whose reader does not read is aborted: closing it would wait for the reader to take what is left.
 """
 
 import asyncio
@@ -50,8 +50,8 @@ class Connections:
 
     Args:
         limits: times, in seconds.
-        most: connections open at once. One more takes the place of the one that has waited for the longest for a
-            request; where all are being answered, it gets a 503.
+        most: connections open at once. One more takes the place of the connection that has waited longest for a
+            request; if all are being answered, it gets a 503.
     """
 
     def __init__(self, limits: Limits, most: int) -> None:
@@ -63,7 +63,7 @@ class Connections:
         self._full = Seldom(logger)
 
     def protocol(self, **given: Any) -> "Connection":
-        """What uvicorn makes for each connection."""
+        """A new connection; uvicorn calls this for each."""
         return Connection(self, **given)
 
     def admit(self, connection: "Connection") -> bool:
@@ -81,7 +81,7 @@ class Connections:
         return len(self._refused) <= MAX_REFUSED
 
     def drop_waiting(self, count: int) -> int:
-        """Close up to `count` connections that have no request, the longest without one first; how many it were."""
+        """Closes up to `count` connections without a request, the longest waiting first. Returns how many."""
         victims = list(self._waiting)[:count]
         for victim in victims:
             self.gone(victim)
@@ -160,10 +160,10 @@ class Connection(H11Protocol):
         )
 
     def write_part(self, part: bytes) -> None:
-        """Write a part of a body without a length that has begun and goes on, as `send` of ASGI does."""
+        """Writes the next part of a body that has begun and has no set length, as ASGI's `send` does."""
         if (
             self.conn.their_http_version == b"1.1"
-        ):  # in chunks; h11 takes longer for the same bytes than the rest of it
+        ):  # in chunks; h11 would take longer for these bytes than all else here
             self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
         else:
             self.transport.write(self.conn.send(h11.Data(data=part)))
@@ -181,7 +181,7 @@ class Connection(H11Protocol):
             self._close(self._all.limits.write_s)
         elif self.cycle is not None and not self.cycle.response_complete:
             self._enter("busy")
-        # The rest of a body that was answered before it had all come is as good as a request's beginning.
+        # The rest of a body that was answered before it was complete counts as a request's beginning.
         elif self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]:
             self._enter("partial")
         else:
@@ -189,7 +189,7 @@ class Connection(H11Protocol):
 
     def _enter(self, phase: ConnectionPhase) -> None:
         if phase == self._phase == "partial":
-            return  # more of it does not give it more time
+            return  # further bytes do not extend the time
         if phase != self._phase:
             self._all.enter(self, phase)
         self._phase = phase
@@ -201,7 +201,7 @@ class Connection(H11Protocol):
             self._timer = self.loop.call_later(limits.header_s, self._headers_too_slow)
 
     def _is_garbage(self) -> bool:
-        """Whether the bytes so far can become no request, whatever follows; h11 alone would wait for a whole one."""
+        """Whether the bytes so far cannot become a request, whatever follows. h11 alone would wait for a whole one."""
         waiting = self.conn.trailing_data[0]
         if not waiting:
             return False
@@ -295,7 +295,7 @@ def connection_of(scope: Scope) -> Connection | None:
 
 
 async def send_within(seconds: float, connection: Connection | None, send: Send, message: Message) -> None:
-    """Send; a connection that takes longer for it is cut. Raises SlowReaderError."""
+    """Sends a message. A connection that takes longer than `seconds` is aborted. Raises SlowReaderError."""
     transport = None if connection is None else connection.transport
     if transport is not None and not transport.get_write_buffer_size():
         await send(message)  # the reader has taken all that was written: this does not wait for it

@@ -1,5 +1,5 @@
-"""What an engine counts, as families of Prometheus: checkpoints of states, experts, images, and its replicas. An engine
-without these gives none."""
+"""Counts of an engine as Prometheus families: checkpoints of states, experts, images, and its replicas. An engine
+without one of these gives no family for it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar

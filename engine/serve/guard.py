@@ -1,9 +1,9 @@
 """ASGI middleware that checks the Host header, the Origin of a browser's page, and the API key.
 
-Where keys are asked for, pages of any origin may use the server unless the settings name origins: a page needs the key,
-which DNS rebinding does not give it. Browsers add no key by themselves: the chat page asks for one, and keeps it.
-Where neither keys nor origins are given, apps of this machine may generate; what they may not do, and pages of the web,
-need an origin that is named. A reason for a refusal is logged.
+If keys are set, pages of any origin may use the server unless the settings name origins: a page needs the key, which
+DNS rebinding does not give it. Browsers add no key by themselves: the chat page asks for one, and keeps it. If neither
+keys nor origins are set, apps of this machine may generate. All else that apps do, and pages of the web, need an origin
+that is named. The reason for a refusal is logged.
 """
 
 import hashlib
@@ -54,10 +54,10 @@ def admits_apps(settings: ServerSettings) -> bool:
 
 
 def check_may_change(scope: Scope, what: str) -> None:
-    """Apps of this machine that no origin names may generate; of a change the caller says what it is: "load a model".
+    """Refuses a change to an app that may only generate. what: the change in words, such as "load a model".
 
     Raises:
-        ApiError: 403, whose reason is logged.
+        ApiError: 403; the reason is logged.
     """
     refusal: Callable[[str], ApiError] | None = scope.get(_REFUSAL)
     if refusal is not None:
@@ -65,17 +65,17 @@ def check_may_change(scope: Scope, what: str) -> None:
 
 
 def is_limited(scope: Scope) -> bool:
-    """Whether the request is an app's that may generate and change nothing."""
+    """Whether the request is from an app that may only generate."""
     return _REFUSAL in scope
 
 
 def _is_page_file(path: str) -> bool:
-    """Whether it is a file of the chat page. Any origin may fetch one: that of the page's frame is "null"."""
+    """Whether it is a file of the chat page. Any origin may fetch it, as that of the page's frame is "null"."""
     return path.startswith("/page/")
 
 
 class CORS(CORSMiddleware):
-    """Preflights of pages that may not use the server are answered as well, without what would allow them."""
+    """CORS that also answers preflights of pages that may not use the server, without the headers that allow them."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         response = super().preflight_response(request_headers)
@@ -87,8 +87,8 @@ class Guard:
     """Answers a request that is not allowed; passes the others on.
 
     Args:
-        keyless: paths that need no key, as files of the chat page do not: it asks for the key.
-        for_apps: method and path of what apps of this machine may use.
+        keyless: paths that need no key. Nor do files of the chat page, which asks for the key.
+        for_apps: method and path of the routes that apps of this machine may use.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class Guard:
             self._check_key(headers)
 
     def _check_host(self, headers: Headers) -> None:
-        """Against pages whose name is made to point at this machine (DNS rebinding)."""
+        """Refuses pages whose host name points at this machine (DNS rebinding). Browsers always send a Host header."""
         allowed = self.settings.allowed_hosts
-        if "*" in allowed or "host" not in headers:  # HTTP/1.0, as of health checks: no browser leaves it out
+        if "*" in allowed or "host" not in headers:  # HTTP/1.0, as in health checks
             return
         name = host_name(headers.get("host", ""))
         if self._loopback:
@@ -147,7 +147,7 @@ class Guard:
             raise ApiError(403, f"the Host header {name[:80]!r} is not allowed here (--allowed-host)")
 
     def _check_origin(self, headers: Headers, scope: Scope) -> None:
-        """A browser sends a form or plain text for any page unasked; this server does not compute for it."""
+        """Refuses pages of other origins: a browser sends a form or plain text for any page without asking first."""
         origin = headers.get("origin", "")
         if "*" in self._origins or origin in self._origins or _same_origin(headers):
             return
@@ -155,7 +155,7 @@ class Guard:
             return
         what = "use this server"
         if admits_apps(self.settings) and APP_ORIGIN.fullmatch(origin):
-            # A preflight asks for nothing: what follows it is judged.
+            # A preflight itself does nothing: the request after it is checked.
             method = "GET" if scope["method"] == "HEAD" else scope["method"]
             if method == "OPTIONS" or self._may_apps(scope["path"], method):
                 scope[_REFUSAL] = partial(self._refuse_change, scope, origin)
@@ -173,7 +173,7 @@ class Guard:
 
     def _check_key(self, headers: Headers) -> None:
         given = _digest(_key(headers))
-        # All are compared, each in constant time: how long it takes says nothing of how near a guess was.
+        # All keys are compared, each in constant time, so that the time says nothing of how near a guess was.
         if sum(hmac.compare_digest(given, key) for key in self._keys) == 0:
             raise ApiError(
                 401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
@@ -202,6 +202,6 @@ def _digest(key: str) -> bytes:
 
 
 def _key(headers: Headers) -> str:
-    """Bearer KEY, or X-Api-Key: KEY."""
+    """The key in Authorization: Bearer KEY, or X-Api-Key: KEY."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
     return value.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection before its answer was there."""
+    """The client has closed its connection before the answer was complete."""
 
 
 def to_json(value: Any) -> bytes:
-    """Compact UTF-8. A lone surrogate, as a name of the command line may hold, becomes a question mark."""
+    """`value` as compact JSON in UTF-8. A lone surrogate, as in names of the command line, becomes a question mark."""
     try:
         return _encode(value)
     except (OverflowError, UnicodeError):  # or a number beyond 64 bits, which a client gave
@@ -108,8 +108,8 @@ async def read_raw(request: Request, limits: Limits) -> bytes:
 
 
 async def _too_large(request: Request, limits: Limits) -> ApiError:
-    """The error. A connection that is to be closed is read on, for as long as a request's beginning may take: closed
-    unread, it would lose the answer."""
+    """The error. If the connection is to be closed, the rest of the body is read first, for up to `header_s`: closing
+    with unread data would lose the answer."""
     if "close" in request.headers.get("connection", "").lower():
         with suppress(TimeoutError):
             async with asyncio.timeout(limits.header_s):
@@ -119,8 +119,8 @@ async def _too_large(request: Request, limits: Limits) -> ApiError:
 
 
 async def off_loop(function: Callable[[], T], field: str | None = None, code: str | None = None) -> T:
-    """The result of `function`, computed in a thread. Raises ApiError, of a request's `field`, where it raises
-    EngineError."""
+    """The result of `function`, computed in a thread. Its EngineError is raised as an ApiError of the request's
+    `field`."""
     try:
         return await asyncio.to_thread(function)
     except EngineError as error:
@@ -130,8 +130,8 @@ async def off_loop(function: Callable[[], T], field: str | None = None, code: st
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """The result of `work`; it is cancelled, and ClientGoneError raised, when the client leaves first.
 
-    It begins at once, in the task of the caller: of many requests that come together the first is on its way to the
-    engine before the others are read.
+    The work begins at once, in the caller's task: if many requests come together, the first is on its way to the engine
+    before the others are read.
     """
     task, left, over = asyncio.current_task(), False, False
     assert task is not None
@@ -167,8 +167,8 @@ async def _gone(receive: Receive) -> None:
 class EventStream(Response):
     """Events of `media_type`. `chunks` are whole events; closing the generator frees what it holds.
 
-    began: called with the connection once the first part has been sent; parts may from then on be written to it too,
-        while the next of `chunks` is waited for.
+    began: called with the connection once the first part has been sent. From then on parts may also be written to it
+        directly, while the next of `chunks` is waited for.
     """
 
     def __init__(
@@ -204,10 +204,10 @@ class EventStream(Response):
 class Catch:
     """The outermost middleware: every failure becomes an answer and a line in the log, and ends with its request.
 
-    A path with slashes at its end is the path without.
+    Slashes at the end of a path are ignored.
 
     `done` is called with path and status of every answer. A connection that takes longer than `write_s` for a write is
-    cut.
+    aborted.
     """
 
     def __init__(self, app: ASGIApp, done: Callable[[str, int], None], write_s: float) -> None:
@@ -226,7 +226,7 @@ class Catch:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                # Names are compared in any case, but scripts look for them as llama-server writes them.
+                # Header names are case-insensitive, but scripts look for them as llama-server writes them.
                 named = [(name.title(), value) for name, value in message["headers"]]
                 message = {**message, "headers": named}
             await send_within(self.write_s, connection, send, message)
@@ -246,12 +246,12 @@ class Catch:
         finally:
             record.write(status)
             self.done(scope["path"], status)
-            # What still refers to the scope is in cycles, which are collected late: a body may be large.
+            # Reference cycles keep the scope until they are collected; a body may be large.
             scope.pop(BODY_KEY, None)
             scope.pop(DIRECT, None)
 
 
 def _internal(error: Exception, scope: Scope) -> ApiError:
-    """The answer to a fault of this program. The log has its causes; with `-v`, its traceback."""
+    """The answer to a fault of this program. The log has its causes and, with `-v`, its traceback."""
     logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
     return ApiError(500, f"internal error: {type(error).__name__}")

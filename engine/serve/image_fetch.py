@@ -37,7 +37,7 @@ _MOVED = (301, 302, 303, 307, 308)
 
 @dataclass
 class _Room:
-    """Bytes that the images of a request may still have."""
+    """The number of bytes that further images of a request may have."""
 
     left: int
 
@@ -51,7 +51,7 @@ class _Room:
 async def fetch_images(urls: Sequence[str]) -> dict[str, bytes]:
     """The contents of images by their addresses, each fetched once.
 
-    Raises EngineError with the address's host for one that is not allowed, is not there, or takes too long or too much.
+    Raises EngineError for an address that is not allowed, has no image, or takes too much time or too many bytes.
     """
     room, turns = _Room(MAX_BYTES), asyncio.Semaphore(MOST_AT_ONCE)
 
@@ -94,12 +94,12 @@ async def _fetch(url: str, room: _Room) -> bytes:
 
 
 def _as_sent(url: str) -> str:
-    """An address as it is requested: without a fragment, and percent signs for what is not ASCII."""
+    """An address as it is requested: without a fragment, and percent-encoded where it is not ASCII."""
     return quote(urldefrag(url).url, safe="%/:=&?~+!$,;'@()*[]")
 
 
 async def _request(url: str, room: _Room) -> bytes | str:
-    """The bytes at an address, or the address that it leads to."""
+    """The bytes at an address, or the address that it redirects to."""
     import httpcore2
 
     timeout = {"connect": _CONNECT_SECONDS, "read": SECONDS, "write": SECONDS, "pool": SECONDS}

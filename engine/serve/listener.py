@@ -23,10 +23,10 @@ OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.E
 
 
 class Listener(socket.socket):
-    """A listening socket that frees descriptors where they are short, and fails once a second where it cannot.
+    """A listening socket that frees descriptors when they run short, and fails once a second if it cannot.
 
-    asyncio calls `accept` as many times in a row as the backlog is long, and reports each failure: without this, a
-    thousand times a second. `make_room` is given the error, and returns how many descriptors will be free.
+    asyncio calls `accept` as many times in a row as the backlog is long, and would report each failure, a thousand
+    times a second. `make_room` is given the error, and returns how many descriptors will be free.
     """
 
     make_room: Callable[[OSError], int] | None = None
@@ -79,10 +79,10 @@ def connection_limit(wanted: int) -> int:
 
 
 def reserve_descriptors(listener: socket.socket, connections: int) -> None:
-    """Have the kernel make room for the descriptors of so many connections.
+    """Has the kernel make room for the descriptors of `connections` connections.
 
-    Where a process has threads, Linux waits 10 to 30 ms for all processors each time that the table of its descriptors
-    grows (synchronize_rcu in expand_fdtable): in the middle of the first burst of connections, otherwise.
+    In a process with threads, Linux waits 10 to 30 ms for all processors each time that the table of descriptors grows
+    (synchronize_rcu in expand_fdtable). Otherwise that would happen in the middle of the first burst of connections.
     """
     with suppress(OSError):  # beyond the limit on open files
         os.close(fcntl.fcntl(listener, fcntl.F_DUPFD_CLOEXEC, max(0, connections + OTHER_DESCRIPTORS - 1)))

@@ -1,7 +1,7 @@
 """The server's counters under llama-server's names (tools/server/server-context.cpp), in Prometheus' text format 0.0.4.
 
-Rates are those since the text was last read, as llama-server's; the counters give rates over any time.
-Their library adds `_total` to the name of every counter, which `llamacpp:n_tokens_max` does not have.
+As in llama-server, rates are those since the text was last read; the counters give rates over any time. The text is
+written here because Prometheus' library adds `_total` to every counter's name, which `llamacpp:n_tokens_max` lacks.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class LlamaMetrics:
 
     @property
     def _rated(self) -> tuple[float, ...]:
-        """What rates are of: prompt tokens and seconds, generated tokens and seconds."""
+        """The counts that rates are computed from: prompt tokens and seconds, generated tokens and seconds."""
         return self._prompt, self._prompt_s, self._later, self._predicted_s
 
     def text(self, worker: Worker) -> bytes:

@@ -16,7 +16,7 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.
 
 
 class ServerMetrics:
-    """What is of no model. All of it is called in the event loop."""
+    """The metrics of the server itself. All of it is called in the event loop."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -32,13 +32,13 @@ class ServerMetrics:
         )
 
     def answered(self, path: str, status: int, ignored: int, shortened: int) -> None:
-        """An answer, with the fields of its body that were ignored, and the prompts that were shortened."""
+        """Counts an answer, the ignored fields of its request's body, and its shortened prompts."""
         self._http.labels(path, str(status)).inc()
         self._ignored.inc(ignored)
         self._shortened.inc(shortened)
 
     def text(self, models: "Mapping[str, Metrics]") -> bytes:
-        """Prometheus' text, with those of the models under the label `model`."""
+        """Prometheus' text, with the metrics of the models under the label `model`."""
         labelled = CollectorRegistry()
         labelled.register(_Labelled(models))  # type: ignore[arg-type]  # all that is asked of it is `collect`
         return generate_latest(self.registry) + generate_latest(labelled)
@@ -63,7 +63,7 @@ class _Labelled:
 
 
 class Metrics:
-    """Those of a model. All of it is called in the event loop."""
+    """The metrics of a model. All of it is called in the event loop."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -104,7 +104,7 @@ class Metrics:
         self.registry.register(families)  # type: ignore[arg-type]  # all that is asked of it is `collect`
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Count what came from the engine in a step."""
+        """Counts the events of a step."""
         tokens = sum(len(event.tokens) for event in events if isinstance(event, Piece))
         tokens += sum(event.timings.end_tokens for event in events if isinstance(event, Finished))
         self._generated.inc(tokens)
@@ -130,7 +130,7 @@ class Metrics:
             self._token.observe(times.decode_s / (times.generated_tokens - 1))
 
     def violated(self) -> None:
-        """A finished answer is not valid under its schema."""
+        """Counts a finished answer that is not valid under its schema."""
         self._violations.inc()
 
     def cancelled(self, completions: int) -> None:

@@ -1,7 +1,7 @@
-"""Connections to other hosts that a request names: to public addresses, where no other are allowed.
+"""Connections to hosts that a request names: only to public addresses, unless others are allowed.
 
-The addresses of a name are checked when the connection is made, and one of them is connected to: what the name stands
-for cannot change between the two (DNS rebinding).
+The addresses of a name are checked when the connection is made, and it goes to one of these: the name cannot change
+its address between check and connection (DNS rebinding).
 """
 
 import asyncio
@@ -32,13 +32,13 @@ class PrivateAddressError(EngineError):
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether an address is one of the internet, and of no private network, this machine, a cloud's metadata or a
-    group."""
+    """Whether an address is on the internet: not in a private network, on this machine, a cloud's metadata, or a
+    multicast group."""
     if isinstance(address, IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(address.ipv4_mapped)
         if address.sixtofour is not None or address.teredo is not None:
-            return False  # they lead to an IPv4 address, which a web server has of its own
+            return False  # they embed an IPv4 address, which a web server would use directly
         if address not in _UNICAST:
             return False
     return address.is_global and not address.is_multicast
@@ -51,7 +51,7 @@ def _resolvers() -> ThreadPoolExecutor:
 
 
 async def addresses_of(host: str, port: int) -> list[str]:
-    """Raises OSError where the name has none."""
+    """The addresses of a host name. Raises OSError if it has none."""
     look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     try:
         found = await asyncio.get_running_loop().run_in_executor(_resolvers(), look_up)
@@ -62,13 +62,13 @@ async def addresses_of(host: str, port: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Reach:
-    """Which hosts are reached: those all of whose addresses, as `resolve` gives them, are allowed."""
+    """Which hosts may be reached: those whose addresses, as `resolve` gives them, are all allowed."""
 
     allows: Callable[[IPv4Address | IPv6Address], bool] = is_public
     resolve: Callable[[str, int], Awaitable[list[str]]] = addresses_of
 
     async def addresses(self, host: str, port: int) -> list[str]:
-        """Raises PrivateAddressError for one that is not allowed, and OSError."""
+        """The addresses of a host. Raises PrivateAddressError if one is not allowed, and OSError."""
         found = await self.resolve(host, port)
         if not found or not all(self.allows(ip_address(each)) for each in found):
             raise PrivateAddressError(f"{host[:200]}: a private address")
@@ -98,7 +98,7 @@ def shown_address(url: str) -> str:
 
 
 def network_backend(reach: Reach) -> "httpcore2.AsyncNetworkBackend":
-    """Connects to the hosts of `reach`."""
+    """A network backend that connects only to the hosts of `reach`."""
     import httpcore2
 
     class Backend(httpcore2.AnyIOBackend):

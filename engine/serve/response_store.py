@@ -1,6 +1,6 @@
 """Responses that later requests may refer to, in memory: `previous_response_id`, references to items, GET and DELETE.
 
-An entry is the JSON of a response and that of its conversation. All together take at most so many bytes; the oldest are
+An entry is the JSON of a response and of its conversation. All entries together are bounded in bytes; the oldest are
 dropped for a new one.
 """
 
@@ -18,7 +18,7 @@ Item = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Entry:
-    """`conversation`: the items of the input, of all inputs and outputs before it, and of the output."""
+    """A stored response. conversation: the items of all earlier inputs and outputs, of the input, and of the output."""
 
     response: bytes
     conversation: bytes
@@ -30,28 +30,28 @@ class _Entry:
 
 
 class ResponseStore:
-    """`most` is in bytes; 0 stores nothing."""
+    """Stores at most `most` bytes; 0 stores nothing."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._size = 0
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._response_of: dict[str, str] = {}  # by the id of an item of its output
+        self._response_of: dict[str, str] = {}  # id of an output item -> id of its response
 
     @property
     def size(self) -> int:
-        """Bytes that are stored."""
+        """The number of stored bytes."""
         return self._size
 
     def keeps(self, wanted: bool) -> bool:
-        """Whether a response is stored whose request has `store` = `wanted`."""
+        """Whether a response is stored if its request has `store` = `wanted`."""
         return wanted and self._most > 0
 
     def put(
         self, response_id: str, item_ids: Sequence[str], response: Any, conversation: Sequence[Any]
     ) -> None:
-        """Store a response that is whole, with the ids of its output's items. One that alone takes more than all may is
-        not stored."""
+        """Stores a complete response, with the ids of its output items. A response that alone exceeds the limit is not
+        stored."""
         ids = tuple(item_ids)
         entry = _Entry(to_json(response), to_json(conversation), ids)
         if entry.size > self._most:
@@ -63,7 +63,7 @@ class ResponseStore:
         self._size += entry.size
 
     def response(self, response_id: str) -> bytes:
-        """Its JSON. Raises ApiError (404)."""
+        """The JSON of a response. Raises ApiError (404)."""
         return self._entry(response_id, None).response
 
     def input_items(self, response_id: str) -> list[Item]:
@@ -74,7 +74,7 @@ class ResponseStore:
         return [_listed(item, f"item_{response_id}_{number}") for number, item in enumerate(given)]
 
     def conversation(self, response_id: str | None) -> list[Item]:
-        """The items up to the end of a response; of no response none. Raises ApiError (404)."""
+        """The items up to the end of a response; none for an id of None. Raises ApiError (404)."""
         if response_id is None:
             return []
         items: list[Item] = json.loads(self._entry(response_id, "previous_response_id").conversation)
@@ -91,7 +91,7 @@ class ResponseStore:
         return next(item for item in output if item["id"] == item_id)
 
     def delete(self, response_id: str) -> None:
-        """Raises ApiError (404)."""
+        """Removes a response. Raises ApiError (404)."""
         entry = self._entry(response_id, None)
         del self._entries[response_id]
         for item_id in entry.item_ids:
@@ -112,7 +112,7 @@ class ResponseStore:
 
 
 def _listed(item: Item, new_id: str) -> Item:
-    """An item with an id and its type; text of a message as a part. Items of requests may lack these."""
+    """An item with an id and a type, and with a message's text as a part. Items of requests may lack these."""
     listed = {
         "id": new_id,
         "type": "message",

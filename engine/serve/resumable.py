@@ -1,7 +1,8 @@
 """Streams that outlive their connection: a client names its conversation, and can read the stream again from any byte.
 
-A request with the header X-Conversation-Id is answered by a task of its own, whose output is kept; its connection only
-reads that, and so does GET /v1/stream. The newest MAX_BYTES of a stream are kept until KEPT_SECONDS after its end.
+A request with the header X-Conversation-Id is answered by a task of its own, whose output is kept. The request's
+connection only reads this output, and so does GET /v1/stream. The newest MAX_BYTES of a stream are kept until
+KEPT_SECONDS after its end.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ _MAX_ID = 512
 
 
 class KeptStream:
-    """The output of a request so far. `head` is its http.response.start, None until that is there."""
+    """The output of a request so far. head: its http.response.start message, None until that is there."""
 
     def __init__(self, conversation: str) -> None:
         self.conversation = conversation
@@ -52,7 +53,7 @@ class KeptStream:
             self.task.cancel()
 
     async def run(self, app: ASGIApp, scope: Scope) -> None:
-        """Have the request answered. Nobody waits for what it raises but a connection that is still there."""
+        """Has the request answered. Its errors reach only a connection that is still there."""
         try:
             await app({**scope, DIRECT: None}, self._never, self._keep)
         finally:
@@ -79,7 +80,7 @@ class KeptStream:
         self._changed = asyncio.Event()
 
     async def parts(self, at: int) -> AsyncIterator[bytes]:
-        """The bytes from `at` on, until the end. It ends early where a slow reader's are no longer kept."""
+        """The bytes from `at` on, until the end. Ends early if the next bytes of a slow reader are no longer kept."""
         while at >= self.dropped:
             changed, over = self._changed, self.ended_at > 0
             if part := bytes(self._kept[at - self.dropped :]):
@@ -107,13 +108,14 @@ class KeptStream:
 
 
 class StreamStore:
-    """The streams of a server by conversation; of one conversation there is the newest."""
+    """The streams of a server by conversation; only the newest of each conversation is kept."""
 
     def __init__(self) -> None:
         self._streams: dict[str, KeptStream] = {}
 
     def add(self, stream: KeptStream) -> None:
-        """The stream before it of its conversation is cancelled; so is the oldest of too many, ended ones first."""
+        """Adds a stream. Cancels the conversation's previous one and, if there are too many, the oldest, ended ones
+        first."""
         self.remove(stream.conversation)
         self._expire()
         while len(self._streams) >= MAX_STREAMS:
@@ -132,7 +134,7 @@ class StreamStore:
             stream.cancel()
 
     def found(self, conversations: list[str]) -> list[KeptStream]:
-        """Those of the conversations, also under their id with ::MODEL after it."""
+        """The streams of these conversations, also those under an id followed by ::MODEL."""
         self._expire()
         return [
             stream
@@ -153,7 +155,7 @@ class _Streamed(msgspec.Struct):
 
 
 class Resumable:
-    """The ASGI application of a path whose streams are kept where a request names its conversation."""
+    """The ASGI application of a path whose streams are kept if a request names its conversation."""
 
     def __init__(self, app: ASGIApp, store: StreamStore, limits: Limits) -> None:
         self.app = app
@@ -174,7 +176,7 @@ class Resumable:
         await unless_gone(receive, stream.pass_on(send))
 
     def _ended(self, stream: KeptStream) -> None:
-        """What failed before its answer began leaves nothing behind."""
+        """Removes a stream that failed before its answer began."""
         assert stream.task is not None
         failed = stream.task.cancelled() or stream.task.exception() is not None
         if failed and stream.head is None and self.store.get(stream.conversation) is stream:

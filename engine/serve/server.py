@@ -40,7 +40,7 @@ DROPPED_AT_ONCE = 8
 
 
 class SideRoom(Beside, Protocol):
-    """What a server has beside its models, with routes of its own."""
+    """A service beside a server's models, with its own routes."""
 
     @property
     def routes(self) -> Sequence[OfServer]: ...
@@ -49,15 +49,15 @@ class SideRoom(Beside, Protocol):
 class Server(uvicorn.Server):
     """uvicorn with the models and their workers.
 
-    The first SIGTERM or SIGINT drains: no new requests (503), those taken end, at most `limits.drain_s` seconds.
-    The second ends at once.
+    The first SIGTERM or SIGINT drains: new requests get a 503, and accepted ones have at most `limits.drain_s` seconds
+    to end. The second signal ends the server at once.
 
     Args:
         settings: address, keys, limits.
         launch: builds the engine of a model, in its worker's thread.
         say: called with lines for the terminal.
-        find: the models there are; None: the one of `settings`.
-        rooms: what there is beside the models.
+        find: returns all models; None: the only one is that of `settings`.
+        rooms: services beside the models.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn's tenth of a second."""
+        """Called by uvicorn ten times a second."""
         self.models.tick()
         if self._drain_until is not None and not self.should_exit:
             late = time.monotonic() >= self._drain_until
@@ -166,14 +166,14 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _loop_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An error that asyncio cannot raise anywhere."""
+        """Logs an error that asyncio cannot raise anywhere."""
         del loop
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in OUT_OF_RESOURCES):  # that has been logged
             self._failures.warning("%s", context["message"], cause=error)
 
     def _make_room(self, error: OSError) -> int:
-        """Close idle connections where no descriptor is left for another; how many it were."""
+        """Closes idle connections if no descriptor is left for another. Returns how many."""
         count = len(self.connections)
         dropped = self.connections.drop_waiting(DROPPED_AT_ONCE)
         self._short.warning(

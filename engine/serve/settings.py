@@ -34,7 +34,7 @@ MOST_REPLICAS = 64
 
 
 def _names(texts: Iterable[str]) -> tuple[str, ...]:
-    """What the texts of a flag name, each once."""
+    """The names in the texts of a flag, each once."""
     return tuple(dict.fromkeys(name for text in texts for part in text.split(",") if (name := part.strip())))
 
 
@@ -132,10 +132,10 @@ class ModelsOptions:
 class ServerSettings:
     """Everything of the server that is not the engine's; each flag says what it is.
 
-    The first of `model_names` is what answers call the model. Any of `api_keys`, to which those of `api_key_file` are
-    added, opens every route; without one no key is needed. "*" allows any host, or any origin, and "localhost" the
-    origins of this machine; without origins CORS is on for all of them where a key is needed, and else for
-    generating by apps of this machine. `pooling`, `chat` and `defaults` hold where a request names no other.
+    Answers call the model by the first of `model_names`. Any of `api_keys`, to which the keys in `api_key_file` are
+    added, opens every route; without keys none is needed. "*" allows any host, or any origin; "localhost" allows the
+    origins of this machine. Without origins, CORS is on for all of them if a key is needed; else apps of this machine
+    may generate. `pooling`, `chat` and `defaults` apply where a request names no other.
 
     Raises:
         EngineError: a value is out of range, the keys cannot be read, or the address is not loopback and there is no
@@ -230,7 +230,7 @@ class ServerSettings:
 
     @property
     def engines(self) -> int:
-        """Of one model, all together."""
+        """The number of engines of one model, prefill engines included."""
         return self.replicas + self.prefill_replicas
 
     def __post_init__(self) -> None:
@@ -309,14 +309,14 @@ def as_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 @cache
 def _warn_readable(file: Path, mode: int) -> None:
-    """Once for a file of keys that other users of this machine can read: settings are made again and again."""
+    """Warns if other users of this machine can read a file of keys; only once, as settings are made repeatedly."""
     logger.warning("--api-key-file %s: other users can read the keys (mode %o): chmod 600 it", file, mode)
 
 
 def _keys_of(file: Path | None) -> list[str]:
     if file is None:
         return []
-    with suppress(OSError):  # which reading it says
+    with suppress(OSError):  # reading the file reports it
         mode = stat.S_IMODE(file.stat().st_mode)
         if mode & (stat.S_IRGRP | stat.S_IROTH):
             _warn_readable(file, mode)

@@ -99,5 +99,5 @@ class ToolsOptions:
 
     @property
     def flag(self) -> str:
-        """The one that switches them on, as errors name it."""
+        """The flag that switches tools on, as errors name it."""
         return "--tools" if self.names else "--mcp-servers-config"

@@ -1,8 +1,9 @@
-"""Traces for OpenTelemetry (`--otlp-endpoint`): a span for each request, below it one to the first token and one to the
-last. A request's W3C `traceparent` is their parent, and says whether they are sampled.
+"""Traces for OpenTelemetry (`--otlp-endpoint`): a span for each request, and within it one up to the first token and
+one from there to the last. A request's W3C `traceparent` is their parent, and says whether they are sampled.
 
-Names of attributes: OpenTelemetry's semantic conventions of HTTP and of generative AI. Imported only where the flag is
-given; the exporter takes its other settings (headers, service name) from OpenTelemetry's environment variables.
+Attributes have the names of OpenTelemetry's semantic conventions for HTTP and generative AI. This module is imported
+only with the flag; the exporter takes its other settings (headers, service name) from OpenTelemetry's environment
+variables.
 """
 
 import os
@@ -51,7 +52,7 @@ class Traced:
 
 
 def provider_for(endpoint: str) -> "TracerProvider":
-    """What sends spans to a collector, OTLP over HTTP, from a thread of its own.
+    """The provider that sends spans to a collector, by OTLP over HTTP, from a thread of its own.
 
     Raises:
         EngineError: `endpoint` is no http(s) address, or the packages are missing.
@@ -85,7 +86,7 @@ def _spans(tracer: "Tracer", record: RequestRecord, status: int) -> None:
     offset = time.time() - time.perf_counter()
 
     def at(moment: float) -> int:
-        """Nanoseconds since the epoch of a moment of `perf_counter`."""
+        """Nanoseconds since the epoch of a `perf_counter` time."""
         return int((moment + offset) * 1e9)
 
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in record.scope["headers"]}
@@ -105,7 +106,7 @@ def _spans(tracer: "Tracer", record: RequestRecord, status: int) -> None:
         for name, begin, end in parts:
             if begin is not None and end is not None:
                 tracer.start_span(name, within, start_time=at(begin)).end(at(end))
-        # By the conventions a 4xx is no error of the server's. Messages, which may quote the request, are in the log.
+        # By the conventions a 4xx is no server error. Messages may quote the request, so they are only in the log.
         if status >= 500 or (record.error and 0 < status < 400):
             request.set_status(Status(StatusCode.ERROR))
     request.end()

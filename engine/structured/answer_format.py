@@ -1,4 +1,4 @@
-"""The format of a model's answers: which of the text is reasoning, which is for the user, and which are tool calls.
+"""The format of a model's answers: which parts of the text are reasoning, text for the user, and tool calls.
 
 `request.chat_format` finds the format of a model. `answer_violation` checks a finished answer.
 
@@ -81,7 +81,7 @@ class AnswerFormat(Protocol):
         ...
 
     def continuation(self, prompt: str, reasoning: str, text: str) -> list[tuple[str, str]]:
-        """The text after a prompt whose answer has begun, as pairs: what the format writes, then what is given."""
+        """The text after a prompt whose answer has begun, as pairs (text that the format writes, given text)."""
         ...
 
     def reasoning_tokens(
@@ -168,7 +168,7 @@ def nearest_effort(form: AnswerFormat, template: str | None, effort: str) -> str
 
 
 def effort_variables(form: AnswerFormat, template: str | None, effort: str | None) -> dict[str, Any]:
-    """The template's variables for a reasoning effort; None: the template's own effort, with reasoning on.
+    """The template's variables for a reasoning effort. effort: None is the template's own, with reasoning on.
 
     Where the template only switches reasoning on and off, "none" is off and any other effort on.
 

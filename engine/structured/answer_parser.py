@@ -35,7 +35,7 @@ class AnswerParser(ABC):
 
     def __init__(self) -> None:
         self.calls = 0
-        self._text = ""  # what is not done with, of which [:_at] is read
+        self._text = ""  # text that is still needed; [:_at] has been read
         self._at = 0
         self._closed = False
         self._out: list[Delta] = []

@@ -8,12 +8,12 @@
 The parsing is llguidance's (Earley over lexemes that are derived regexes). A token is allowed exactly if its bytes can
 go on; how the tokenizer itself would have cut the text does not matter. End tokens are allowed where the text may end.
 
-llguidance bounds most of the work of compiling, but not that for regexes which are joined by "and": a few patterns
-under `allOf` keep a thread busy for hours, and no thread can be stopped. Such a grammar is compiled by a process of
-its own first, over a vocabulary of bytes, with limits of time and memory; what does not end there is refused.
+llguidance bounds most of the work of compiling, but not the work for regexes that are joined by "and": a few patterns
+under `allOf` keep a thread busy for hours, and no thread can be stopped. Such a grammar is first compiled by a process
+of its own, over a vocabulary of bytes, with limits of time and memory; if that does not end, it is refused.
 
-llguidance compiles by recursion: rules that lead to each other, or definitions of a schema, take stack for each, and a
-stack that is full ends the process. A grammar is compiled on a thread whose stack grows with the grammar's length.
+llguidance compiles by recursion: each rule or schema definition in a chain of references takes stack, and a full stack
+ends the process. So a grammar is compiled on a thread whose stack grows with the grammar's length.
 """
 
 import logging
@@ -72,9 +72,9 @@ if not matcher.is_error():
 
 
 def needs_probe(lark: str, own: bool) -> bool:
-    """Whether compiling may have no end: several regexes that can be joined, or a Lark grammar that can join them.
+    """Whether compiling may not end: several regexes can be joined, or a user's Lark grammar can join them.
 
-    own: the grammar is made of schemas and regexes, and no user's.
+    own: the grammar is made here of schemas and regexes; it is not the user's.
     """
     if not own and _LARK_OPERATOR.search(lark) is not None:
         return True
@@ -86,7 +86,7 @@ def needs_probe(lark: str, own: bool) -> bool:
 
 
 def probe(kind: str, lark: str) -> None:
-    """Compile a grammar in a process of its own. It reports no errors of the grammar: its compiler does.
+    """Compiles a grammar in a process of its own. Errors in the grammar are not reported here: the compiler does that.
 
     Raises:
         EngineError: it does not end within PROBE_SECONDS, or needs more than 1 GiB.
@@ -131,7 +131,7 @@ class ConstraintError(EngineError):
 class Constraint:
     """Where one text is within its grammar. Made by ConstraintCompiler; for one thread at a time.
 
-    There is no way back: a sequence that is computed anew keeps its constraint, for its tokens stay.
+    It cannot be rewound. A sequence that is computed anew keeps its constraint, because its tokens stay the same.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class ConstraintCompiler:
             return self._vocabulary
 
     def _compiled(self, vocabulary: "LLTokenizer", spec: ConstraintSpec, seconds: float) -> "LLMatcher":
-        """Compile on a thread of its own, which a deadline leaves behind: llguidance's own limits end it."""
+        """Compiles on a thread of its own. After the deadline the thread is left behind: llguidance's limits end it."""
         made: list[LLMatcher] = []
         failed: list[BaseException] = []
 
@@ -278,7 +278,7 @@ class ConstraintCompiler:
 
 
 def _start(thread: threading.Thread, stack: int) -> None:
-    """Start a thread with a stack of `stack` bytes, of which what it uses takes memory.
+    """Starts a thread with a stack of `stack` bytes, of which only the part in use takes memory.
 
     Raises:
         RuntimeError: it cannot be started.
@@ -292,7 +292,7 @@ def _start(thread: threading.Thread, stack: int) -> None:
 
 
 class _Tokens:
-    """A tokenizer as llguidance asks for one (its TokenizerWrapper): bytes by id, and which ids are no text."""
+    """A tokenizer in the form that llguidance wants (its TokenizerWrapper): bytes by id, and which ids are no text."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -306,12 +306,12 @@ class _Tokens:
         self.eos_token_id = self.end_ids[0]
 
     def __call__(self, text: str) -> Iterable[int]:
-        """Called for forced tokens alone, which _OPTIONS turns off."""
+        """The tokens of a text. Only called for forced tokens, which _OPTIONS turns off."""
         raise NotImplementedError(f"{text!r}: tokens are never forced")
 
 
 def _nearest_matcher(vocabulary: "LLTokenizer", spec: ConstraintSpec) -> "LLMatcher":
-    """A matcher of the grammar; of the nearest one with simpler schemas, where these cannot be compiled.
+    """A matcher of the grammar; if its schemas cannot be compiled, of the nearest grammar with simpler ones.
 
     Raises:
         EngineError: the grammar is wrong, no text can be what it asks for, or it is too large.

@@ -2,8 +2,8 @@ r"""llama.cpp's grammar notation GBNF as a Lark grammar of llguidance's kind.
 
 GBNF (llama.cpp, grammars/README.md) is a grammar over characters. llguidance puts a lexer in front of its parser, and
 a lexer takes the longest piece that fits: `("a" | "ab") "bc"` would not match "abc". So every literal is written out
-character by character, which leaves the lexer nothing to choose; masks cost more than those of a Lark grammar with
-terminals, and mean exactly what the GBNF says.
+character by character, which leaves the lexer no choice. Masks then cost more than with terminals in Lark, but mean
+exactly what the GBNF says.
 """
 
 import re

@@ -31,7 +31,7 @@ def control_ids(tokenizer: "Tokenizer", names: Sequence[str]) -> dict[str, int]:
 
 
 def marker(controls: Mapping[str, int], text: str) -> str:
-    """A marker in a grammar: the control token where it is one, else its letters."""
+    """The expression of a marker in a grammar: the control token if it is one, else its letters."""
     token = controls.get(text)
     return literal(text) if token is None else f"<[{token}]>"
 
@@ -222,10 +222,10 @@ class JsonExpression:
 
 
 def _check_numbers(kind: str, text: str) -> None:
-    """Raises EngineError for a schema, with which `text` begins, that has a number of at most -2^63.
+    """Raises EngineError if the schema at the beginning of `text` has a number of at most -2^63.
 
-    llguidance negates its bounds as 64-bit integers: of the least one it is the same again, and a range of that alone
-    is taken apart without end, until the stack is full and the process is lost.
+    llguidance negates bounds as 64-bit integers. The negated -2^63 is -2^63 again, so a range of it alone is split
+    without end, until the stack is full and the process dies.
     """
 
     def check(digits: str) -> float:

@@ -13,8 +13,8 @@ Source: OpenAI's "harmony response format" (the openai-harmony package's documen
 | any | functions.NAME, where there are tools | a call of NAME with BODY as its arguments |
 | any | any other | reasoning: it is not for the user |
 
-Whatever is not of this form is text of the message in which it stands, at the beginning of an answer its text. A
-header that the end of the answer cuts off is dropped. Messages of one kind are joined by an empty line.
+Whatever is not of this form belongs to the text of the message in which it stands, or, at the beginning, to the text of
+the answer. A header that the answer's end cuts off is dropped. Messages of one kind are joined by an empty line.
 
 The template (`chat_template` of openai/gpt-oss-20b) takes an earlier answer's reasoning as `thinking`, one call a
 message, and descriptions of all tools.
@@ -116,7 +116,7 @@ class HarmonyParser(AnswerParser):
         self._end_message()
 
     def _give_back(self, first: bool) -> None:
-        """Takes back a header that was none: its opener becomes text, and what follows is read again."""
+        """Undoes the reading of a header that was none: its opener becomes text, and the rest is read again."""
         opener = None if first else _OPENER.match(self._text)
         self._at = 0 if opener is None else opener.end()
         self._say(self._text[: self._at])

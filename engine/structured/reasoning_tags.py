@@ -72,9 +72,9 @@ class ReasoningTags:
     def of(
         cls, source: str, render: Render | None, has_token: Callable[[str], bool]
     ) -> "ReasoningTags | None":
-        """Of a chat template; None: it has no such section.
+        """The tags of a chat template; None: it has no reasoning section.
 
-        source: the template's text. render: it, as a function; None: step 1 is left out. has_token: whether a text
+        source: the template's text. render: renders the template; None: step 1 is skipped. has_token: whether a text
         is one token of the vocabulary.
         """
         found = None if render is None else _rendered(render)
@@ -92,14 +92,14 @@ def reasoning_in(message: Mapping[str, Any]) -> str:
 
 
 def switches(source: str, on: bool) -> dict[str, Any]:
-    """Those of `SWITCHES` that a template's source has as variables, not as keys or within words; and MiniMax M3's
-    variable of three values, which else lets the model decide."""
+    """The `SWITCHES` that a template's source has as variables, not as keys or within words. Also MiniMax M3's variable
+    of three values, whose default lets the model decide."""
     found = {word: on for word in SWITCHES if re.search(rf"(?<![\w.'\"]){word}(?![\w'\"])", source)}
     return found if on or not _MODE.search(source) else {**found, "thinking_mode": "disabled"}
 
 
 def _rendered(render: Render) -> ReasoningTags | None:
-    """From an answer with reasoning after a question; None where the template drops the reasoning."""
+    """The tags in a rendered answer with reasoning after a question; None where the template drops the reasoning."""
     asked = [{"role": "user", "content": _ASKED}]
     fields = dict.fromkeys(REASONING_KEYS, _THOUGHT)
     answered = render([*asked, {"role": "assistant", "content": _SAID, **fields}], False, _ON)
@@ -114,7 +114,7 @@ def _rendered(render: Render) -> ReasoningTags | None:
 
 
 def _split(before: str, between: str, prompt: str) -> ReasoningTags | None:
-    """Of the text before an answer's reasoning, between it and its text, and at the end of a prompt."""
+    """The tags in three texts: before an answer's reasoning, between reasoning and text, and at a prompt's end."""
     first = _FIRST_TAG.match(between)
     if first is None:
         return None

@@ -2,9 +2,9 @@
 
     standard = standard_schema(given)      {"type": "OBJECT", "properties": null, ...} -> {"type": "object", ...}
 
-Taken besides the standard's own keywords: those of drafts 4 to 7 (`definitions`, `dependencies`, arrays in `items`,
+Besides the standard's own keywords it accepts those of drafts 4 to 7 (`definitions`, `dependencies`, arrays in `items`,
 `exclusiveMinimum: true`), OpenAPI's `nullable`, types in capitals (Gemini) or as programming languages name them, and
-null where a keyword is left out. What describes without constraining (`title`, `default`, unknown keywords) goes.
+null for an absent keyword. Keywords that describe without constraining (`title`, `default`, unknown ones) are dropped.
 
 Subschemas that are referred to stand under `$defs` by numbers, so that no reference depends on where it stands.
 """

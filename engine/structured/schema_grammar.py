@@ -4,9 +4,9 @@
     nearest.schema      for `schema_rules`, which writes it as a grammar
     nearest.dropped     keywords of which something is left to the check of the finished text (`schema_check`)
 
-Whatever is valid under the given schema is valid under this one, but for two things. Objects with `properties` are
-closed where the schema does not open them: a model that may invent keys goes on inventing. And times have no leap
-seconds, which programs cannot read.
+Whatever is valid under the given schema is valid under this one, with two exceptions. Objects with `properties` are
+closed unless the schema opens them: a model that may invent keys goes on inventing. And times have no leap seconds,
+which programs cannot read.
 
 Closing looks at an object as a whole, as `unevaluatedProperties: false` does: the keys are those of `properties` and
 `required` here and of everything that applies to the same value (`allOf`, `anyOf`, `$ref`, `if`, ...), so that schemas
@@ -83,7 +83,7 @@ class _Builder:
     dropped: list[str] = field(default_factory=list)
     _numbers: dict[tuple[str, Keys], int] = field(default_factory=dict)
     _waiting: deque[tuple[str, Keys]] = field(default_factory=deque)
-    _within: str | None = None  # the definition all of which the schema is that is built
+    _within: str | None = None  # the definition whose whole schema is being built
 
     def definitions(self) -> dict[str, Schema]:
         found: dict[str, Schema] = {}

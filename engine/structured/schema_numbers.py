@@ -3,7 +3,7 @@
     exact = exact_numbers({"type": "integer", "minimum": 0, "maximum": 2**64 - 1})
     {"type": "integer", EXACT: "..."}      integers whose JSON text the regular expression matches as a whole
 
-llguidance reads the numbers of a schema as doubles, and bounds of integers as 64-bit integers: of 2^53 + 1 it makes
+llguidance reads the numbers of a schema as doubles, and bounds of integers as 64-bit integers: it turns 2^53 + 1 into
 2^53, and -2^63 ends the process. `schema_rules` writes a node with EXACT into the grammar.
 """
 

@@ -4,11 +4,11 @@
     expression.text        %json {...}, or %lark {...} where a node has EXACT (`schema_numbers`)
     expression.complete    False: an exact number stands where no rule can be written, and its type alone is held
 
-Only what leads to an exact number is written as rules: objects by their properties, arrays, alternatives and
-references; all else stays a schema that llguidance compiles. Rules and schemas have the same white space.
+Only parts that lead to an exact number are written as rules: objects by their properties, arrays, alternatives and
+references. All else stays a schema that llguidance compiles. Rules and schemas have the same white space.
 
-The second line of the rules is a comment with the schema without exact numbers (`plain_grammar`), for where they are
-not compiled: llguidance leaves out of a schema what nothing is valid under, and refuses a rule that is nothing else.
+The second line of the rules is a comment with the schema without exact numbers (`plain_grammar`), to use where the
+rules do not compile: llguidance drops impossible parts of a schema, but refuses a rule that is impossible.
 """
 
 import json

@@ -46,8 +46,8 @@ class MinTokens:
     """Bans the tokens that would end a text of fewer than `least` tokens.
 
     Args:
-        least: tokens that the text has at least; a constraint that nothing can follow ends it before.
-        end_ids: what is banned until then.
+        least: the least number of tokens of the text; a constraint that allows nothing more ends it earlier.
+        end_ids: the tokens banned until then.
         vocab_size: entries of the mask.
         inner: what else masks the tokens.
     """
@@ -76,7 +76,7 @@ class MinTokens:
 
 
 class BudgetConstraint:
-    """Where one answer is within its budget; stands for a `Constraint`.
+    """The state of one answer within its reasoning budget; used in place of a `Constraint`.
 
     Args:
         budget: the bound, and the tags as text.

@@ -1,4 +1,4 @@
-"""Tools that a model may call: what a request says of them, and what a template and a client want to see.
+"""Tools that a model may call: as a request gives them, and in the forms that templates and clients read.
 
     use = ToolUse.from_openai(tools, tool_choice, parallel_tool_calls)     what the request asks for, checked
     form = llm.answer_format                                               how this model writes: answer_format
@@ -29,7 +29,7 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 @dataclass(frozen=True)
 class Tool:
     """A function that may be called. `described` is the request's own entry, which the template shows to the model.
-    `place` is where in the request its parameters stand, for errors."""
+    `place` says where the request has its parameters, for errors."""
 
     name: str
     parameters: Mapping[str, Any] = field(hash=False)
@@ -44,9 +44,9 @@ class ToolUse:
     Attributes:
         tools: all that the model is given.
         choice: "none", "auto" (text or calls) or "required" (nothing but calls).
-        named: the only one that may be called, where the request names it; `choice` is "required" then.
+        named: the only tool that may be called, if the request names one; `choice` is then "required".
         parallel: whether an answer may hold several calls.
-        allowed: those that may be called, where the request allows some of those that the model is given.
+        allowed: the tools that may be called, if the request allows only some of `tools`.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -216,10 +216,10 @@ def _choice(value: Any, names: Sequence[str]) -> tuple[Choice, str | None]:
 
 
 def with_values(message: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """A message whose calls have their arguments as a value, where OpenAI has JSON text, and which has content then.
+    """A message with its calls' arguments as values instead of OpenAI's JSON text; with calls it always has content.
 
     Raises:
-        EngineError: a call's arguments are no JSON object; it names the message by `at`.
+        EngineError: a call's arguments are no JSON object. The error names the message by `at`.
     """
     changed = dict(message)
     if isinstance(changed.get("tool_calls"), Sequence) and changed["tool_calls"]:
@@ -248,5 +248,5 @@ def new_call_id() -> str:
 
 
 def random_id(length: int) -> str:
-    """So many letters and digits."""
+    """`length` random letters and digits."""
     return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(length))

@@ -1,4 +1,4 @@
-"""The architectures that the decoder computes, a declaration each. docs/adding.md says how one is added."""
+"""The architectures that the decoder computes, one declaration each. docs/adding.md says how to add one."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -82,7 +82,7 @@ BIDIRECTIONAL_TYPES: Mapping[str, tuple[Architecture, ModelType]] = {
 
 @lru_cache(32)
 def layers_of(config: ModelConfig) -> Sequence[Block]:
-    """The layers of a model, in order; for a rank's config, the rank's parts (tensor_split.py)."""
+    """The layers of a model, in order. A rank's config gives that rank's parts (tensor_split.py)."""
     return tuple(DECLARED[config.architecture].build(config))
 
 

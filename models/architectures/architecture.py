@@ -28,7 +28,7 @@ def full_attention(_keys: Keys, blocks: int) -> Sequence[LayerKind]:
 
 
 def sliding_attention(_keys: Keys, blocks: int) -> Sequence[LayerKind]:
-    """Every layer has the window of config.json, where it has one."""
+    """Every layer has the window of config.json, if there is one."""
     return ["sliding_attention"] * blocks
 
 
@@ -39,12 +39,12 @@ def no_layers(_keys: Keys, _blocks: int) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class HFPart:
-    """A tensor of a layer that a Hugging Face folder holds within another, the holder.
+    """A tensor of a layer that a Hugging Face folder holds within another tensor, the holder.
 
-    name: the holder's, below the layer; `hf.hf_parts` says how it may be packed. rows: which rows of the holder, or
+    name: the holder's name below the layer; `hf.hf_parts` says how it may be packed. rows: which rows of the holder, or
     elements of a bias, are the part, for each expert. transposed: the holder's last two dimensions are exchanged; "by
-    shape": if its shape is not (rows, columns), as `transformers` reads it. picks: used in place of `rows` for a
-    matrix: the number of the holder's rows, and the part's rows in order.
+    shape": only if its shape is not (rows, columns), as `transformers` reads it. picks: replaces `rows` for a matrix;
+    gives the number of the holder's rows, and the part's rows in order.
     """
 
     name: str
@@ -57,9 +57,10 @@ class HFPart:
 class DraftNames:
     """What folders call the tensors of the layer that drafts tokens (models/draft_layer.py).
 
-    layer: start of the names of the layer's own tensors; {body} is the start of the body's, {number} the number of
-    layers before it. The others are whole names without .weight: eh_proj, the projection of a token's embedding and a
-    hidden row; enorm and hnorm, the norms of these two; head_norm, the norm before the output matrix.
+    layer: start of the names of the layer's own tensors; {body} stands for the start of the body's names, {number} for
+    the number of layers before it. The other fields are whole names without .weight. eh_proj: the projection of a
+    token's embedding and a hidden row. enorm, hnorm: the norms of these two. head_norm: the norm before the output
+    matrix.
     """
 
     layer: str
@@ -76,21 +77,21 @@ class ModelType:
     defaults: values of keys that config.json lacks, if this type's differ from the usual ones.
     tied_by_text: in a model with vision, `tie_word_embeddings` of the text part also ties the output matrix.
     text_models: in a model with vision, the types that its `text_config` may have, the default first.
-    own_text_models: those of `text_models` whose architecture is another one, which is then the model's.
+    own_text_models: the `text_models` that have an architecture of their own, which is then the model's.
     layer_kinds: the kind of each layer, used if `reads_layer_types` is False or config.json has no `layer_types`.
     reads_layer_types: `layer_types` is read. In a model with vision, both this type and its text model's must say so.
     reads_partial_rotary_factor: only that share of each head is rotated; other types ignore the key.
     expert_keys: field of ExpertConfig or RouterKind -> key of config.json: at least `count`, `used` and
         `feed_forward_length`; `shared_count` counts shared experts of that length. Empty: the model is dense.
-    experts_flag: the key that says whether a model of this type has experts; "": all of them have.
-    may_be_dense: a model with 0 experts is dense, and no error.
+    experts_flag: the key that says whether a model of this type has experts; "": all models have.
+    may_be_dense: a model with 0 experts is dense instead of an error.
     dense_layers: the layers that have no experts.
     quantization: the `quant_method` of packed folders that can be read; other methods are refused.
     size_keys: field of ModelConfig -> its key in config.json, for errors, if this type's key is not the usual one.
-    stands_for: rewrites a config.json that is really of another type in that type's keys; None: it is not such a one.
+    stands_for: rewrites a config.json that is really of another type in that type's keys; None: it is of this type.
     common_keys: rewrites config.json in the keys that `hf.config_hf` reads.
-    fields: the fields that follow from this type's own keys; `rope_parameters` of the keys that it gets are complete.
-        It and `common_keys` raise EngineError for values that the decoder does not implement.
+    fields: the fields that follow from this type's own keys; the keys that it gets have complete `rope_parameters`.
+        `fields` and `common_keys` raise EngineError for values that the decoder does not implement.
     """
 
     defaults: Keys = field(default_factory=dict)
@@ -122,16 +123,16 @@ class Architecture:
     rope_scalings: the kinds of rotary scaling that are supported.
     hf_modules: GGUF tensor of a block -> module of a Hugging Face layer, if it is not the usual one; a key with .weight
         or .bias -> the whole name (`hf.hf_names`). Also of the embedding, outside of layers.
-    hf_parts: GGUF tensor of a block, with .weight or .bias -> the folder's tensor that contains it, if it has no tensor
-        of its own.
+    hf_parts: GGUF tensor of a block, with .weight or .bias -> the folder's tensor that contains it, if the folder has
+        no tensor for it alone.
     hf_rows: vectors of a block that folders store as a matrix of one row.
     top_tensors: the tensors outside of layers; None: those of a usual decoder.
     hf_layers: the start of a layer's tensor names in folders, between the body's prefix and the layer's number.
-    hf_unused: starts of tensor names, after the body's prefix, that folders may have and nothing reads.
+    hf_unused: starts of the names, after the body's prefix, of tensors that folders may have and nothing reads.
     hf_rope_pairs: elements of a head that rotate together are neighbours in folders too, not only in GGUF files.
     hf_norm_offset: added to norm weights of a Hugging Face folder; GGUF files contain the sum.
-    hf_changes: GGUF tensor of a block, with .weight or .bias -> function from a folder's weights (fp32) to the GGUF
-        file's. For a norm it replaces `hf_norm_offset`.
+    hf_changes: GGUF tensor of a block, with .weight or .bias -> function from a folder's weights (fp32) to those of
+        GGUF files. For a norm it replaces `hf_norm_offset`.
     vocabulary: that of synthetic models: byte-level BPE or SentencePiece.
     synthetic: presets of synthetic models: name -> SyntheticModel fields that differ from Mistral 7B's, or from the
         tiny model's if the name ends in "-tiny".
@@ -140,8 +141,8 @@ class Architecture:
     gguf_fields: fields that follow from this architecture's own keys and tensors. Raises GGUFError for values that the
         decoder does not implement.
     has_recurrent_layers: some layers have no attention; files have 0 key and value heads for them.
-    latent: layers have latent attention; key and value lengths in GGUF files are those of cached rows.
-    has_lone_parts: a layer is a mixer or a feed-forward; files have 0 for the sizes of the other.
+    latent: layers have latent attention; key and value lengths in GGUF files are the lengths of cached rows.
+    has_lone_parts: a layer is either a mixer or a feed-forward; files have 0 for the sizes of the part it lacks.
     draft_names: names of the tensors of the layer that drafts tokens; None: such layers are not computed.
     sizes_by_layer: GGUF files may have a number of heads and a feed-forward length for each layer.
     bidirectional_types: model types whose config.json has `use_bidirectional_attention`.

@@ -1,7 +1,7 @@
-"""Ling 2.0 and Ring 2.0: groups of experts chosen by sigmoid scores and a bias of each, and half of each head rotated.
+"""Ling 2.0 and Ring 2.0: experts chosen by groups, sigmoid scores and a bias per expert; half of each head rotated.
 
-Queries and keys have a norm of each head; the first layers are dense, the others have a shared expert. Layers at a
-file's end that only draft tokens are passed over. Folders are not read: their model comes with code of its own.
+Each query and key head has a norm. The first layers are dense, the others have a shared expert. Layers at a file's
+end that only draft tokens are ignored. Folders are not read: their model comes with code of its own.
 """
 
 from quengine.kernels.moe.router_kind import RouterKind

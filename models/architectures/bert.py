@@ -1,9 +1,9 @@
 """BERT, an encoder for retrieval: every position sees every other, positions and segments are learned embeddings.
 
-LayerNorms of each sum with the residual, GELU without a gate, biases. A head for rankings has a dense layer with tanh
-in folders; llama.cpp's converter leaves that out. XLM-RoBERTa (BGE-M3, multilingual E5) is BERT whose positions begin
-after the padding token's number, and whose head has a dense layer of its own. Sources: Devlin et al. 2018, "BERT";
-Conneau et al. 2019, "XLM-R"; `BertModel` and `XLMRobertaModel` in `transformers`.
+A LayerNorm follows each sum with the residual; the feed-forward has GELU and no gate; matrices have biases. In folders
+a ranking head has a dense layer with tanh, which llama.cpp's converter leaves out. XLM-RoBERTa (BGE-M3, multilingual
+E5) is BERT whose positions begin after the padding token's id and whose head has its own dense layer. Sources: Devlin
+et al. 2018, "BERT"; Conneau et al. 2019, "XLM-R"; `BertModel` and `XLMRobertaModel` in `transformers`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +96,7 @@ def layer_norm_keys(keys: Keys) -> Keys:
 
 
 def both_sides(keys: Keys) -> Keys:
-    """config.json of an encoder as that of another model. Raises EngineError where tokens see only those before."""
+    """config.json of an encoder with `is_causal` true. Raises EngineError where tokens see only earlier ones."""
     for key in ("is_decoder", "add_cross_attention", "is_causal"):
         if keys.get(key):
             raise config_error(key, f"{keys[key]!r} is not implemented, only False is")
@@ -104,7 +104,7 @@ def both_sides(keys: Keys) -> Keys:
 
 
 def kinds_of_segments(keys: Keys) -> int:
-    """How many there are. Raises EngineError."""
+    """The number of segment kinds. Raises EngineError."""
     types = keys["type_vocab_size"]
     if type(types) is not int or not 1 <= types <= 1 << 16:
         raise config_error("type_vocab_size", f"{types!r} is not a number from 1 to {1 << 16}")
@@ -112,7 +112,7 @@ def kinds_of_segments(keys: Keys) -> int:
 
 
 def _jina_keys(keys: Keys) -> Keys | None:
-    """config.json of Jina Embeddings v3 as its own modelling code reads it, in the keys of `transformers`."""
+    """config.json of Jina Embeddings v3's own code in the keys of `transformers`; None for another model's."""
     if keys.get("position_embedding_type") != "rotary":
         return None
     rope = {"rope_type": "default", "rope_theta": number(keys, "rotary_emb_base", 10_000.0)}
@@ -121,7 +121,7 @@ def _jina_keys(keys: Keys) -> Keys | None:
 
 
 def _roberta_keys(keys: Keys) -> Keys:
-    """The table's rows up to the padding token's are of no position."""
+    """config.json less the table's rows up to the padding token's, which stand for no position."""
     rows = integer(keys, "max_position_embeddings", 1, 1 << 30)
     first = integer(keys, "pad_token_id", 0, rows - 2) + 1
     return {**_common_keys(keys), "max_position_embeddings": rows - first, "first_position": first}
@@ -165,7 +165,7 @@ def sizes_of(encoder: EncoderSizes) -> Callable[[ModelConfig], Fields]:
 
 
 def encoder_sizes(file: GGUFFile, config: ModelConfig, rotates: bool = False) -> EncoderSizes:
-    """What tensors and metadata of a file say. Raises GGUFError where positions do not see each other."""
+    """The encoder's sizes by a file's tensors and metadata. Raises GGUFError where attention is causal."""
     a = config.architecture
     if file.get_bool(f"{a}.{CAUSAL}") is not False:
         raise file.error(

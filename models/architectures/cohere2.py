@@ -24,7 +24,7 @@ def _layer_kinds(keys: Keys, blocks: int) -> Sequence[LayerKind]:
 
 
 def _common_keys(keys: Keys) -> Keys:
-    """`transformers` computes the size of a head, and rotates whole heads, whatever config.json says."""
+    """config.json without head size and rotated share: `transformers` computes the former and rotates whole heads."""
     if keys.get("sliding_window") is None:
         raise config_error("sliding_window", "missing: layers of this model have one")
     passed_over = ("head_dim", "partial_rotary_factor")
@@ -50,7 +50,7 @@ def _size_fields(config: ModelConfig) -> Fields:
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    """llama.cpp takes a scale of 0 for none."""
+    """A file's windows, unrotated layers and logit scale, where 0 stands for 1 as in llama.cpp. Raises GGUFError."""
     if not file.get_int("cohere2.attention.sliding_window"):
         raise file.error("cohere2.attention.sliding_window", "missing, or 0: layers of this model have one")
     scale = file.get_float(f"cohere2.{_LOGIT_SCALE}")

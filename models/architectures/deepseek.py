@@ -1,10 +1,10 @@
 """DeepSeek-V2 and V3, Kimi K2, GLM-4.7-Flash and Mistral Small 4: latent attention, and a mixture of experts.
 
-The first layers are dense; the others have shared experts beside the chosen ones. V3 and what followed it choose by
-sigmoid scores with a bias of each expert, from the best groups; V2 and Mistral Small 4 by softmax. YaRN's `mscale`
-multiplies scores, and its `mscale_all_dim` takes cos and sin back; GGUF files have the second alone, times 0.1. Layers
-at a file's end that only draft tokens are passed over. Source: `DeepseekV2Model`, `DeepseekV3Model`,
-`Glm4MoeLiteModel` and `Mistral4Model` in the `transformers` library; llama.cpp's converter.
+The first layers are dense; the others have shared experts beside the chosen ones. V3 and its successors choose from
+the best groups, by sigmoid scores with a bias of each expert; V2 and Mistral Small 4 choose by softmax. YaRN
+multiplies queries and keys by the factor of `mscale_all_dim`, and cos and sin by that of `mscale` divided by it; GGUF
+files have only `mscale_all_dim`, times 0.1. Layers at a file's end that only draft tokens are ignored. Source:
+`DeepseekV2Model`, `DeepseekV3Model`, `Glm4MoeLiteModel` and `Mistral4Model` in `transformers`; llama.cpp's converter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
 
 
 def _common_keys(keys: Keys) -> Keys:
-    """config.json with `head_dim` as the number of rotated elements, which `hf.rope_hf` makes frequencies for."""
+    """config.json with `head_dim` set to the number of rotated elements, for which `hf.rope_hf` makes frequencies."""
     rotated = integer(keys, "qk_rope_head_dim", 2, _SIZE)
     of_head = rotated + integer(keys, "qk_nope_head_dim", 1, _SIZE)
     expected = of_head if keys.get("model_type") == "mistral4" else rotated
@@ -80,7 +80,7 @@ def _common_keys(keys: Keys) -> Keys:
 
 
 def _without_share(keys: Keys, rotated: int) -> Keys:
-    """Without `partial_rotary_factor`, which must be the share of the rotated elements."""
+    """`keys` without `partial_rotary_factor`. Raises EngineError where it is not the share of `rotated` elements."""
     plain = integer(keys, "qk_nope_head_dim", 1, _SIZE)
     kept: dict[str, Any] = dict(keys)
     for holder in (None, "rope_parameters", "rope_scaling"):
@@ -121,7 +121,7 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
 
 
 def _latent_fields(latent: LatentSizes, stretched: float) -> dict[str, Any]:
-    """stretched: by which YaRN multiplies queries and keys."""
+    """The fields that follow from the sizes. stretched: the factor by which YaRN multiplies queries and keys."""
     head = latent.plain + latent.rotated
     return {
         "latent": latent,
@@ -133,7 +133,7 @@ def _latent_fields(latent: LatentSizes, stretched: float) -> dict[str, Any]:
 
 
 def _check_router(keys: Keys, scores: str, *methods: str) -> None:
-    """`transformers` passes over what the models' own code reads: only what both compute is."""
+    """Raises EngineError for a router that the models' own code computes and `transformers` ignores."""
     for key, known in (("scoring_func", (scores,)), ("topk_method", methods)):
         if methods and keys.get(key) not in (None, *known):
             raise config_error(key, f"{keys[key]!r} is not implemented, only {known[0]} is")
@@ -169,7 +169,7 @@ def _v3_fields(keys: Keys, config: ModelConfig) -> Fields:
 
 
 def _glm_keys(keys: Keys) -> Keys:
-    """`mlp_layer_types` says which layers are dense, by default the first."""
+    """config.json with the number of leading dense layers by `mlp_layer_types`; without that key it is 1."""
     kinds, blocks = keys.get("mlp_layer_types"), integer(keys, "num_hidden_layers", 1, _MOST)
     dense = 1
     if kinds is not None:
@@ -216,7 +216,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     assert experts is not None
     router = experts.router
     if not file.get_int(f"{prefix}.expert_gating_func"):
-        # GLM-4.7-Flash's first files do not say it; llama.cpp tells them by their sizes.
+        # GLM-4.7-Flash's first files lack the key; llama.cpp recognizes them by their sizes.
         glm = config.block_count in (47, 48) and config.vocab_size == 154880
         router = replace(router, scores="sigmoid" if glm else "softmax")
     normalized = bool(file.get_bool(f"{prefix}.expert_weights_norm"))  # as in llama.cpp where no key says it
@@ -230,7 +230,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 
 def _head_lengths(file: GGUFFile, prefix: str, rank: int, rotated: int) -> tuple[int, int]:
-    """Elements of a head's key and value; files from before April 2025 have them at keys that now have the cache's."""
+    """(key, value) elements of a head. Files from before April 2025 have them at the keys of a cached row's sizes."""
     head, values = (file.get_int(f"{prefix}.{key}", 1, _SIZE) for key in (_KEY, _VALUE))
     held = {
         key: file.get_int(f"{prefix}.attention.{key}", 1, _SIZE) for key in ("key_length", "value_length")
@@ -251,10 +251,11 @@ def _head_lengths(file: GGUFFile, prefix: str, rank: int, rotated: int) -> tuple
 
 
 def _stretched(file: GGUFFile, config: ModelConfig) -> float:
-    """By what YaRN multiplies queries and keys: `0.1 m ln(factor) + 1`, where files have 0.1 m.
+    """The factor by which YaRN multiplies queries and keys: `0.1 m ln(factor) + 1`, where files have 0.1 m.
 
-    cos and sin are multiplied by that of `mscale` over that of `mscale_all_dim`, which llama.cpp takes as equal, in
-    mistral4 the first as 1; without m, llama.cpp multiplies scores as the models' own code does not.
+    cos and sin are multiplied by the factor of `mscale` over the factor of `mscale_all_dim`. llama.cpp takes the two
+    keys as equal, except in mistral4, where it takes `mscale` as 1. Without m, llama.cpp multiplies scores and the
+    models' own code does not: such files are refused.
     """
     kind, attention = config.rope_scaling.kind, f"{config.architecture}.rope.scaling.attn_factor"
     if file.get_float(attention) not in (None, 1.0):

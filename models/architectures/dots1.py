@@ -1,7 +1,7 @@
 """dots.llm1: norms of each query and key head, and sigmoid scores that choose experts with a bias of each.
 
-The first layers are dense; the others have shared experts beside the chosen ones. Biases of attention are known by a
-file's tensors. Source: `Dots1Model` in the `transformers` library.
+The first layers are dense; the others have shared experts beside the chosen ones. A file's tensors say whether
+attention has biases. Source: `Dots1Model` in the `transformers` library.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """ERNIE 4.5, dense and as a mixture of experts: Llama's layers, whose folders have rotated elements as neighbours too.
 
-The mixture chooses experts by their softmax plus a bias of each, beside a shared expert; the first layers, and all but
-each `moe_layer_interval`th, are dense. Source: `Ernie4_5_MoeModel` in the `transformers` library.
+The mixture chooses experts by softmax plus a bias per expert, and has a shared expert. The first layers are dense, and
+so are all others but each `moe_layer_interval`th. Source: `Ernie4_5_MoeModel` in the `transformers` library.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _common_keys_of_mixture(keys: Keys) -> Keys:
 
 
 def _dense(blocks: int, first: int, last: int, step: int) -> tuple[int, ...]:
-    """The layers without experts, where each `step`th from `first` to `last` has them."""
+    """The dense layers, if each `step`th layer from `first` to `last` has experts."""
     return tuple(i for i in range(blocks) if not first <= i <= last or (i + 1) % step)
 
 
@@ -61,7 +61,7 @@ def _dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    """Each `step`th layer has experts, after the leading dense ones; no key says which is the last."""
+    """After the leading dense layers, each `step`th layer has experts up to the end: no key names the last."""
     experts, blocks = config.experts, config.block_count
     assert experts is not None
     step = file.get_int(f"{config.architecture}.{_STEP}", 1, _MOST) or 1

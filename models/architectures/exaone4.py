@@ -1,6 +1,6 @@
 """EXAONE 4: norms after attention and feed-forward only, and norms of each query and key head.
 
-The largest model has a window in three of four layers; those without one then do not rotate queries and keys. Source:
+The largest model has a window in three of four layers; its other layers do not rotate queries and keys. Source:
 LG AI Research 2025, "EXAONE 4.0"; `Exaone4Model` in the `transformers` library.
 """
 

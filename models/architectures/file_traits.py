@@ -1,4 +1,4 @@
-"""What files of several architectures say alike: traits that GGUF tells by tensors or by keys common to a few."""
+"""Traits that files of several architectures give alike, in GGUF by tensors or by keys that a few of them share."""
 
 from collections.abc import Mapping
 
@@ -26,7 +26,7 @@ _NORMS = frozenset({"attn_q_norm.weight", "attn_k_norm.weight"})
 
 
 def tensor_kinds(file: GGUFFile) -> frozenset[str]:
-    """The names of a file's tensors, below their layers."""
+    """The names of a file's layer tensors, without the layer."""
     return frozenset(name.split(".", 2)[-1] for name in file.tensors)
 
 
@@ -54,7 +54,7 @@ def has_head_norms(kinds: frozenset[str]) -> bool:
 
 
 def without_drafts(file: GGUFFile, config: ModelConfig) -> Fields:
-    """`block_count` without a file's draft layers, which it counts too. Raises GGUFError if no others are left."""
+    """`draft_layers`, and `block_count` less these, which a file counts too. Raises GGUFError if none would be left."""
     drafts = file.get_int(f"{config.architecture}.{DRAFTS}", 0, config.block_count - 1) or 0
     return {"block_count": config.block_count - drafts, "draft_layers": drafts}
 
@@ -80,7 +80,7 @@ def mamba2_sizes(file: GGUFFile, config: ModelConfig) -> Mamba2Sizes:
 
 
 def counts_by_layer(file: GGUFFile, key: str, config: ModelConfig) -> list[int]:
-    """The numbers at `key`, one a layer, or the same for all. Raises GGUFError where there are others than layers."""
+    """The numbers at `key` by layer; a single one counts for all. Raises GGUFError where they are not one per layer."""
     name = f"{config.architecture}.{key}"
     if isinstance(file.metadata.get(name), int):
         return [file.require_int(name)] * config.block_count

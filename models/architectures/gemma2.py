@@ -1,7 +1,7 @@
 """Gemma 2: norms on both sides of a block, GeGLU, a window in every other layer, soft-capped scores and logits.
 
-A soft cap c makes of x `c tanh(x / c)`. The embedding is multiplied by the root of its width and norm weights are
-stored less one in Hugging Face folders, as in Gemma 3. The output matrix is the embedding.
+A soft cap c turns x into `c tanh(x / c)`. As in Gemma 3, the embedding is multiplied by the square root of its width,
+and Hugging Face folders store norm weights minus one. The output matrix is the embedding.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def _common_keys(keys: Keys) -> Keys:
 
 
 def _fields(keys: Keys, _config: ModelConfig) -> Fields:
-    """Caps that are null cap nothing."""
+    """The scale and the caps of scores and logits; a cap that is null caps nothing."""
     scalar = number(keys, "query_pre_attn_scalar", 256.0)
     if not scalar > 0.0:
         raise config_error("query_pre_attn_scalar", f"{scalar} is not positive")
@@ -58,7 +58,7 @@ def _fields(keys: Keys, _config: ModelConfig) -> Fields:
 
 
 def _size_fields(config: ModelConfig) -> Fields:
-    """The attention's scale, which GGUF files lack, follows from the head, in the largest model from the width."""
+    """The attention's scale, which GGUF files lack: by the head's size, in the largest model by width and heads."""
     largest = config.block_count == _LAYERS_OF_27B
     scalar = config.embedding_length // config.head_count if largest else config.head_dim
     return {

@@ -1,8 +1,8 @@
 """Gemma 3, the text model: norms on both sides of a block, GeGLU, and five layers with a window to one without.
 
-Layers with a window have a rotary base of their own, which no scaling applies to. The embedding is multiplied by the
-root of its width, rounded to fp32 (as llama.cpp does, and `transformers` with fp32 weights; with bf16 weights it rounds
-to bf16). Norm weights are stored less one in Hugging Face folders. The output matrix is the embedding.
+Layers with a window have their own rotary base, which is never scaled. The embedding is multiplied by the square root
+of its width, rounded to fp32 as in llama.cpp and in `transformers` with fp32 weights (with bf16 weights `transformers`
+rounds to bf16). Hugging Face folders store norm weights minus one. The output matrix is the embedding.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def _fields(keys: Keys, _config: ModelConfig) -> Fields:
 
 
 def _size_fields(config: ModelConfig) -> Fields:
-    """The attention's scale, which GGUF files lack, follows from the head, in the largest model from the width."""
+    """The attention's scale, which GGUF files lack: by the head's size, in the largest model by width and heads."""
     largest = config.block_count == _LAYERS_OF_27B
     scalar = config.embedding_length // config.head_count if largest else config.head_dim
     windowed = config.sliding_window is not None

@@ -1,11 +1,11 @@
 """Gemma 3n (E2B, E4B), the text model: a token has several rows, of which a layer computes one (AltUp).
 
-All layers but every fifth have a window; scores are not scaled, query and key heads have norms with weights, value
-heads one without. The last layers use the keys and values of earlier ones. Every layer has per-layer embeddings
-(blocks/layer_input.py), which it adds to the rows that it does not compute (blocks/altup.py). In some layers only the
-part of a gate above its row's cutoff counts (kernels/altup.py). Logits are soft-capped. Source:
-`Gemma3nTextModel` in the `transformers` library, whose cutoff llama.cpp takes for 1.645 and the first ten layers;
-llama.cpp's converter for the names of GGUF files.
+Every fifth layer sees everything, the others have a window. Scores are not scaled. Norms of query and key heads have
+weights, norms of value heads have none. The last layers use the keys and values of earlier ones. Every layer adds
+per-layer embeddings (blocks/layer_input.py) to the rows that it does not compute (blocks/altup.py). In some layers
+only the part of a gate above its row's cutoff counts (kernels/altup.py); llama.cpp takes the cutoff as 1.645 in the
+first ten layers. Logits are soft-capped. Source: `Gemma3nTextModel` in the `transformers` library; llama.cpp's
+converter for the names of GGUF files.
 """
 
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
 
 
 def _layer_input(keys: Keys, config: ModelConfig) -> LayerInputSizes:
-    """Tokens beyond the table, of images and sounds, have its first row."""
+    """The table of per-layer embeddings. Tokens of images and sounds, which lie beyond it, have its first row."""
     length = integer(keys, "hidden_size_per_layer_input", *LIMITS["embedding_length"])
     rows = integer(keys, "vocab_size_per_layer_input", *LIMITS["vocab_size"])
     if rows > config.vocab_size:
@@ -101,8 +101,8 @@ def _layer_sizes(config: ModelConfig, lengths: Sequence[int]) -> tuple[LayerSize
 
 
 def _cutoffs(keys: Keys, blocks: int) -> tuple[float, ...]:
-    """Each layer's cutoff in standard deviations: the share of a normal distribution's values that config.json gives is
-    below it, rounded as in `transformers`."""
+    """Each layer's cutoff in standard deviations, rounded as in `transformers`: below it lies the share of a normal
+    distribution's values that config.json gives."""
     shares: Any = keys.get("activation_sparsity_pattern")
     if shares is None:
         sparse = _SPARSE_LAYERS if blocks > _SPARSE_LAYERS else 0
@@ -148,7 +148,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
         ),
         "layer_input": LayerInputSizes(file.require_int(f"{prefix}.{_PER_LAYER}", *limits)),
         "shared_kv_layers": file.get_int(f"{prefix}.{_SHARED}") or 0,
-        "logit_softcap": 30.0 if cap is None else cap,  # old files have no such key, and llama.cpp this one
+        "logit_softcap": 30.0 if cap is None else cap,  # old files lack the key; llama.cpp takes 30
     }
 
 

@@ -1,10 +1,10 @@
 """Gemma 4, the text model: local layers with a window, global ones with wider heads whose values may be their keys.
 
-Scores are not scaled. Query and key heads have norms with weights, value heads one without. In global layers only the
-first elements of a head's halves turn (p-RoPE): the file's divisors of the other frequencies are 1e30. Norms stand on
-both sides of attention and feed-forward, and the residual stream is multiplied by a number of each layer at its end.
+Scores are not scaled. Norms of query and key heads have weights, norms of value heads have none. In global layers only
+the first elements of a head's halves rotate (p-RoPE): the file divides the other frequencies by 1e30. Norms stand on
+both sides of attention and feed-forward, and each layer ends by multiplying the residual stream by its own number.
 In the mixture of experts each layer has a dense feed-forward, too (blocks/dense_and_experts.py). In E2B and E4B the
-last layers use the keys and values of earlier ones, and each layer gets a part of each token beside the stream
+last layers use the keys and values of earlier ones, and each layer gets per-layer embeddings of the tokens
 (blocks/layer_input.py). Logits are soft-capped; the output matrix is the embedding. Source: `Gemma4TextModel` in the
 `transformers` library; llama.cpp's converter for the names and orders of GGUF files.
 """
@@ -37,7 +37,7 @@ _SIZES = {"head_dim": "head_dim", "num_key_value_heads": "head_count_kv"}
 
 
 def _layer_kinds(_keys: Keys, blocks: int) -> Sequence[LayerKind]:
-    """Every sixth layer is global, and the last one."""
+    """Every sixth layer and the last one are global."""
     full = {*full_layers(blocks, _PERIOD), blocks - 1}
     return ["full_attention" if i in full else "sliding_attention" for i in range(blocks)]
 
@@ -46,7 +46,7 @@ def _common_keys(keys: Keys) -> Keys:
     if keys.get("use_bidirectional_attention") not in (
         None,
         "vision",
-    ):  # of text tokens "vision" changes nothing
+    ):  # "vision" changes nothing for text tokens
         problem = f"{keys['use_bidirectional_attention']!r} is not implemented"
         raise config_error("use_bidirectional_attention", problem)
     if keys.get("sliding_window") is None:
@@ -127,7 +127,7 @@ def _layer_input(keys: Keys, config: ModelConfig) -> LayerInputSizes | None:
 
 
 def _own_sizes(keys: Keys, windowed: Sequence[bool]) -> Sequence[Mapping[str, int]]:
-    """What each layer has in place of the model's sizes: `per_layer_config`, or else the keys of global layers."""
+    """The sizes that replace the model's in each layer, by `per_layer_config` or else the keys of global layers."""
     given = keys.get("per_layer_config")
     if given is None:
         of_global: dict[str, Any] = {"head_dim": keys.get("global_head_dim", 512)}
@@ -150,7 +150,7 @@ def _own_sizes_of_layer(given: Any) -> Mapping[str, int]:
 
 
 def _of_sizes(config: ModelConfig, sizes: Sequence[LayerSizes], windowed: Sequence[bool]) -> dict[str, Any]:
-    """What follows from the sizes of each layer; the model's own are the largest, in rotation the global layers'."""
+    """The fields that follow from the layers' sizes. The model's own are the largest; it rotates as global layers."""
     full = [size.head_dim for size, is_local in zip(sizes, windowed, strict=True) if not is_local]
     local = [size.head_dim for size, is_local in zip(sizes, windowed, strict=True) if is_local]
     return {
@@ -164,7 +164,7 @@ def _of_sizes(config: ModelConfig, sizes: Sequence[LayerSizes], windowed: Sequen
 
 
 def _scaling(share: float, dim: int, context: int) -> RopeScaling:
-    """p-RoPE: only the first `share` of the frequencies of `dim` elements turn."""
+    """p-RoPE: of the dim / 2 frequencies only the first `share` rotate."""
     if not 0.0 <= share <= 1.0:
         raise config_error("rope_parameters", f"partial_rotary_factor {share} is not from 0 to 1")
     turned = int(share * dim // 2)
@@ -209,7 +209,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 
 def windows_of_gguf(file: GGUFFile, config: ModelConfig, shared: int) -> Fields:
-    """Which layers have the window, and what differs in them. shared: how many last ones have no keys of their own."""
+    """Which layers have the window, and their sizes. shared: the number of last layers without keys of their own."""
     prefix = config.architecture
     for suffix in (PATTERN, *_LOCAL_SIZES, LOCAL_BASE, "rope.freq_base"):
         if f"{prefix}.{suffix}" not in file.metadata:

@@ -1,10 +1,11 @@
 """Gemma 4's assistants: models of a few layers that draft tokens for a Gemma 4, whose keys and values they attend to.
 
-A layer is one of Gemma 4's without keys and values: it attends to those of the target's last layer of its kind, with a
-window or without. The first one reads a projection of the target's embedding of a token beside the target's hidden row
-of the position before, after the final norm. Logits are of the assistant's own embedding; another projection makes of
-its last row the one that stands for the target's in the next step of a draft. All steps of a draft are at one position.
-The clusters of the vocabulary that some folders have (`use_ordered_embeddings`) are not read: logits are of all tokens.
+A layer is a Gemma 4 layer without its own keys and values: it attends to those of the target's last layer of the same
+kind, with a window or without. The first layer reads a projection of two target rows side by side: the embedding of a
+token, and the hidden row of the position before it, after the final norm. The assistant's own embedding gives the
+logits. A second projection turns its last row into the hidden row for the next step of the draft. All steps of a draft
+are at one position. Clusters of the vocabulary (`use_ordered_embeddings` of some folders) are not read: logits are of
+all tokens.
 Sources: `Gemma4AssistantForCausalLM` and `SinglePositionMultiTokenCandidateGenerator` in the `transformers` library;
 llama.cpp's converter for the names of GGUF files.
 """
@@ -42,8 +43,8 @@ def _layers(config: ModelConfig) -> Sequence[Block]:
 
 
 def _attention(config: ModelConfig, layer: int) -> Attention:
-    """Attention to the positions before a draft. A window is one position less, as a token of the target sees itself
-    too."""
+    """Attention to the positions before a draft. The window is one less than the target's, whose tokens also see
+    themselves."""
     own = attention_of(config, layer)
     return replace(own, shared=True, window=None if own.window is None else own.window - 1)
 
@@ -124,10 +125,10 @@ GEMMA4_ASSISTANT = replace(
 
 
 def sources(config: ModelConfig, target: ModelConfig) -> list[int]:
-    """The target's layer whose keys and values each layer attends to: the last of its kind that has some.
+    """For each layer, the target's layer whose keys and values it attends to: the last of its kind that has some.
 
-    Raises EngineError where there is none, or its heads are of other numbers or sizes; or the target has hidden rows of
-    another width.
+    Raises EngineError where there is none, where the two differ in window or in number or size of heads, or where the
+    target's hidden rows have another width.
     """
     pair = f"drafts of this {config.architecture} model for this {target.architecture} model"
     if config.target_width != target.embedding_length:

@@ -66,7 +66,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 
 def _projections(file: GGUFFile, config: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """(columns, rows) of a file's matrices for the pooled vector. Raises GGUFError where they do not follow."""
+    """(columns, rows) of a file's matrices for the pooled vector. Raises GGUFError where one does not fit the next."""
     found: list[tuple[int, int]] = []
     for name in PROJECTIONS:
         tensor = file.tensors.get(f"{name}.weight")

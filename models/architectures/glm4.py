@@ -1,7 +1,7 @@
 """GLM-4 of 2025 (9B, 32B, Z1) and GLM-4.1V's text model: norms on both sides of each block, heads rotated in pairs.
 
-Half of each head is rotated. Query, key and value have biases, which a folder may leave out. Folders have rotated
-elements as neighbours too, and the rows of gate and up in one tensor. GGUF files with sections of frequencies have the
+Half of each head is rotated. Query, key and value have biases, which a folder may leave out. In folders too, rotated
+elements are neighbours, and one tensor has the rows of gate and up. GGUF files with sections of frequencies have the
 rows of query and key in halves. Source: `Glm4Model` and `Glm4vTextModel` in the `transformers` library.
 """
 

@@ -43,11 +43,11 @@ def _fields_of_vision(keys: Keys, config: ModelConfig) -> Fields:
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    """A file has biases and norms where it has their tensors."""
+    """The router, axes and draft layers of a file, whose tensors say if attention has biases and norms."""
     kinds = tensor_kinds(file)
     block = with_biases(config.block, kinds).with_attention(qk_norm="head" if has_head_norms(kinds) else None)
     assert config.experts is not None
-    # A file that does not say so normalizes no weights, as in llama.cpp; folders do unless they say otherwise.
+    # Without the key a file's weights are not normalized, as in llama.cpp; a folder's are.
     normalized = bool(file.get_bool("glm4moe.expert_weights_norm"))
     router = replace(config.experts.router, normalized=normalized)
     return {

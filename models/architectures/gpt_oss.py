@@ -1,11 +1,11 @@
 """gpt-oss: attention sinks, a window in every second layer, and experts with biases and a clamped activation, in MXFP4.
 
-The router chooses by its logits, and weights the chosen experts by a softmax over theirs. Layers with and without a
-window have the same YaRN, whose limits are not rounded (`truncate` in config.json). GGUF files cannot say so, and
-llama.cpp rounds them; here they mean what the model was trained with.
+The router chooses experts by its logits, and weights them by a softmax over the logits of the chosen ones. Layers with
+and without a window have the same YaRN, whose limits are not rounded (`truncate` in config.json). GGUF files cannot say
+so, and llama.cpp rounds them; here they are not rounded for GGUF files either, as the model was trained.
 
-In folders gate and up rows of an expert take turns, in one tensor: packed as MXFP4 in released ones, transposed and not
-packed in what `transformers` saves otherwise.
+In folders the gate and up rows of an expert alternate in one tensor: packed as MXFP4 in released folders, transposed
+and not packed where `transformers` saves them otherwise.
 """
 
 from collections.abc import Sequence

@@ -38,7 +38,7 @@ FINETUNED = "rope.scaling.finetuned"
 def _scaled(
     config: ModelConfig, scales: Mapping[str, float], error: Callable[[str, str], EngineError]
 ) -> Fields:
-    """The multipliers as the decoder applies them. `error` makes one of a key of `scales` and what is wrong with it."""
+    """The multipliers as the decoder applies them. `error` makes an error of a key of `scales` and what is wrong."""
     for key, scale in scales.items():
         if not (isfinite(scale) and _LEAST <= scale <= _MOST):
             raise error(key, f"{scale} is not from {_LEAST:g} to {_MOST:g}")
@@ -55,7 +55,7 @@ def _scaled(
 
 
 def multipliers(keys: Keys, config: ModelConfig) -> Fields:
-    """A missing multiplier is 1; a null one of attention gives other models' scale, as in `transformers`."""
+    """A missing multiplier is 1. If attention's is null, the usual scale applies, as in `transformers`."""
     scales = {name: number(keys, key, 1.0) for name, key in HF_SCALES.items()}
     fields = _scaled(config, scales, lambda name, problem: config_error(HF_SCALES[name], problem))
     null = keys.get(HF_SCALES[_ATTENTION], 1.0) is None
@@ -69,7 +69,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 
 def gguf_multipliers(file: GGUFFile, config: ModelConfig) -> Fields:
-    """A multiplier that is 0 or missing is 1; for attention it gives other models' scale."""
+    """A multiplier that is 0 or missing is 1; if attention's is, the usual scale applies."""
     prefix = config.architecture
     given = {name: file.get_float(f"{prefix}.{name}") for name in HF_SCALES}
     scales = {name: scale or 1.0 for name, scale in given.items()}

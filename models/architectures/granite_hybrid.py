@@ -1,10 +1,10 @@
 """Granite 4.0-H: Mamba2 layers, with attention in some, each before a feed-forward or experts beside a shared expert.
 
 It has Granite's four multipliers (granite.py); the norm within Mamba2 does not read the residual stream, and keeps the
-epsilon of the file. Attention is not rotated, but where a folder says `position_embedding_type` "rope", or a GGUF file
-does not say that it is not (`rope.scaling.finetuned`). A folder's `shared_mlp` is the shared expert, or without experts
-the feed-forward. Folders of models that attend in every layer and have no experts (350M, 1B, Micro) are Granite's, as
-llama.cpp's converter has them. Sources: `GraniteMoeHybridModel` in the `transformers` library; llama.cpp's converter.
+epsilon of the file. Attention is rotated only where a folder has `position_embedding_type` "rope", or where a GGUF file
+does not deny it by `rope.scaling.finetuned`. A folder's `shared_mlp` is the shared expert, or the feed-forward of a
+model without experts. As in llama.cpp's converter, folders of models with attention in every layer and no experts
+(350M, 1B, Micro) are read as Granite. Sources: `GraniteMoeHybridModel` in `transformers`; llama.cpp's converter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ def _build(config: ModelConfig) -> Sequence[Block]:
 
 
 def _size_fields(config: ModelConfig) -> Fields:
-    """The layers of a synthetic model: a released one's first ones, of few the last with attention."""
+    """The layers of a synthetic model: the first of a released one, with attention in the last if in no other."""
     blocks = config.block_count
     full = [i for i in _ATTENTION if i < blocks] or [blocks - 1]
     return {
@@ -60,7 +60,7 @@ def _size_fields(config: ModelConfig) -> Fields:
 
 
 def _common_keys(keys: Keys) -> Keys:
-    """Without experts the feed-forward is the shared expert."""
+    """config.json in common keys; without experts the feed-forward has the shared length. Raises EngineError."""
     kinds = keys.get("layer_types")
     kinds = keys.get("layers_block_type") if kinds is None else kinds
     if kinds is not None and not isinstance(kinds, list):

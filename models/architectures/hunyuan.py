@@ -20,7 +20,7 @@ _ROTARY = ("rope_scaling", "rope_parameters")
 
 
 def _common_keys(keys: Keys) -> Keys:
-    """Rotation with `alpha` is the default one with another base."""
+    """config.json with `alpha` turned into the rotary base of the default rotation. Raises EngineError."""
     changed = dict(keys)
     key = next((key for key in _ROTARY if keys.get(key)), None)
     given = keys.get(key) if key else None
@@ -43,7 +43,7 @@ def _raised(keys: Keys, given: Keys, base: float) -> float:
 
 
 def _common_keys_of_mixture(keys: Keys) -> Keys:
-    """One number of experts for all layers, where config.json has a list of it or calls it otherwise."""
+    """config.json with one number of experts for all layers, whatever its key and even if it is a list by layer."""
     used = keys.get("num_experts_per_tok", keys.get("moe_topk"))
     if isinstance(used, list):
         blocks = integer(keys, "num_hidden_layers", *LIMITS["block_count"])

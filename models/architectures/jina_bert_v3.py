@@ -1,7 +1,7 @@
 """Jina Embeddings v3: XLM-RoBERTa whose positions rotate queries and keys.
 
-The adapters for its tasks are files of their own, as llama.cpp's converter writes them (models/lora/task_files.py), or
-lie within the folder that jinaai publishes (models/hf/task_adapters.py); those of `transformers` do without. Source:
+The adapters for its tasks are separate files, as llama.cpp's converter writes them (models/lora/task_files.py), or lie
+within the folder that jinaai publishes (models/hf/task_adapters.py); folders of `transformers` have none. Source:
 Sturua et al. 2024, "jina-embeddings-v3"; `JinaEmbeddingsV3Model` in the `transformers` library; llama.cpp's converter
 for the names of GGUF files.
 """

@@ -1,8 +1,8 @@
 """LFM2: gated short convolutions, with attention in some layers; and its mixture of experts.
 
 In GGUF files a layer without key and value heads is a convolution, and the norm in front of the output matrix has the
-name `token_embd_norm`. Experts are chosen by sigmoid scores, most with a bias of each; the first layers have none.
-`transformers` adds 1e-6 to the sum by which their weights are normalized, which is less than fp32 holds of it. Source:
+name `token_embd_norm`. Experts are chosen by sigmoid scores, in most models with a bias per expert; the first layers
+are dense. `transformers` adds 1e-6 to the sum that normalizes the experts' weights, below fp32's resolution. Source:
 "LFM2 Technical Report", Liquid AI 2025; `Lfm2Model` and `Lfm2MoeModel` in the `transformers` library.
 """
 
@@ -56,7 +56,7 @@ def _dense_keys(keys: Keys) -> Keys:
 
 
 def _feed_forward_length(keys: Keys) -> int:
-    """As `transformers` adjusts it: two thirds, times a factor, up to a multiple."""
+    """The length as `transformers` adjusts it: two thirds, times a factor, rounded up to a multiple."""
     length = integer({"block_ff_dim": keys["intermediate_size"], **keys}, "block_ff_dim", 1, 1 << 24)
     if not flag({"block_auto_adjust_ff_dim": True, **keys}, "block_auto_adjust_ff_dim"):
         return length

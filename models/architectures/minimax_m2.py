@@ -1,7 +1,7 @@
 """MiniMax-M2: norms of whole query and key rows, a part of each head rotated, experts chosen by sigmoid and bias.
 
-Every layer has experts, of the feed-forward's length, and none is shared. Released folders say how many elements of a
-head are rotated by `rotary_dim`. Source: `MiniMaxM2Model` in the `transformers` library.
+Every layer has experts of the feed-forward's length and no shared expert. In released folders `rotary_dim` is the
+number of rotated elements of a head. Source: `MiniMaxM2Model` in the `transformers` library.
 """
 
 from quengine.kernels.moe.router_kind import RouterKind
@@ -13,7 +13,7 @@ from quengine.models.hf.hf_keys import integer
 
 
 def _common_keys(keys: Keys) -> Keys:
-    """`rotary_dim` as the share of a head that it stands for."""
+    """config.json with `rotary_dim` as the share of a head that is rotated."""
     if keys.get("rotary_dim") is None or "partial_rotary_factor" in keys:
         return keys
     head = integer(keys, "head_dim", *LIMITS["head_dim"])

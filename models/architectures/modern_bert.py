@@ -1,8 +1,8 @@
 """ModernBERT (and GTE, Nomic's and Granite's embeddings of its kind), an encoder for retrieval and rankings.
 
-A decoder's layers with LayerNorms without biases in front, GELU or SiLU with a gate, and attention to both sides: in
-every third layer, from the first on, to the whole text, in the others to positions near by, with a rotary base of
-their own. The first layer's attention reads the normed embeddings as they are. Source: Warner et al. 2024,
+Its layers are a decoder's with LayerNorms without biases in front, GELU or SiLU with a gate, and attention to both
+sides. Every third layer, from the first on, attends to the whole text; the others attend to nearby positions, with
+their own rotary base. The first layer's attention has no norm of its own in front. Source: Warner et al. 2024,
 "ModernBERT"; `ModernBertModel` in the `transformers` library; llama.cpp's converter for the names of GGUF files.
 """
 
@@ -71,7 +71,7 @@ def _common_keys(keys: Keys) -> Keys:
         known = " and ".join(_ACTIVATIONS)
         raise config_error("hidden_activation", f"{activation!r} is not implemented, only {known} are")
     window = integer(keys, "local_attention", 2, 1 << 30)
-    if keys.get("sliding_window") is not None:  # the half, which replaces the whole
+    if keys.get("sliding_window") is not None:  # the reach to one side, which replaces `local_attention`
         window = 2 * integer(keys, "sliding_window", 1, 1 << 29)
     base, local = (number(keys, f"{kind}_rope_theta", b) for kind, b in _BASES)
     passed_over = ("num_key_value_heads", "head_dim", "rope_theta", "sliding_window", "hidden_act")

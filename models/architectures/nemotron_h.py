@@ -1,11 +1,11 @@
 """Nemotron-H and Nemotron 3: each layer is a Mamba2 layer, attention, a feed-forward, or a mixture of experts.
 
-Attention has no rotation, feed-forwards and experts have no gate: squared ReLU of one product. Experts are chosen by
-sigmoid scores with a bias of each, beside a shared expert of a width of its own. Every layer has one norm in front,
-`attn_norm`. In GGUF files a layer without key and value heads and without a feed-forward's length is Mamba2, one with
-such a length a feed-forward, and all of them are experts where there are some. Folders limit the step of time from
-below (`time_step_min`), as `transformers` does in prompts; GGUF files have no such key, and llama.cpp no limit. A
-folder's layers that draft tokens are passed over. Sources: NVIDIA 2025, "Nemotron-H: A Family of Accurate and Efficient
+Attention has no rotation. Feed-forwards and experts have no gate: they take the squared ReLU of one product. Experts
+are chosen by sigmoid scores with a bias of each, beside a shared expert of its own width. Every layer has one norm in
+front, `attn_norm`. In GGUF files a layer without key and value heads is a feed-forward if it has a feed-forward
+length, else Mamba2; in a model with experts all feed-forwards are experts. Folders limit the time step from below
+(`time_step_min`), as `transformers` does in prompts; GGUF files have no such key, and llama.cpp no limit. A folder's
+layers that draft tokens are ignored. Sources: NVIDIA 2025, "Nemotron-H: A Family of Accurate and Efficient
 Hybrid Mamba-Transformer Models" and "Nemotron 3 Nano"; `NemotronHModel` in the `transformers` library; llama.cpp's
 converter.
 """
@@ -70,7 +70,7 @@ def _build(config: ModelConfig) -> Sequence[Block]:
 
 
 def _of_kinds(kinds: Sequence[str]) -> Fields:
-    """The layers by what they are."""
+    """The fields of layers of these kinds; none is rotated."""
     return {
         "recurrent_layers": tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
         "mixerless_layers": tuple(i for i, kind in enumerate(kinds) if kind in ("moe", "mlp")),
@@ -79,7 +79,7 @@ def _of_kinds(kinds: Sequence[str]) -> Fields:
 
 
 def _size_fields(config: ModelConfig) -> Fields:
-    """The layers of a synthetic model: a released one's first ones, of few the last with attention."""
+    """The layers of a synthetic model: the first of a released one, with attention in the last if in no other."""
     blocks, pattern = config.block_count, _PATTERNS[config.architecture]
     letters = pattern[:blocks] if "*" in pattern[:blocks] else f"{pattern[: blocks - 1]}*"
     kinds = [_LETTERS[letter] for letter in letters] + ["moe"] * (blocks - len(letters))
@@ -222,7 +222,7 @@ def _decay(a_log: Any) -> Any:
 
 NEMOTRON_H = Architecture(
     name="nemotron_h",
-    # Nothing rotates; files have the rows of heads in the order of pairs all the same.
+    # Nothing rotates, yet files have the rows of heads in the order of pairs.
     block=BlockForm(
         AttentionForm(rope_layout="pairs"),
         feed_forward=FeedForwardForm(pointwise="relu2"),

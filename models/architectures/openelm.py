@@ -1,7 +1,7 @@
 """OpenELM: layers of unlike sizes, whose heads and feed-forwards grow from the first to the last; norms of each query
 and key head; the output matrix is the embedding.
 
-Folders have query, key and value rows in one tensor, and those of gate and up in one; in GGUF files the latter are two.
+Folders have query, key and value rows in one tensor, gate and up rows in another; GGUF files have gate and up apart.
 Source: Mehta et al. 2024, "OpenELM: An Efficient Language Model Family with Open Training and Inference Framework",
 section 2.1; `modeling_openelm.py` beside the released models.
 """
@@ -24,7 +24,7 @@ _COMPUTED = {
 
 
 def _divisible(value: float, divisor: int) -> int:
-    """The multiple of `divisor` nearest to `value`, and the next one where that is less than nine tenths of it."""
+    """The multiple of `divisor` nearest to `value`, or the next one if the nearest is below nine tenths of `value`."""
     nearest = max(divisor, int(value + divisor / 2) // divisor * divisor)
     return nearest + divisor if nearest < 0.9 * value else nearest
 
@@ -52,7 +52,7 @@ def _layer_sizes(keys: Keys) -> list[LayerSizes]:
 
 
 def _sizes(keys: Keys, width: int, divisor: int) -> LayerSizes:
-    """The sizes of one layer, whose values `keys` has."""
+    """The sizes of one layer by its values in `keys`."""
     heads = integer(keys, "num_query_heads", *LIMITS["head_count"])
     kv_heads = integer(keys, "num_kv_heads", *LIMITS["head_count_kv"])
     if heads % kv_heads:
@@ -90,8 +90,8 @@ def _fields(keys: Keys, _config: ModelConfig) -> Fields:
 
 
 def _scaled(layers: int, width: int, head_dim: int, groups: int) -> Iterator[LayerSizes]:
-    """The sizes of a released model: attention grows from half the width to all of it, feed-forwards from half of it to
-    four times. `groups`: query heads of a key/value head."""
+    """The sizes of a released model's layers: attention grows from half to all of the width, feed-forwards from half to
+    four times the width. `groups`: query heads per key/value head."""
     for layer in range(layers):
         share = layer / (layers - 1)
         queries = _divisible(round(0.5 + 0.5 * share, 2) * width, head_dim * groups)

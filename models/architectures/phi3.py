@@ -1,10 +1,10 @@
 """Phi-3, Phi-3.5 mini, Phi-4 and Phi-4 mini: merged tensors, rotation of a part of each head, LongRoPE.
 
 LongRoPE has one set of frequency factors for sequences of up to `original_max_position_embeddings` tokens, and one for
-longer ones. `transformers` chooses by the sequence, and computes its cache anew when a sequence outgrows the first set;
-llama.cpp chooses by the context that a run is given, and so does `ModelConfig.rope`, as cached keys are rotated.
-The attention factor applies to both. All layers have the window of config.json, as in `transformers`; llama.cpp
-passes it over.
+longer ones. `transformers` chooses by the sequence, and computes its cache anew when a sequence outgrows the first set.
+llama.cpp chooses by the context that a run is given; so does `ModelConfig.rope`, because cached keys are rotated
+already. The attention factor applies to both sets. All layers have the window of config.json, as in `transformers`;
+llama.cpp ignores it.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Qwen2 (biases of query, key and value) and Qwen3 (a norm of each query and key head instead; its rerankers too).
 
-Qwen3-Reranker scores a pair of texts by the rows of "yes" and "no" of the output matrix at the prompt's last position.
-GGUF files have these rows as their head (llama.cpp's converter), folders name no head or are classifiers
+Qwen3-Reranker scores a pair of texts by the output matrix's rows for "yes" and "no" at the prompt's last position. GGUF
+files (llama.cpp's converter) have these two rows as their head. Folders name no head, or are classifiers
 (`Qwen3ForSequenceClassification`).
 """
 
@@ -35,7 +35,7 @@ RANK_TEMPLATE = (
 
 
 def without_unused_window(keys: Keys) -> Keys:
-    """config.json, whose `sliding_window` counts only where it says so."""
+    """config.json, whose `sliding_window` counts only with `use_sliding_window`."""
     return keys if keys.get("use_sliding_window") else {**keys, "sliding_window": None}
 
 

@@ -1,10 +1,10 @@
 """Qwen3-Next, Qwen3.5, 3.6 and 3.8: gated delta nets, with attention in every fourth layer, whose output is gated.
 
-A part of each head is rotated, by three positions in turns, which of text are equal. Norms are stored less one in
-folders but for the gated delta net's. In GGUF files of Qwen3.5 the value heads of each key head are `key_heads` apart
-(tiled), in those of Qwen3-Next and in folders side by side. Layers that draft tokens follow the counted ones in
-folders, as `mtp.`, and are counted in GGUF files (models/draft_layer.py). Of models with vision the text part is
-read. Source: `Qwen3NextModel`, `Qwen3_5TextModel` and `Qwen3_5MoeTextModel` in the `transformers` library; llama.cpp's
+A part of each head is rotated; its frequencies take turns among three positions, which are equal for text. Folders
+store norm weights minus one, except the gated delta net's. In GGUF files of Qwen3.5 the value heads of each key head
+are `key_heads` apart (tiled); in those of Qwen3-Next and in folders they are side by side. Layers that draft tokens
+(models/draft_layer.py) are named `mtp.` and not counted in folders; GGUF files count them. Of models with vision the
+text part is read. Source: `Qwen3NextModel`, `Qwen3_5TextModel` and `Qwen3_5MoeTextModel` in `transformers`; llama.cpp's
 converter.
 """
 
@@ -70,7 +70,7 @@ def _recurrent(blocks: int, interval: int) -> tuple[int, ...]:
 
 
 def _size_fields(config: ModelConfig) -> Fields:
-    """The layers of a synthetic model, of few the last with attention; and gated delta nets where it says no sizes."""
+    """The layers of a synthetic model, with attention at least in the last, and default sizes of gated delta nets."""
     recurrent = _recurrent(config.block_count, min(_INTERVAL, config.block_count))
     by_key_head = config.architecture == "qwen3next"
     sizes = config.gated_delta or GatedDeltaSizes(2, 4, 128, 4, not by_key_head, by_key_head)
@@ -82,7 +82,7 @@ def _size_fields(config: ModelConfig) -> Fields:
 def _common_keys(keys: Keys) -> Keys:
     if keys.get("attn_output_gate") is False:
         raise config_error("attn_output_gate", "false is not implemented: the attention's output is gated")
-    if keys.get("intermediate_size") is None and "moe_intermediate_size" in keys:  # no layer need be dense
+    if keys.get("intermediate_size") is None and "moe_intermediate_size" in keys:  # all layers have experts
         keys = {**keys, "intermediate_size": keys["moe_intermediate_size"]}
     return keys
 
@@ -131,7 +131,7 @@ def _with_attention(recurrent: tuple[int, ...], blocks: int, key: str) -> tuple[
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    """The layers counted include those that draft."""
+    """The fields of a file, whose layer count includes the draft layers. Raises GGUFError."""
     prefix = config.architecture
     layers = without_drafts(file, config)
     sizes = {field: file.require_int(f"{prefix}.{key}", 1, 1 << 16) for field, key in _SSM.items()}

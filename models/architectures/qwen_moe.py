@@ -57,7 +57,7 @@ def dense_layers(keys: Keys, blocks: int) -> Sequence[int]:
 
 
 def expert_lengths(file: GGUFFile, config: ModelConfig) -> Fields:
-    """Old files lack the experts' length, which is then what llama.cpp takes: a share of the feed-forward's."""
+    """The experts' lengths. Where old files lack them, they follow from the feed-forward's, as in llama.cpp."""
     experts, prefix = config.experts, config.architecture
     assert experts is not None
     if f"{prefix}.expert_feed_forward_length" not in file.metadata:

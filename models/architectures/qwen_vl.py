@@ -1,9 +1,8 @@
 """The text models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: those of Qwen2, Qwen3 and Qwen3-MoE, with other names of keys.
 
-Rotary frequencies are shared out to the position in time, the row and the column of an image's patch (`mrope_section`).
-A text's tokens have one position, so that all frequencies turn by it, whatever their sections; GGUF files have a fourth
-section, whose position is 0 in texts and which must be empty. Released folders of the mixture hold the matrices of
-experts transposed.
+`mrope_section` divides the rotary frequencies among three positions of an image's patch: in time, row and column. A
+text token has one position, by which all frequencies rotate, whatever their section. GGUF files have a fourth section,
+whose position is 0 in texts; it must be empty. Released folders of the mixture hold the matrices of experts transposed.
 """
 
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from quengine.models.gguf import GGUFFile
 
 
 def _one_position(keys: Keys) -> Keys:
-    """Rotation by sections is the default one where a token has one position."""
+    """config.json with default rotation in place of rotation by sections: the same where a token has one position."""
     changed = dict(keys)
     for key in ("rope_scaling", "rope_parameters"):
         given = keys.get(key)

@@ -1,7 +1,7 @@
-"""Rotary frequencies of models whose image rows have three positions: which frequency turns by which.
+"""Rotary frequencies of models whose image rows have three positions: which frequency rotates by which position.
 
-A row has a position in time, one down and one across its image; of text the three are equal. Sources: Wang et al. 2024,
-"Qwen2-VL" (M-RoPE, sections one after the other); Qwen3-VL, whose sections take turns.
+A row has a position in time, one down and one across its image; for text the three are equal. Sources: Wang et al.
+2024, "Qwen2-VL" (M-RoPE, consecutive sections); Qwen3-VL, whose sections are interleaved.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ Axes = tuple[int, ...]
 
 
 def consecutive_axes(sections: Sequence[int], frequencies: int) -> Axes:
-    """The first sections[0] frequencies turn by time, and so on; empty if they are not all frequencies."""
+    """The first sections[0] frequencies turn by time, and so on; empty if `sections` do not add up to `frequencies`."""
     axes = tuple(axis for axis, count in enumerate(sections[:3]) for _ in range(count))
     return axes if len(axes) == frequencies else ()
 
@@ -32,7 +32,7 @@ def interleaved_axes(sections: Sequence[int], frequencies: int) -> Axes:
 
 
 def even_sections(frequencies: int) -> list[int]:
-    """Sections of a synthetic model, in turns."""
+    """Interleaved sections of a synthetic model, as equal as possible."""
     first, second = -(-frequencies // 3), (frequencies + 1) // 3
     return [first, second, frequencies - first - second]
 
@@ -49,8 +49,8 @@ def sections_of(keys: Keys, default: Sequence[int]) -> list[int]:
 def gguf_axes(
     file: GGUFFile, config: ModelConfig, of_sections: Callable[[Sequence[int], int], Axes] = consecutive_axes
 ) -> Axes:
-    """The axes of the sections that a file has; a fourth, whose position is 0 in texts, must be empty. Sections that
-    take turns may be of more frequencies than a head has, as in converted files of Qwen3.5. Raises GGUFError."""
+    """The axes by a file's sections, () without any. A fourth section, whose position is 0 in texts, must be empty.
+    Interleaved ones may add up to more than a head's frequencies, as in converted Qwen3.5. Raises GGUFError."""
     key = f"{config.architecture}.{SECTIONS}"
     sections = file.get_ints(key)
     if sections is None:

@@ -16,7 +16,7 @@ _INTERVAL = 4
 
 
 def _unrotated(keys: Keys, blocks: int) -> tuple[int, ...]:
-    """The layers that do not rotate: those that config.json has a 0 for, or those at an interval."""
+    """The layers that do not rotate: those with a 0 in config.json's list, or without a list those at an interval."""
     flags = keys.get("no_rope_layers")
     if flags is None:
         interval = integer(keys, "no_rope_layer_interval", 1, LIMITS["block_count"][1], default=_INTERVAL)
@@ -33,7 +33,8 @@ def _layer_kinds(keys: Keys, blocks: int) -> Sequence[LayerKind]:
 
 
 def _common_keys(keys: Keys) -> Keys:
-    """Without `use_sliding_window` `transformers` has no window, but for its mask, which follows the layers."""
+    """config.json without a window if `use_sliding_window` is not set. `transformers` then has none either, except in
+    its mask, which follows `layer_types`: where these have a window, raises EngineError."""
     if keys.get("use_sliding_window"):
         return keys
     if keys.get("sliding_window") is not None and "sliding_attention" in (keys.get("layer_types") or ()):

@@ -36,10 +36,10 @@ def full_layers_of_gguf(
     period: int,
     of_period: Callable[[int, int], tuple[int, ...]] = full_layers,
 ) -> tuple[int, ...]:
-    """The layers without a window: a file has their period, a flag for each layer with a window, or neither.
+    """The layers without a window: a file has their period, a flag by layer (true: with a window), or neither.
 
     period: used if the file has neither. of_period: the layers without a window, given `blocks` and a period. Raises
-    GGUFError for another value.
+    GGUFError for any other value in the file.
     """
     key = f"{config.architecture}.{PATTERN}"
     pattern = file.metadata.get(key)
@@ -51,8 +51,8 @@ def full_layers_of_gguf(
 
 
 def gguf_fields(file: GGUFFile, config: ModelConfig, period: int, base: float | None) -> Fields:
-    """What a file says of layers with a window, where it has one: their rotary base (`base`: the default), and which
-    layers have none."""
+    """The rotary base of a file's layers with a window (`base`: its default) and the layers without one; empty if the
+    model has no window."""
     if config.sliding_window is None:
         return {}
     own = file.get_float(f"{config.architecture}.{LOCAL_BASE}")
@@ -63,12 +63,12 @@ def gguf_fields(file: GGUFFile, config: ModelConfig, period: int, base: float | 
 
 
 def rope_of_kinds(keys: Keys, base: float | None, local_base: float | None) -> Keys:
-    """config.json in the keys of other models: parameters of layers without a window, to which `rope_scaling` belongs,
-    and the rotary base of those with one, which are not scaled.
+    """config.json in the keys of other models: the rotary parameters of layers without a window, which `rope_scaling`
+    belongs to, and the rotary base of layers with a window, which are not scaled.
 
-    base, local_base: where the parameters of a kind of layers have none. Where each kind has parameters of its
-    own, `transformers` passes over the original context at the top level of config.json, and reads YaRN's `truncate`
-    beside the kinds and not within them.
+    base, local_base: rotary bases of layers without and with a window, if config.json has none. Where each kind of
+    layer has its own parameters, `transformers` ignores the original context at the top level of config.json, and reads
+    YaRN's `truncate` beside the kinds, not within them.
 
     Raises EngineError for other values in config.json.
     """

@@ -1,4 +1,4 @@
-"""The layers of models, declared: mixers, feed-forwards and what stands around them; here the forms of their parts."""
+"""The layers of models, declared: mixers, feed-forwards, norms and other parts."""
 
 from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block_form import BlockForm

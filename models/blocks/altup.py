@@ -1,7 +1,7 @@
 """Alternating updates around a layer (Gemma 3n), declared: a token has several rows, of which a layer computes one.
 
-A layer predicts all rows of a token and reads the first; beside its attention there is a product of low rank with its
-own norm ("LAuReL"). See kernels/altup.py. Sources: Baykal et al. 2023, "Alternating Updates for Efficient
+A layer predicts all rows of a token and reads the first. Beside its attention it has a low-rank product with its own
+norm ("LAuReL"). See kernels/altup.py. Sources: Baykal et al. 2023, "Alternating Updates for Efficient
 Transformers"; Menghani et al. 2024, "LAuReL: Learned Augmented Residual Layer".
 """
 
@@ -20,7 +20,7 @@ _SMALL = Draw(0.3, by_columns=False)
 
 @dataclass(frozen=True)
 class AltUp(Part):
-    """width: of a row. streams: rows of a token. rank: of the product beside attention."""
+    """A layer's alternating updates. width: of a row. streams: rows of a token. rank: of the low-rank product."""
 
     width: int
     streams: int

@@ -30,18 +30,18 @@ _ALL: tuple[Axis, ...] = ("queries", "keys", "keys")
 class AttentionForm:
     """What an attention has beside the projections.
 
-    rope_layout: which elements of a head rotate together (kernels/rope.py); GGUF converters permute the query and key
-        rows of the llama family so that they are neighbours ("pairs").
+    rope_layout: which elements of a head rotate together (kernels/rope.py). GGUF converters permute the query and key
+        rows of the llama family so that these elements are neighbours ("pairs").
     qk_norm: a norm of queries and keys: of each "head" by itself, of each "rotated head", or of all heads in a "row".
     qkv_bias: query, key and value projections have biases.
     output_bias: the output projection has a bias.
     sinks: each query head has a logit of its own in the softmax's denominator (kernels/attention.py).
     gated: the result is multiplied by gates; each query head's rows are followed by its gates' (kernels/attention.py).
-    unit_norms: each rotated query and key head is normalized without weights; layers without rotation do not do so.
+    unit_norms: each rotated query and key head is normalized without weights; layers without rotation skip this.
     merged: one tensor `attn_qkv` holds query, key and value rows.
     v_norm: value heads are divided by their root mean square.
-    images_both_ways: the layers in which rows of an image see later ones of it too, if its projector asks for that:
-        all, or those with a window.
+    images_both_ways: the layers, all or only those with a window, in which rows of an image also see its later rows, if
+        its projector asks for that.
     """
 
     rope_layout: RopeLayout = "halves"
@@ -66,8 +66,8 @@ class Attention(Mixer):
     partial: each rank has some of the heads.
     keys_as_values: values are keys before their norm and rotation, without a projection.
     softcap: that of the scores; 0: none.
-    shared: keys and values are those of an earlier layer, which has as many heads of the same size.
-    joins_hidden: the projections read a token's embedding and a hidden row side by side, each after a norm of its own
+    shared: keys and values come from an earlier layer, which has as many heads of the same size.
+    joins_hidden: the projections read a token's embedding and a hidden row side by side, each after its own norm
         (models/eagle.py).
     chunked: a token sees only its own chunk of `window` positions, which begins at a multiple of `window`.
     """
@@ -130,7 +130,7 @@ class Attention(Mixer):
         return found | self._norms()
 
     def joined(self) -> Mapping[str, TensorSpec]:
-        """The tensors that hold query, key and value rows together, in files that do not have three."""
+        """The tensors that hold query, key and value rows together, in files without separate ones."""
         if self.keys_as_values or self.shared:
             return {}
         cut, units = self.form.qk_norm != "row", (self._rows_of_queries, 1, 1)
@@ -149,7 +149,7 @@ class Attention(Mixer):
 
     @property
     def rows(self) -> int:
-        """Rows of the projections together."""
+        """Total rows of the query, key and value projections."""
         of_others = 0 if self.shared else 2 * self.kv_heads
         return (self._rows_of_queries * self.heads + of_others) * self.head_dim
 
@@ -175,8 +175,8 @@ class Attention(Mixer):
         return {**found, "attn_output.weight": TensorSpec(shape, cut, "self_attn.o_proj.weight")}
 
     def _three(self) -> Iterable[tuple[str, Axis, int, int]]:
-        """(letter, axis that ranks divide, heads, rows for each element of a head) of the query, key and value
-        projections, without those that the layer lacks."""
+        """(letter, axis that ranks divide, heads, rows for each element of a head) of each query, key and value
+        projection that the layer has."""
         heads, each = (self.heads, self.kv_heads, self.kv_heads), (self._rows_of_queries, 1, 1)
         three = zip("qkv", _ALL, heads, each, strict=True)
         without = "kv" if self.shared else "v" if self.keys_as_values else ""

@@ -25,11 +25,11 @@ of a feed-forward, the width of each expert, the experts, the width of the share
 class Cut(NamedTuple):
     """The part of a tensor that a rank has.
 
-    along: a range of its "rows" (of each matrix, if there are several), of its "columns", or of its "experts"; or all
-        of it on the "first" rank and zeros on the others.
+    along: a range of its "rows" (of each matrix, if there are several), of its "columns", or of its "experts"; with
+        "first", all of it on the first rank and zeros on the others.
     axes: the axis of each of the tensor's parts, which follow one another along the rows or columns.
     experts: the tensor has a matrix, or a row, for each expert. With expert parallelism a rank has a range of them.
-    units: rows or columns for each element of the axis, for each of the parts; (): one.
+    units: rows or columns for each element of the axis, by part; (): one.
     """
 
     along: Literal["rows", "columns", "first", "experts"]
@@ -43,8 +43,8 @@ OUTPUT_CUT = Cut("rows", ("tokens",))
 
 
 class Draw(NamedTuple):
-    """Normal values, for synthetic models. With `by_columns`, std is multiplied by n ** -0.5 for n columns, so that
-    products have the size of their input."""
+    """Normally distributed values, for synthetic models. With `by_columns`, std is multiplied by n ** -0.5 for n
+    columns, so that products are about as large as their input."""
 
     std: float = 1.0
     mean: float = 0.0
@@ -65,9 +65,9 @@ class TensorSpec(NamedTuple):
     """A tensor of a layer.
 
     shape: rows first. cut: how ranks share it; None: every rank has all of it. hf: its usual name in a Hugging Face
-    folder, below the layer; "": it has none. hf_each: the name of one expert's matrix, {expert} being its number.
-    hf_shape: its shape in a folder; (): the same. rotated: (heads, rotated elements of each head), if its rows are
-    rotated heads; None: they are not. draw: its values in synthetic models.
+    folder, below the layer; "": it has none. hf_each: the name of one expert's matrix, with {expert} for its number.
+    hf_shape: its shape in a folder; (): the same. rotated: (heads, rotated elements of each head) if its rows are
+    heads to rotate, else None. draw: its values in synthetic models.
     """
 
     shape: Shape
@@ -94,7 +94,7 @@ class PagedKV:
 
     def bytes_of(self, positions: int, cache_type: CacheType = "f16") -> int:
         """Bytes of `positions` positions. Raises EngineError where the rows cannot be stored in `cache_type`."""
-        if not self.kv_heads:  # an encoder's, of any size
+        if not self.kv_heads:  # an encoder's: any head size
             return 0
         return (
             (1 if self.latent else 2)
@@ -106,13 +106,13 @@ class PagedKV:
 
 @dataclass(frozen=True)
 class SlotState:
-    """A fixed amount for each sequence, whatever its length: parts of fp32 values of these shapes.
+    """A state of fixed size for each sequence, whatever its length: fp32 parts of these shapes.
 
     Ranks divide the channels of a part [rows, channels], and the first dimension of a part [heads, ...].
 
-    rewinds: how many positions before its newest one a sequence can continue from with the same state.
-    sections: for each part, the relative lengths of the sections of the divided dimension, of each of which a rank has
-        its share: (2, 1) are two thirds and one third; (): no part has sections.
+    rewinds: from how many positions before its newest one a sequence can still continue with the same state.
+    sections: for each part, the relative lengths of the sections of the divided dimension: (2, 1) are two thirds and
+        one third. A rank has its share of each section. (): no part has sections.
     """
 
     shapes: tuple[Shape, ...]
@@ -134,11 +134,11 @@ class Part(Protocol):
     """What mixers and feed-forwards have in common."""
 
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """Its tensors by GGUF's name below the layer, with .weight or .bias."""
+        """Its tensors by their GGUF names below the layer, with .weight or .bias."""
         ...
 
     def joined(self) -> Mapping[str, TensorSpec]:
-        """Tensors that some files have in place of several of these, concatenated; most parts have none."""
+        """Tensors that some files have in place of several of `tensors`, concatenated; most parts have none."""
         return {}
 
     @property
@@ -163,8 +163,7 @@ class ChannelMixer(Part, Protocol):
 
     @property
     def every_row_length(self) -> int:
-        """The width between up and down of the dense feed-forward or shared expert, which computes every row; 0:
-        none."""
+        """The inner width of the dense feed-forward or shared expert, which computes every row; 0: there is none."""
         ...
 
 
@@ -185,7 +184,7 @@ class Block:
 
     @property
     def parts(self) -> Sequence[Part]:
-        """The mixer first."""
+        """The parts that the layer has, the mixer first."""
         return [part for part in (self.mixer, self.feed_forward, self.input, self.around) if part is not None]
 
     @property

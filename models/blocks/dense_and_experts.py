@@ -1,8 +1,8 @@
 """A dense feed-forward and a mixture of experts side by side (Gemma 4), declared.
 
 Both read the residual stream, each through its own norm. Each result is normalized, and so is their sum before it is
-added to the stream. The router reads the stream's RMSNorm, whose weight is a vector divided by sqrt(width); the weight
-of a chosen expert is multiplied by a number that the expert has. Source: `Gemma4TextDecoderLayer` and
+added to the stream. The router reads an RMSNorm of the stream, whose weight is a vector divided by sqrt(width). The
+weight of a chosen expert is multiplied by that expert's own number. Source: `Gemma4TextDecoderLayer` and
 `Gemma4TextRouter` in the `transformers` library.
 """
 

@@ -1,7 +1,7 @@
 """The layers of encoders, declared: attention to both sides and a feed-forward.
 
-BERT's have a LayerNorm of each sum (`EncoderAttention`, `EncoderFeedForward`); others are a decoder's, whose attention
-is not causal (`BidirectionalAttention`).
+BERT's layers have a LayerNorm of each sum (`EncoderAttention`, `EncoderFeedForward`). The others are a decoder's layers
+with attention that is not causal (`BidirectionalAttention`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,9 +28,9 @@ def layer_norm_specs(name: str, hf: str, width: int) -> dict[str, TensorSpec]:
 
 @dataclass(frozen=True)
 class EncoderAttention(Mixer):
-    """`heads` heads of `head_dim`. Nothing is kept of a text: the cache has no heads.
+    """`heads` heads of `head_dim`. Nothing is kept of a text: its KV cache has 0 heads.
 
-    rotation: of queries and keys; None: there is none. merged: one matrix has the rows of all three.
+    rotation: of queries and keys; None: there is none. merged: one matrix has the query, key and value rows.
     """
 
     width: int
@@ -100,8 +100,8 @@ class EncoderFeedForward(ChannelMixer):
 
 @dataclass(frozen=True)
 class BidirectionalAttention(Mixer):
-    """A decoder's attention whose positions also see later ones: with a window W, those at most W // 2 away. Nothing is
-    kept of a text: the cache has no heads. normed: whether a norm comes before it."""
+    """A decoder's attention whose positions also see later ones; with a window W they see those at most W // 2 away.
+    Nothing is kept of a text: its KV cache has 0 heads. normed: whether a norm comes before it."""
 
     causal: Attention
     normed: bool = True
@@ -129,7 +129,7 @@ class BidirectionalAttention(Mixer):
 
 
 def bidirectional_layers(config: ModelConfig, first_normed: bool = True) -> Sequence[Block]:
-    """A decoder's layers with BidirectionalAttention. first_normed: whether the first layer's is normed."""
+    """A decoder's layers with BidirectionalAttention. first_normed: whether it has a norm in the first layer."""
     layers = enumerate(uniform_layers(config))
     found = []
     for i, block in layers:

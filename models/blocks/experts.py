@@ -1,4 +1,4 @@
-"""A mixture of experts, declared: the router's tensors, those of all experts, those of the shared expert."""
+"""A mixture of experts, declared: the tensors of the router, of all experts and of the shared expert."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class ExpertsForm:
     bias: experts and their router have biases.
     selection_bias: experts are selected by their scores plus a bias per expert.
     shared_gate: the shared expert is weighted by a gate of its own.
-    beside_dense: layers with experts have a dense feed-forward, too (blocks/dense_and_experts.py), and these are the
+    beside_dense: layers with experts also have a dense feed-forward (blocks/dense_and_experts.py); the experts are the
         second branch.
     """
 
@@ -62,8 +62,8 @@ class ExpertsForm:
 
 @dataclass(frozen=True)
 class Experts(ChannelMixer):
-    """form: the mixture's. each: the form of an expert. width: that of the residual stream. experts: number and sizes.
-    partial: each rank has a part of the experts."""
+    """A layer's mixture of experts. form: the mixture's. each: the form of an expert. width: of the residual stream.
+    experts: number and sizes. partial: each rank has a part of the experts."""
 
     form: ExpertsForm
     each: FeedForwardForm
@@ -74,7 +74,7 @@ class Experts(ChannelMixer):
 
     @property
     def norm(self) -> str:
-        """The name of the norm that they read."""
+        """The name of the norm whose result the experts read."""
         return "pre_ffw_norm_2" if self.form.beside_dense else self.norms.ffn
 
     @property
@@ -102,7 +102,7 @@ class Experts(ChannelMixer):
         }
 
     def joined(self) -> Mapping[str, TensorSpec]:
-        """The tensor that holds gate and up of all experts, [E, 2F, width], in files that do not have two."""
+        """The tensor with gate and up of all E experts of length F, [E, 2F, width], in files without separate ones."""
         if not self.each.has_gate:
             return {}
         shape = (self.experts.count, 2 * self.experts.feed_forward_length, self.width)

@@ -18,8 +18,8 @@ _ROWS, _COLUMNS = Cut("rows", ("inner",)), Cut("columns", ("inner",))
 class FeedForwardForm:
     """What a feed-forward, or an expert, computes between up and down.
 
-    activation: of its gate (kernels/glu.py).
-    pointwise: the activation of one without a gate (kernels/pointwise.py); None: it has one.
+    activation: the gate's (kernels/glu.py).
+    pointwise: the activation of a form without a gate (kernels/pointwise.py); None: there is a gate.
     merged_gate: one tensor `ffn_up` holds the rows of gate and up.
     """
 
@@ -33,16 +33,16 @@ class FeedForwardForm:
 
     @property
     def function(self) -> GateActivation | Pointwise:
-        """The activation, of a gate or without one."""
+        """The activation: `pointwise` of a form without a gate, else the gate's."""
         return self.pointwise or self.activation
 
 
 @dataclass(frozen=True)
 class FeedForward(ChannelMixer):
-    """activation(gate) * up of `length` elements, or of a form without a gate activation(up), then down to `width`.
+    """activation(gate) * up of `length` elements (without a gate: activation(up)), then down to `width`.
 
-    partial: each rank has some of the elements. cutoff c: a gate counts by how far it exceeds mean + c * standard
-    deviation of its row (kernels/altup.py); -inf: gates count as they are.
+    partial: each rank has some of the elements. cutoff c: of a gate only the excess over its row's mean + c * standard
+    deviation counts (kernels/altup.py); -inf: gates count as they are.
     """
 
     form: FeedForwardForm

@@ -36,9 +36,9 @@ _DECAY = Uniform(-1.0, -0.02)
 class GatedDeltaSizes:
     """The sizes of a gated delta net.
 
-    head_dim: that of queries, keys and values. taps: positions that the convolution reads, the token's own included.
-    tiled: the order of value heads, see GatedDeltaSpec. by_key_head: one tensor has the rows of beta and alpha, those
-    of each key head together.
+    head_dim: of queries, keys and values. taps: positions that the convolution reads, the token's own included. tiled:
+    the order of value heads, see GatedDeltaSpec. by_key_head: one tensor has the rows of beta and alpha, key head by
+    key head.
     """
 
     key_heads: int
@@ -67,8 +67,8 @@ class GatedDeltaSizes:
         return 2 * self.keys + self.values
 
     def tiled_order(self, tensor: str) -> tuple[list[int], Literal["rows", "columns"]] | None:
-        """The order in which a GGUF file, whose value heads are tiled over the key heads, has the rows or columns of a
-        folder's `tensor`, and which of the two it is; None: the order is the same."""
+        """The order in which a GGUF file with tiled value heads has the rows or columns of a folder's `tensor`, and
+        which of the two are reordered; None: the order is the same."""
         first, elements, along = _OF_VALUE_HEADS.get(tensor, (False, 0, "rows"))
         if self.by_key_head or tensor not in _OF_VALUE_HEADS or self.ratio == 1:
             return None
@@ -80,17 +80,17 @@ class GatedDeltaSizes:
         return [*range(begin), *values], along
 
     def rows_of_qkvz(self) -> list[list[int]]:
-        """The rows of q, k, v and z in a matrix that has those of each key head together."""
+        """The rows of q, k, v and z in a matrix that holds the rows of all four key head by key head."""
         wide = self.ratio * self.head_dim
         return _rows_by_part((self.head_dim, self.head_dim, wide, wide), self.key_heads)
 
     def rows_of_ba(self) -> list[list[int]]:
-        """The rows of b and a, `by_key_head`."""
+        """The rows of beta and alpha in a matrix that holds both key head by key head."""
         return _rows_by_part((self.ratio, self.ratio), self.key_heads)
 
 
 def _rows_by_part(parts: tuple[int, ...], heads: int) -> list[list[int]]:
-    """The rows of each part in a matrix that has `parts` rows of each head side by side, head after head."""
+    """The rows of each part in a matrix that holds, head after head, `parts` rows of the head's parts."""
     every, first, found = sum(parts), 0, []
     for part in parts:
         found.append([every * head + first + row for head in range(heads) for row in range(part)])
@@ -100,8 +100,8 @@ def _rows_by_part(parts: tuple[int, ...], heads: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class GatedDelta(Mixer):
-    """width: that of the residual stream. sizes: this rank's. partial: each rank has some of the key heads, and the
-    value heads that read them."""
+    """width: of the residual stream. sizes: this rank's. partial: each rank has some of the key heads, and the value
+    heads that read them."""
 
     width: int
     sizes: GatedDeltaSizes
@@ -110,8 +110,8 @@ class GatedDelta(Mixer):
 
     @property
     def state(self) -> SlotState:
-        """History and memory (kernels/gated_delta.py). The history has a row for the newest position too, so that
-        writing it leaves what the convolution reads there."""
+        """History and memory (kernels/gated_delta.py). The history has a row for the newest position too: writing that
+        row overwrites none that the convolution reads."""
         sizes, values = self.sizes, self._of_value_heads(1)
         shapes = (sizes.taps, sizes.channels), (sizes.value_heads, sizes.head_dim, sizes.head_dim)
         return SlotState(shapes, sections=((1, 1, *values), values))
@@ -143,8 +143,8 @@ class GatedDelta(Mixer):
         }
 
     def joined(self) -> Mapping[str, TensorSpec]:
-        """The tensor of Qwen3-Next's first GGUF files that holds the rows of attn_qkv and attn_gate, those of each key
-        head together."""
+        """The tensor of Qwen3-Next's first GGUF files that holds the rows of attn_qkv and attn_gate, key head by key
+        head."""
         if not self.sizes.by_key_head:
             return {}
         rows = 2 * (self.sizes.keys + self.sizes.values)
@@ -165,7 +165,7 @@ class GatedDelta(Mixer):
         }
 
     def _of_value_heads(self, elements: int) -> Shape:
-        """The rows or columns that each key head has in the parts of a tensor with `elements` for each value head."""
+        """Rows or columns per key head, by part, of a tensor with `elements` rows or columns for each value head."""
         ratio = self.sizes.ratio
         return (elements,) * ratio if self.sizes.tiled else (ratio * elements,)
 

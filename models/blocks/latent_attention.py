@@ -22,8 +22,8 @@ class LatentSizes:
     """The sizes of a latent attention.
 
     query_rank: elements of the latent for queries; 0: queries are made of the hidden row. rank: elements of the latent
-    for keys and values. plain, rotated: elements of a query that are not rotated, and that are. values: elements of a
-    head's value. eps: that of the norms of both latents.
+    for keys and values. plain, rotated: unrotated and rotated elements of a head's query. values: elements of a head's
+    value. eps: of the norms of both latents.
     """
 
     query_rank: int
@@ -63,7 +63,7 @@ class LatentAttention(Mixer):
 
     @property
     def rows(self) -> int:
-        """Rows of the larger one of the two projections: of the hidden row, and of the latent for queries."""
+        """Rows of the larger of two projections: that of the hidden row, and that of the latent for queries."""
         sizes = self.sizes
         return max(self.query_rows, (sizes.query_rank or self.query_rows) + self.head_dim)
 

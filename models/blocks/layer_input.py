@@ -1,8 +1,8 @@
 """Per-layer embeddings, which a layer gets beside the residual stream (Gemma 4 E2B and E4B), declared.
 
 A table has a row for each token, with `length` elements for each layer. A projection of the token's embedding,
-normalized for each layer, is added to it (kernels/backend.py: `layer_inputs`). At its end a layer adds
-`norm(project(activation(gate(stream)) * its part))` to the stream. Source: `Gemma4TextModel` and
+normalized for each layer, is added to the row (kernels/backend.py: `layer_inputs`). At its end a layer adds
+`norm(project(activation(gate(stream)) * layer's elements))` to the stream. Source: `Gemma4TextModel` and
 `Gemma4TextDecoderLayer` in the `transformers` library.
 """
 
@@ -20,8 +20,8 @@ TABLE = "per_layer_token_embd"
 
 @dataclass(frozen=True)
 class LayerInput(Part):
-    """activation: that of the gate. norms: the layer's, with its output scale. width: that of the residual stream.
-    length: elements for each layer."""
+    """activation: of the gate. norms: the layer's, with its output scale. width: of the residual stream. length:
+    elements for each layer."""
 
     activation: GateActivation
     norms: Norms

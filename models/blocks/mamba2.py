@@ -56,8 +56,8 @@ class Mamba2Sizes:
 
 @dataclass(frozen=True)
 class Mamba2(Mixer):
-    """width: that of the residual stream. sizes: this rank's. partial: each rank has some of the groups, and the heads
-    that read them."""
+    """width: of the residual stream. sizes: this rank's. partial: each rank has some of the groups, and the heads that
+    read them."""
 
     width: int
     sizes: Mamba2Sizes
@@ -66,8 +66,8 @@ class Mamba2(Mixer):
 
     @property
     def state(self) -> SlotState:
-        """History and memory (kernels/mamba2.py). The history has a row for the newest position too, so that writing it
-        leaves what the convolution reads there."""
+        """History and memory (kernels/mamba2.py). The history has a row for the newest position too: writing that row
+        overwrites none that the convolution reads."""
         sizes = self.sizes
         shapes = (sizes.taps, sizes.channels), (sizes.heads, sizes.head_dim, sizes.state_dim)
         ratio = sizes.heads // sizes.groups * sizes.head_dim

@@ -1,4 +1,4 @@
-"""The norms of a layer's residual stream, declared: their kind and places."""
+"""The norms of a layer, declared: their kind and places."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -25,21 +25,21 @@ class Norms:
 
     @property
     def before_mixer(self) -> bool:
-        """Whether there is one in front of the mixer."""
+        """Whether there is a norm in front of the mixer."""
         return self.placement != "post"
 
     @property
     def before_ffn(self) -> bool:
-        """Whether the feed-forward has one of its own in front."""
+        """Whether the feed-forward has its own norm in front."""
         return self.placement in ("pre", "both")
 
     @property
     def of_results(self) -> bool:
-        """Whether results have one before the residual is added."""
+        """Whether results are normalized before they are added to the residual stream."""
         return self.placement in ("post", "both")
 
     def ffn_entry(self, width: int) -> dict[str, TensorSpec]:
-        """The tensors in front of a feed-forward, or of experts."""
+        """The tensor of the norm in front of a feed-forward or of experts, if it has its own."""
         norm = TensorSpec((width,), hf="post_attention_layernorm.weight", draw=NORM)
         return {f"{self.ffn}.weight": norm} if self.before_ffn else {}
 

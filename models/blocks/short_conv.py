@@ -14,7 +14,7 @@ from quengine.models.blocks.block import NORM, Axis, Cut, Mixer, SlotState, Tens
 
 @dataclass(frozen=True)
 class ShortConv(Mixer):
-    """width: that of the residual stream. channels: the convolution's channels on this rank. taps: positions that the
+    """width: of the residual stream. channels: the convolution's channels on this rank. taps: positions that the
     convolution reads, the token's own included. partial: each rank has some of the channels."""
 
     width: int

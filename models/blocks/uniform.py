@@ -15,7 +15,7 @@ from quengine.models.config import ModelConfig
 
 
 def uniform_layers(config: ModelConfig) -> Sequence[Block]:
-    """Attention in every layer, with the sizes and the window that the configuration has for it."""
+    """Layers with attention and a channel mixer each, with the sizes and window that the configuration gives them."""
     parallel = config.block.norms.placement == "parallel"
     return [
         Block(
@@ -26,7 +26,7 @@ def uniform_layers(config: ModelConfig) -> Sequence[Block]:
 
 
 def hybrid_layers(config: ModelConfig, recurrent: Mixer | None) -> Sequence[Block]:
-    """`recurrent` in the layers that have no attention, with a feed-forward in every layer."""
+    """Layers of attention, or of `recurrent` where there is none, each followed by a channel mixer."""
     return [
         Block(
             recurrent if i in config.recurrent_layers else attention_of(config, i), channel_mixer(config, i)
@@ -78,7 +78,7 @@ def channel_mixer(config: ModelConfig, layer: int) -> ChannelMixer:
     """The feed-forward of a layer, or its mixture of experts."""
     form, width, partial = config.block, config.embedding_length, config.ranks > 1
     norms = form.norms
-    if config.layer_input is not None:  # the number at a layer's end comes after its input
+    if config.layer_input is not None:  # the per-layer embeddings come first, then the scale
         norms = replace(norms, scaled=False)
     cutoff = -inf if config.altup is None else config.altup.cutoffs[layer]
     dense = FeedForward(

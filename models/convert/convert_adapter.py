@@ -1,8 +1,8 @@
 """A PEFT folder with a LoRA adapter converted into a GGUF file, as llama.cpp's convert_lora_to_gguf.py writes it.
 
-That file has one alpha, and each change its rank: the scale is alpha / r. Where a folder's scales are others
-(`use_rslora`, `alpha_pattern`), which that converter passes over, the file's alpha is that which fits the most changes,
-and the second half of the others is multiplied by what is missing.
+The file has one alpha, and each change its own rank r: the scale is alpha / r. A folder may have other scales
+(`use_rslora`, `alpha_pattern`), which llama.cpp's converter ignores. Then the file's alpha is the one that fits the
+most changes, and the second half of every other change is multiplied by the missing factor.
 """
 
 from collections import Counter
@@ -27,8 +27,8 @@ from quengine.models.lora.peft import CONFIG, PeftAdapter
 class AdapterFile:
     """The contents of the file of the adapter in `folder`: `config` of the base model, `alpha`, and `tensors`.
 
-    base: the folder of the base model, of which only config.json is read; None: the one that the adapter names. Raises
-    EngineError: there is no base model's folder, or the adapter is not supported (`PeftAdapter`).
+    base: the folder of the base model, of which only config.json is read; None: the folder that the adapter names.
+    Raises EngineError: the base model's folder is missing, or the adapter is not supported (`PeftAdapter`).
     """
 
     def __init__(self, folder: Path, base: Path | None, kind: str) -> None:
@@ -55,14 +55,14 @@ def _base_config(adapter: PeftAdapter, base: Path | None) -> ModelConfig:
 
 
 def alpha_of(changes: Iterable[LowRank]) -> float:
-    """The most common product of scale and rank among changes with a scale other than 0, of which there is one; files
-    have 0 for a scale of 1."""
+    """The most common product of scale and rank among the changes, at least one of which has a scale other than 0.
+    (In files an alpha of 0 stands for a scale of 1.)"""
     found = Counter(change.scale * change.rank for change in changes if change.scale)
     return found.most_common(1)[0][0]
 
 
 def halves(changes: Mapping[str, LowRank], alpha: float, kind: str) -> list[FileTensor]:
-    """The tensors of a file of these changes with this alpha, in the tensor type `kind`."""
+    """The tensors of an adapter's file with these changes and this alpha, in the tensor type `kind`."""
     return [
         _tensor(f"{name}.lora_{letter}", half, kind)
         for name, change in changes.items()

@@ -19,8 +19,8 @@ from quengine.models.hf.hf_headers import read_config
 class DraftFile:
     """The contents of the file of the draft model in `folder`: `config`, the `keys` of its layer, and `tensors`.
 
-    Query and key rows, which folders have in halves of a head, are in pairs, as in files of llama. Raises EngineError:
-    the folder has no draft model, or it does not fit the model in `target`.
+    Query and key rows go from halves of a head, as in folders, to pairs, as in files of llama. Raises EngineError: the
+    folder has no draft model, or it does not fit the model in `target`.
     """
 
     def __init__(self, folder: Path, target: Path, kind: str) -> None:
@@ -60,5 +60,5 @@ class DraftFile:
 
 
 def _heads(config: ModelConfig, name: str) -> int | None:
-    """Number of heads of a tensor of rotated rows; None: its rows are not rotated."""
+    """The number of heads of a tensor whose rows are rotated; None: its rows are not rotated."""
     return {"blk.0.attn_q.weight": config.head_count, "blk.0.attn_k.weight": config.head_count_kv}.get(name)

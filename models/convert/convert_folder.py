@@ -39,7 +39,7 @@ Progress = Callable[[TensorInfo, int, int], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """The files that were written, in order, the architecture, the tensors of all, and bytes of all."""
+    """The result: the written files in order, the architecture, all tensors, and the bytes of all files."""
 
     paths: tuple[Path, ...]
     architecture: str
@@ -69,9 +69,9 @@ def convert(
         target: where the file goes, complete or not at all; with a split, NAME.gguf becomes NAME-00001-of-00003.gguf.
         type: the type of matrices, "f32", "f16", "bf16" or "q8_0"; None: "f16", for an adapter "f32". Vectors, norms
             and routers are F32.
-        base: of an adapter the folder of its model, of which config.json alone is read; None: that which it names.
-        target_folder: of an EAGLE-3 draft model the folder of the model that it drafts for.
-        mmproj: of a model with vision its projector, not the text model.
+        base: for an adapter, the folder of its model, of which only config.json is read; None: the one it names.
+        target_folder: for an EAGLE-3 draft model, the folder of the model that it drafts for.
+        mmproj: convert the projector of a model with vision, not its text model.
         split_max_size: most bytes of tensors in a file, which has at least one tensor; None: one file.
         threads: CPU threads; None: one for each processor.
         progress: called for each tensor with it, its index and the number of all.
@@ -123,7 +123,7 @@ def _check_flags(
     base: str | Path | None,
     split_max_size: int | None,
 ) -> None:
-    """Raises EngineError for arguments that have no effect beside each other."""
+    """Raises EngineError for arguments that do not go together."""
     given = {"--mmproj": mmproj, "--target": target_folder is not None, "--base": base is not None}
     flags = [flag for flag, is_given in given.items() if is_given]
     if len(flags) > 1:
@@ -181,7 +181,7 @@ def _converted(
 def _files(
     target: Path, fields: Mapping[str, Field], tensors: list[FileTensor], most: int | None
 ) -> list[_File]:
-    """One file, or those of a split: each with as many tensors as fit, metadata in the first."""
+    """One file, or the files of a split: each with as many tensors as fit, the metadata in the first."""
     if most is None:
         return [_File(target, fields, tensors)]
     parts: list[list[FileTensor]] = [[]]
@@ -225,7 +225,7 @@ def _split_fields(number: int, count: int, tensors: int) -> dict[str, Field]:
 
 
 def _write(folder: Path, files: Sequence[_File], quantizer: Quantizer, progress: Progress | None) -> int:
-    """Writes all of them, which take their places together; returns their bytes."""
+    """Writes all files, which appear at their places together. Returns their bytes."""
     for file in files:
         if file.path.suffix != ".gguf" and file.path.exists() and file.path.parent.samefile(folder):
             raise EngineError(f"{file.path}: a file of the folder itself; give the result another name")

@@ -1,6 +1,6 @@
 """The vision part of a Hugging Face folder as a projector's GGUF file (mmproj): tensors, and metadata by projector.
 
-Tensors are those that the vision encoder reads of a folder, which have GGUF's names and order already.
+The tensors are those that the vision encoder reads from a folder; they already have GGUF's names and order.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +47,7 @@ class ProjectorSource:
 
 
 class ProjectorFile:
-    """The tensors of the projector's file of `folder`, and what writes its keys.
+    """The tensors of the projector's file for `folder`, and the writing of its keys.
 
     Raises:
         EngineError: the folder has no vision part, one that is not converted, or is damaged.
@@ -92,7 +92,7 @@ class ProjectorFile:
         PARTS[self._projector.name](ProjectorSource(writer, settings, read_config(self.folder)))
 
     def _forced(self, name: str) -> str | None:
-        """The type of a tensor of this projector, whatever the others are of."""
+        """The type that a tensor must have, whatever type the others get; None: it has theirs."""
         own = self._projector.name
         if own == "gemma3" and name == "mm.input_projection.weight":
             return "F16"
@@ -153,8 +153,8 @@ def _type(name: str, shape: tuple[int, ...], kind: str) -> str:
 
 
 def _break_row(folder: Path, source: FolderSource) -> FileTensor:
-    """Pixtral's row of the text model's embedding that ends a row of patches: llama.cpp computes with it, though its
-    converter leaves it out of folders."""
+    """Pixtral's token that ends a row of patches, as a row of the text model's embedding. llama.cpp computes with it,
+    though its converter omits it for folders."""
     token = Tokenizer.from_hf(folder).control_id(_BREAK)
     if token is None:
         raise EngineError(f"{folder}: its tokenizer has no token {_BREAK}, whose embedding the file needs")

@@ -1,7 +1,7 @@
 """Tokenizers of encoders as keys of a GGUF file: WordPiece, and SentencePiece's unigram model, from tokenizer.json.
 
-Text and type of each token follow llama.cpp's converter. It finds a name for the pre-tokenizer of WordPiece by a hash,
-as for others; nothing depends on it there, and here it is always the same.
+Text and type of each token follow llama.cpp's converter. That converter finds the name of WordPiece's pre-tokenizer by
+a hash, as for others. Nothing depends on this name; here it is always the same.
 """
 
 from base64 import b64decode

@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file, from those that the decoder reads of a folder, which have GGUF's names and row order.
+"""The tensors of a GGUF file, from those that the decoder reads from a folder, which have GGUF's names and row order.
 
-What is left is what a file has otherwise: the experts of a layer in one tensor, the divisors of the rotary frequencies
-as a tensor, and the type of each.
+The remaining differences are made here: a file has the experts of a layer in one tensor, the divisors of the rotary
+frequencies as a tensor, and its own type for each tensor.
 """
 
 import math
@@ -47,9 +47,9 @@ _ROWS_OF_ONE = {"ernie4_5-moe": "exp_probs_b.bias"}
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor to be written: `parts` are the tensors of the folder, of those `held`, that lie in it one after the
-    other; () where it is `computed` from the configuration. change: makes the file's elements of the folder's, which
-    keep their type."""
+    """A tensor to be written. parts: the tensors in `held`, the folder's, that it consists of, in order; (): it is
+    `computed` from the configuration. change: turns the folder's elements into the file's, without changing their
+    type."""
 
     info: TensorInfo
     held: Mapping[str, QuantTensor]
@@ -103,7 +103,7 @@ def has_drafts(checkpoint: HFCheckpoint) -> bool:
 def _tensors(config: ModelConfig, held: HFTensors, kind: str, joined: bool = False) -> list[FileTensor]:
     """All tensors of a model, in layers and outside. joined: gate and up of all experts of a layer are one tensor."""
     together: dict[str, list[str]] = {}
-    # Of a model that ranks by rows of its output matrix a file has the rows alone.
+    # If a model ranks by rows of its output matrix, its file has only these rows.
     for name in held if config.ranker is None else [name for name in held if name != "output.weight"]:
         expert = _EXPERT.fullmatch(name)
         together.setdefault(f"{expert[1]}_exps.weight" if expert else name, []).append(name)
@@ -196,8 +196,8 @@ def _tensor(config: ModelConfig, held: HFTensors, name: str, parts: list[str], k
 
 
 def _in_file_order(config: ModelConfig, name: str) -> Callable[[Tensor], Tensor] | None:
-    """What orders value heads as files have them, tiled over the key heads, where a folder has them side by side, and
-    leaves out the rows of no position."""
+    """The function that puts a folder's value heads, which are side by side, in the order of files, tiled over the key
+    heads, or that drops the table's rows for no position; None: neither is needed."""
     if name == "position_embd.weight" and config.encoder is not None and config.encoder.first_position:
         first = config.encoder.first_position
         return lambda values: values[first:]

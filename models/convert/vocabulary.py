@@ -1,9 +1,9 @@
 """The tokenizer of a folder as keys of a GGUF file: byte-level BPE (tokenizer.json), or SentencePiece's BPE
 (tokenizer.model).
 
-Text and type of each token follow llama.cpp's converter. It finds the name of a byte-level tokenizer's pre-tokenizer by
-a hash of what it makes of a text, and so for released models alone; here the name is that of the one whose splits of a
-text are the folder's (`pre_tokenizer_name`).
+Text and type of each token follow llama.cpp's converter. That converter finds the name of a byte-level pre-tokenizer by
+a hash of a tokenized text, and so only for released models. Here it is the name of the pre-tokenizer that splits a text
+as the folder's does (`pre_tokenizer_name`).
 """
 
 import re
@@ -212,7 +212,7 @@ def role_texts(config: Mapping[str, Any]) -> set[str]:
 
 
 def looks_special(text: str) -> bool:
-    """Texts of control tokens that folders do not mark so."""
+    """Whether a text looks like that of a control token, for tokens that folders do not mark as control tokens."""
     if text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]"):
         return True
     ends = (("<|", "|>"), ("<\uff5c", "\uff5c>"), ("<unused", ">"))
@@ -293,7 +293,7 @@ def pre_tokenizer_name(path: Path, parts: Mapping[str, Any]) -> str:
 
 @cache
 def _cuts_by(patterns: tuple[str, ...], text: str) -> bytes:
-    """Names share patterns, and folders of one process are compared with the same ones."""
+    """The cuts of `text` by these patterns. Cached, as names share patterns and folders are compared with the same."""
     from tokenizers import Regex, pre_tokenizers
 
     splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in patterns]

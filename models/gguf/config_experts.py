@@ -1,7 +1,7 @@
 """Reads the mixture of experts of a GGUF file's metadata.
 
-Files say the sizes; how experts are chosen and weighted is for most architectures llama.cpp's choice and in no file, so
-that the declaration has it (`Architecture.router`), and a file's keys replace what they name.
+Files give the sizes. How experts are chosen and weighted is in most architectures fixed by llama.cpp and in no file, so
+the declaration has it (`Architecture.router`); a file's keys replace what they name.
 """
 
 from collections.abc import Mapping
@@ -34,10 +34,10 @@ SCORES: Mapping[int, Scores] = {1: "softmax", 2: "sigmoid", 3: "softmax_of_chose
 def read_experts(file: GGUFFile, declared: Architecture, length: int, blocks: int) -> ExpertConfig | None:
     """The mixture of experts of a file of architecture `declared`; None of a dense model.
 
-    length: of the model's feed-forwards, which experts have where no key says theirs.
+    length: the model's feed-forward length, which experts have if no key gives theirs.
 
     Raises:
-        GGUFError: a value is missing, of the wrong type, out of range, or stands for what the decoder lacks.
+        GGUFError: a value is missing, of the wrong type, out of range, or not implemented.
     """
     if declared.router is None:
         return None
@@ -60,19 +60,19 @@ def read_experts(file: GGUFFile, declared: Architecture, length: int, blocks: in
 
 
 def _shared_length(file: GGUFFile, prefix: str, inner: int) -> int:
-    """The length of the shared experts, which lie side by side: their sum, or their number and that of an expert."""
+    """The total length of the shared experts, which lie side by side: the file's, or their number times `inner`."""
     most = LIMITS["feed_forward_length"][1]
     length = uniform_int(file, f"{prefix}.expert_shared_feed_forward_length", 0, most, default=0)
     return length or inner * (file.get_int(f"{prefix}.expert_shared_count", 0, MOST_EXPERTS) or 0)
 
 
 def _router_fields(file: GGUFFile, prefix: str) -> dict[str, Any]:
-    """RouterKind fields that the file says; a scale, scores or groups of 0 say nothing, as in llama.cpp.
+    """The RouterKind fields that the file gives; as in llama.cpp, a scale, scores or groups of 0 count as absent.
 
-    llama.cpp reads `expert_weights_norm`, `expert_weights_scale` and `expert_gating_func` for GLM-4.5 alone of these
-    architectures, and takes the declared router for the others. Its converter writes the first two for GLM alone, and
-    the third where a folder has a `scoring_func`, so that released files of the others do not say them. A file that
-    does was made to be computed so, and is.
+    Of these architectures llama.cpp reads `expert_weights_norm`, `expert_weights_scale` and `expert_gating_func` only
+    for GLM-4.5, and takes the declared router for the others. Its converter writes the first two only for GLM, and the
+    third only if a folder has a `scoring_func`, so released files of the others lack them. A file that has them was
+    made to be computed with them, and is.
     """
     fields: dict[str, Any] = {}
     gating_key = f"{prefix}.expert_gating_func"

@@ -77,7 +77,7 @@ _QKV_BIASES = frozenset({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"})
 _POOLINGS: Mapping[int, Pooling] = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _GGUF_SCALINGS = frozenset({"linear", "yarn", "longrope"})  # llama3 has no name, but a tensor
 
-# Keys whose presence with another value than the neutral one means a computation that the decoder lacks.
+# Keys that stand for a computation that the decoder lacks, unless they have the neutral value.
 _NEUTRAL: dict[str, float | bool] = {
     "attention.scale": 0.0,
     "attention.output_scale": 0.0,
@@ -115,7 +115,7 @@ _OTHER_FILES: Mapping[str, str] = {
 def read_gguf_config(file: GGUFFile, given: Architecture | None = None) -> ModelConfig:
     """The configuration in a GGUF file's metadata; needs no tensor data beyond `rope_freqs.weight`.
 
-    given: its architecture, where that is of no model that generates by itself.
+    given: the architecture, for models that do not generate by themselves (draft models).
 
     Raises:
         GGUFError: a value is missing, of the wrong type, out of range or at odds with another.
@@ -178,7 +178,7 @@ def read_gguf_config(file: GGUFFile, given: Architecture | None = None) -> Model
 
 
 def _name(file: GGUFFile, architecture: str) -> str:
-    """What the file calls itself; nothing is computed with it, so anything else than a name is passed over."""
+    """The name that the file gives itself. Nothing is computed with it, so any value but a name is ignored."""
     name = file.metadata.get("general.name")
     if name is not None and not isinstance(name, str):
         log.info("%s: general.name is not a string: passed over", file.path)
@@ -218,7 +218,7 @@ def _refuse_unimplemented(file: GGUFFile, declared: Architecture) -> None:
 
 
 def _refuse_sizes_of_windows(file: GGUFFile, config: ModelConfig) -> None:
-    """Refuse other sizes of heads in layers with a window than those that the configuration has for them.
+    """Refuses sizes of heads in layers with a window that differ from the configuration's.
 
     Released files have none but Gemma 4's, whose declaration reads them; llama.cpp would rotate or cut heads by them.
     """
@@ -263,7 +263,7 @@ def _uniform_int(
 
 
 def _feed_forward_length(file: GGUFFile, declared: Architecture) -> int:
-    """Files of models whose layers all have experts may have the experts' length alone."""
+    """The feed-forward length; if all layers have experts, a file may only have the experts' length."""
     only = None if declared.may_be_dense else file.get_int(f"{declared.name}.expert_feed_forward_length")
     zeros = declared.has_lone_parts
     return _uniform_int(file, declared.name, "feed_forward_length", default=only, but_zeros=zeros)
@@ -275,7 +275,7 @@ def _float(file: GGUFFile, key: str, default: float) -> float:
 
 
 def _norm_eps(file: GGUFFile, declared: Architecture) -> float:
-    """The epsilon of the norms; by the other kind's name where that is in `gguf_keys` and there is no other."""
+    """The epsilon of the norms; if it is absent, the key of the other kind of norm is read if `gguf_keys` has it."""
     names = (KEYS["rms_eps"], LAYER_NORM_EPS)
     own, other = names if declared.block.norms.kind == "rms" else names[::-1]
     key = f"{declared.name}.{own}"
@@ -288,13 +288,13 @@ def _norm_eps(file: GGUFFile, declared: Architecture) -> float:
 
 
 def _vocab_size(file: GGUFFile, architecture: str) -> int:
-    """The tokenizer's size where the file has one; the tensors are checked against it elsewhere."""
+    """The tokenizer's size, if the file has a tokenizer. The tensors are checked against it elsewhere."""
     tokens = file.get_strings(TOKENS)
     return _uniform_int(file, architecture, "vocab_size") if tokens is None else len(tokens)
 
 
 def _head_dim(file: GGUFFile, declared: Architecture, embedding: int, heads: int, differ: bool) -> int:
-    """`differ`: layers have other numbers of heads each, so that none gives their size."""
+    """Elements of a head. `differ`: the number of heads differs between layers, so it does not give their size."""
     architecture = declared.name
     key_length = file.get_int(f"{architecture}.attention.key_length", *LIMITS["head_dim"])
     value_key = f"{architecture}.attention.value_length"
@@ -318,7 +318,7 @@ def _head_dim(file: GGUFFile, declared: Architecture, embedding: int, heads: int
 
 
 def _rope_scaling(file: GGUFFile, declared: Architecture, context: int, tempered: bool) -> RopeScaling:
-    """`tempered`: the attention's temperature follows the original context, so that it is read without YaRN too."""
+    """The scaling of a file. `tempered`: the attention's temperature needs the original context, also without YaRN."""
     architecture, prefix = declared.name, f"{declared.name}.rope.scaling"
     named = file.get_str(f"{prefix}.type")
     if named not in (None, "none", *(_GGUF_SCALINGS & declared.rope_scalings)):
@@ -375,11 +375,11 @@ def _attention_factor(
 ) -> float:
     """The multiplier of cos and sin.
 
-    `yarn_attn_factor` is Hugging Face's `attention_factor`, which the converter writes and which replaces YaRN's own
-    in `transformers`, with or without `yarn_log_multiplier`. llama.cpp passes it over, and in most architectures
-    YaRN's betas too, which the converter writes for all. `attn_factor`, which the converter writes for Phi-3 alone,
-    multiplies whatever there is. As part of the scaling it does not apply to layers with a window whose rotation is
-    not scaled (Gemma 3, OLMo 3); llama.cpp applies it there too.
+    `yarn_attn_factor` is Hugging Face's `attention_factor`, which the converter writes. In `transformers` it replaces
+    YaRN's own factor, with or without `yarn_log_multiplier`. llama.cpp ignores it, and in most architectures also
+    YaRN's betas, which the converter writes for all. `attn_factor`, which the converter writes only for Phi-3,
+    multiplies the result. As part of the scaling it does not apply to layers with a window whose rotation is not scaled
+    (Gemma 3, OLMo 3); llama.cpp applies it there too.
     """
     extra = _float(file, f"{prefix}.attn_factor", 1.0)
     if kind != "yarn":

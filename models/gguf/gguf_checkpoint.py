@@ -112,5 +112,5 @@ class GGUFCheckpoint:
 
 
 def _size(tensor: GGUFTensor) -> tuple[int, int]:
-    """Bytes and elements."""
+    """(bytes, elements) of a tensor."""
     return tensor.nbytes, prod(tensor.shape)

@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file as views on the mapped file; NVFP4 with a scale of the tensor as a copy that has it."""
+"""Tensors of a GGUF file as views on the mapped file; NVFP4 with a tensor scale as a copy that includes the scale."""
 
 import warnings
 

@@ -63,7 +63,7 @@ def _value_text(entry: Entry) -> str:
 
 
 def _check_siblings(shards: list[Shard]) -> None:
-    """Each shard is the one its name says, and together they hold the tensors that the first announces."""
+    """Raises GGUFError unless each shard is the one its name says, and all hold the tensors that the first counts."""
     first = shards[0]
     declared = _split_value(first, SPLIT_TENSORS)
     names: dict[str, Shard] = {}
@@ -88,7 +88,7 @@ def _check_siblings(shards: list[Shard]) -> None:
 
 
 def _check_same_model(first: Shard, shard: Shard) -> None:
-    """Metadata that a later shard repeats must agree with the first one's."""
+    """Raises GGUFError if metadata that a later shard repeats differ from the first one's."""
     for key, entry in shard.entries.items():
         known = first.entries.get(key)
         if key == SPLIT_NO or known is None or not isinstance(entry.value, int | float | str):

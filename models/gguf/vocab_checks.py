@@ -85,12 +85,12 @@ def check_chat_templates(file: GGUFFile) -> None:
 
 
 def _means_none(token_id: int) -> bool:
-    """Converters write -1, as u32, for a special token that the model does not have."""
+    """Whether an id stands for no token: converters write -1, as u32, for a special token that the model lacks."""
     return token_id == (1 << 32) - 1
 
 
 def _unused_array(file: GGUFFile) -> str | None:
-    """Scores or merges, whichever this kind of tokenizer does not use; None where the kind is none of ours."""
+    """The key of scores or merges, whichever this kind of tokenizer does not use; None for an unknown kind."""
     kind = file.metadata.get(MODEL)
     used = MERGED_BY.get(kind) if isinstance(kind, str) else None
     if used is None:

@@ -21,12 +21,12 @@ PARTIAL = ".partial"
 
 @contextmanager
 def beside(path: Path) -> Iterator[BinaryIO]:
-    """A file next to `path` to be written, locked meanwhile so that nobody takes it for what a dead process left; at
-    the end of the block it takes `path`, after an error it is removed."""
+    """A file next to `path` to be written. It is locked, so that nobody takes it for the rest of a dead process. At the
+    end of the block it is renamed to `path`; after an error it is removed."""
     partial = _partial(path)
     try:
         with partial.open("wb") as file:
-            with suppress(OSError):  # a file system without locks, of which nobody else has any either
+            with suppress(OSError):  # a file system without locks: nobody else can lock it either
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield file
         partial.replace(path)
@@ -39,13 +39,13 @@ def _partial(path: Path) -> Path:
 
 
 def file_size(nbytes: int) -> str:
-    """For the user, in GB or MB."""
+    """A size in GB or MB, as text for the user."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"
 
 
 @contextmanager
 def whole_file(path: Path, nbytes: int) -> Iterator[BinaryIO]:
-    """A file of `nbytes` bytes to be written; at the end of the block it takes `path`, after an error nothing is left.
+    """A file of `nbytes` bytes to be written. At the end of the block it is at `path`; after an error nothing is left.
 
     Raises:
         EngineError: there is no such folder, or it cannot be written to.

@@ -109,7 +109,7 @@ def _as_other(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def text_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json of the text model with the defaults of its type, beside the keys that are not of the text."""
+    """config.json of the text model with the defaults of its type, and the keys that do not belong to the text."""
     other = _as_other(config)
     return {**config, **_text_model(config if other is None else other)[2]}
 
@@ -142,7 +142,7 @@ def _text_model(config: Mapping[str, Any]) -> tuple[Architecture, ModelType, Map
 
 
 def _tied(config: Mapping[str, Any]) -> bool:
-    """Whether the output matrix is the embedding. A model with vision has a flag of its own, which in most decides over
+    """Whether the output matrix is the embedding. A model with vision has its own flag, which in most models overrides
     its text model's."""
     _, model_type = MODEL_TYPES[config["model_type"]]
     value = config.get("tie_word_embeddings", model_type.defaults.get("tie_word_embeddings", False))

@@ -1,7 +1,7 @@
 """Reads the mixture of experts of a Hugging Face config.json.
 
-Model types have keys of their own for it (`ModelType.expert_keys`); traits of a router that no key says are declared
-with the architecture.
+Model types have their own keys for it (`ModelType.expert_keys`). Router traits without a key are declared with the
+architecture.
 """
 
 from collections.abc import Mapping

@@ -1,10 +1,10 @@
 """A Hugging Face checkpoint folder as the decoder wants it: mapped tensors under GGUF names.
 
-F32, F16 and BF16 are taken as they are, as views on the mapped files. Only the query and key matrices of the
-llama family are copied when they are read: their rows go from Hugging Face's order to GGUF's, so that a
-checkpoint and the GGUF file made of it give the same logits to the last bit, and kernels see one layout per
-architecture. That is under a tenth of a model. Norm weights are copied where an architecture stores them less one, and
-tensors that lie within others (`hf_parts`). Quantized checkpoints are refused, but for MXFP4 where it is declared.
+F32, F16 and BF16 tensors are views on the mapped files. Some are copied when they are read. The rows of the llama
+family's query and key matrices, under a tenth of a model, go from Hugging Face's order to GGUF's: so a checkpoint and
+the GGUF file made of it give the same logits to the last bit, and kernels see one layout per architecture. Norm weights
+that an architecture stores minus one, and tensors that lie within others (`hf_parts`), are copied too. Quantized
+checkpoints are refused, except for MXFP4 where it is declared.
 """
 
 from collections import Counter
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _CONVOLUTIONS = ("conv", "ssm_conv1d")
 """Tensors that are stored with one more dimension, by group."""
-# Not in a checkpoint: the configuration gives these numbers.
+# Tensors that are not in a checkpoint: the configuration gives their numbers.
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 # In old checkpoints, a buffer of what the decoder computes.
 _BUFFER = "rotary_emb.inv_freq"
@@ -88,7 +88,7 @@ class HFCheckpoint:
         self._tensors = HFTensors(self._shards, self.config, names, changes)
 
     def _with_projections(self, config: ModelConfig) -> ModelConfig:
-        """With the matrices for the pooled vector of an encoder, whose tensors are then among the others.
+        """`config` with an encoder's matrices for the pooled vector, whose tensors are then among the others.
 
         Raises EngineError: they are not implemented, or the architecture's files have none.
         """
@@ -115,7 +115,7 @@ class HFCheckpoint:
 
     @property
     def weights(self) -> int:
-        """How many numbers the tensors hold."""
+        """The number of elements of all tensors."""
         return sum(prod(stored.shape) for stored in self._tensors.stored.values())
 
     @property
@@ -174,13 +174,13 @@ class HFCheckpoint:
 class HFTensors(Mapping[str, QuantTensor]):
     """GGUF name -> tensor of a checkpoint, made when read.
 
-    `stored` has the header of each name, `heads` the heads of each tensor that is permuted (`TensorSpec.rotated`),
-    `changes` what makes GGUF's values of each that is stored with others, `parts` the expert and its first row where a
-    tensor holds those of all, `within` those that lie within others, `drafts` the checkpoint's tensors of layers that
-    draft tokens, `unused` those outside the text model.
+    `stored`: the header of each tensor. `heads`: the heads of a permuted tensor
+    (`TensorSpec.rotated`). `changes`: the function from the stored values to GGUF's, where they differ. `parts`: the
+    expert and its first row, if one tensor holds all experts. `within`: tensors that lie within others. `drafts`: the
+    checkpoint's tensors of draft layers. `unused`: its tensors outside the text model.
 
-    stacks: the names of matrices that are one tensor here. rows: those of a matrix that a tensor is. names: of the
-    layer that drafts, where it is that alone. changes: tensors that others read (`FolderAdapters`).
+    stacks: the names of matrices that are one tensor here. rows: the rows of a matrix that make up a tensor. names: the
+    names of the layer that drafts, if only that layer is read. changes: tensors that others read (`FolderAdapters`).
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class HFTensors(Mapping[str, QuantTensor]):
             self.heads[name] = spec.rotated
 
     def _take_rows(self, name: str, config: ModelConfig) -> None:
-        """Rows of the output matrix, which is the embedding where they are tied."""
+        """Takes rows of the output matrix, or of the embedding if they are tied, as the tensor `name`."""
         assert config.ranker is not None
         holder = "token_embd.weight" if config.tied_output else "output.weight"
         self.rows[name] = config.ranker.tokens
@@ -252,7 +252,7 @@ class HFTensors(Mapping[str, QuantTensor]):
         )
 
     def _has_own(self, name: str) -> bool:
-        """Whether a tensor that lies within another in some folders of the architecture has one of its own here."""
+        """Whether a tensor is stored by itself here that lies within another in some folders of the architecture."""
         return not name.endswith(("_exps.weight", "_exps.bias")) and self._names(name) in self._shards.files
 
     def _take_part(self, name: str, shape: tuple[int, ...], part: HFPart, config: ModelConfig) -> None:
@@ -372,6 +372,6 @@ def _with_own_output(config: ModelConfig, shards: HFShards) -> ModelConfig:
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    """Whether two matrices are equal; different ones are told apart by their first rows."""
+    """Whether two matrices are equal; the first rows are compared first, as they tell most different ones apart."""
     rows = range(0, len(first), _ROWS_AT_A_TIME)
     return all(torch.equal(first[i : i + _ROWS_AT_A_TIME], second[i : i + _ROWS_AT_A_TIME]) for i in rows)

@@ -38,8 +38,8 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 def read_tokenizer_config(folder: Path) -> Mapping[str, Any]:
     """The parsed tokenizer_config.json, empty where there is none. Raises EngineError.
 
-    Where it does not list the added tokens, as older releases of transformers wrote it, those of
-    special_tokens_map.json are among its keys, and come first.
+    If it does not list the added tokens, as in older releases of transformers, the keys of special_tokens_map.json are
+    added and take precedence.
     """
     path, older = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
     config = read_json(path) if path.is_file() else {}
@@ -51,8 +51,8 @@ def read_tokenizer_config(folder: Path) -> Mapping[str, Any]:
 def read_templates(folder: Path) -> dict[str, str]:
     """The checkpoint's chat templates by name. Raises EngineError.
 
-    Those of tokenizer_config.json, one or a list of {"name", "template"}, or where it has none that of
-    chat_template.json, which is for models with vision; files with the names of templates come before them.
+    They come from tokenizer_config.json (one template, or a list of {"name", "template"}), or if it has none from
+    chat_template.json, which is for models with vision. Files with the names of templates take precedence.
     """
     found: dict[str, str] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):

@@ -10,7 +10,7 @@ MAX_NUMBER = 1e30
 
 
 def config_error(key: str, problem: str) -> EngineError:
-    """What is wrong with a key of config.json."""
+    """The error about a key of config.json."""
     return EngineError(f"config.json: {key}: {problem}")
 
 

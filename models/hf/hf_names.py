@@ -41,7 +41,7 @@ class HFNames:
         self._specs = {**tensor_specs(config), **joined_specs(config)}
         norm = self._usual_or_own(f"{config.output_norm}.weight")
         found = (prefix for prefix in PREFIXES if norm.format(body=prefix[0], head=prefix[1]) in held)
-        # Where there is none, the missing tensor is a text model's.
+        # If no prefix fits, errors name the missing tensor as in a text model.
         self.body, self.head = prefix or next(found, PREFIXES[0])
         self.output = f"{self.head}lm_head.weight"
 

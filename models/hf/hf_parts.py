@@ -21,11 +21,11 @@ _LOW_HALVES, _FOUR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 
 
 class StoredPart:
-    """The tensor of `shape` that is the part `part` of one in `shards`, whose name begins with `layer`.
+    """The tensor of `shape` that is the part `part` of a tensor in `shards`, whose name begins with `layer`.
 
-    bias: rows are its elements, the last dimension. picks: what `part.picks` gives. `header` is that of the part
-    itself; `names` are the stored tensors that it comes from; `copied` says that its bytes do not lie there as they are
-    wanted.
+    bias: rows are its elements, the last dimension. picks: the result of `part.picks`. `header` is the part's own
+    header. `names`: the stored tensors that it comes from. `copied`: its bytes are not stored in the wanted form, so
+    that the part is a copy.
 
     Raises:
         EngineError: a tensor is missing, of a wrong shape or of an unsupported type.

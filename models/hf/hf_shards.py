@@ -97,7 +97,7 @@ class HFShards:
         return EngineError(f"{self.folder}: {problem}")
 
     def _weight_map(self) -> dict[str, str]:
-        """Tensor -> file from the index, every file being there; empty when the folder holds one file only."""
+        """Tensor -> file by the index, all of whose files exist; empty if the folder holds only one file."""
         index = self.folder / INDEX
         if not index.is_file():
             if (self.folder / SINGLE).is_file():
@@ -118,7 +118,7 @@ class HFShards:
         return weight_map
 
     def _instead(self) -> str:
-        """Why a folder has none of the files that are read, and what to do."""
+        """For errors: what a folder has instead of the files that are read, and what to do."""
         what = "fetch it again, or take a GGUF file"
         if next(self.folder.glob("pytorch_model*.bin"), None):
             what = "save its pytorch_model*.bin as safetensors (save_pretrained of transformers)"
@@ -141,7 +141,7 @@ def listed(names: list[str]) -> str:
 
 
 def _is_lfs_pointer(path: Path) -> bool:
-    """Whether there is a regular file at `path` that begins as pointers of Git LFS do."""
+    """Whether there is a regular file at `path` that begins like a pointer of Git LFS."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -16,7 +16,7 @@ from quengine.errors import EngineError
 
 MAX_JSON_BYTES = 64 << 20
 MAX_TEXT_BYTES = 4 << 20
-# A JSON text of brackets alone takes 20 times its bytes when it is read. The largest tokenizers in use have half a
+# A JSON text of nothing but brackets takes 20 times its bytes when parsed. The largest tokenizers in use have half a
 # million merges, each a list of two.
 MAX_CONTAINERS = 1 << 21
 MAX_VALUES = 1 << 22
@@ -63,7 +63,7 @@ def _parsed(path: Path) -> Any:
 
 
 def read_lenient_text(path: Path) -> str:
-    """The text in `path`, bytes that are no UTF-8 as U+FFFD. Raises EngineError: it is not there, or too large."""
+    """The text in `path`, with U+FFFD for bytes that are no UTF-8. Raises EngineError: it is missing, or too large."""
     return _read(path, MAX_TEXT_BYTES).decode("utf-8", "replace")
 
 

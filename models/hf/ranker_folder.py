@@ -16,12 +16,12 @@ _ANSWERS = ("yes", "no")
 
 
 def read_ranker(folder: Path, keys: Mapping[str, Any], config: ModelConfig) -> Ranker | None:
-    """What a folder scores pairs by; None: it is no such model. keys: of its config.json.
+    """The head and prompt by which a folder scores pairs; None: it is no such model. keys: its config.json's.
 
-    Such folders are recognized by their name, that in config.json or the title of README.md, as in llama.cpp's
-    converter.
+    As in llama.cpp's converter, such folders are recognized by name: the folder's, the one in config.json, or the title
+    of README.md.
 
-    Raises EngineError where an answer is not one token of its vocabulary, or none that the output matrix has, and where
+    Raises EngineError where an answer is not one token of the vocabulary, or has no row in the output matrix, and where
     the template lacks a text of the pair.
     """
     if config.architecture != "qwen3" or config.ranker is not None or not _is_named(folder, keys):

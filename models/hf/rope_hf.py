@@ -44,10 +44,10 @@ def read_rope(
 
 
 def _parameters(text: Mapping[str, Any], context: int) -> dict[str, Any]:
-    """`rope_theta` beside `rope_scaling`, as written before transformers 5, or `rope_parameters` since.
+    """The parameters in `rope_theta` and `rope_scaling`, as written before transformers 5, or in `rope_parameters`.
 
-    As `transformers` does: `rope_scaling` replaces `rope_parameters`, and what stands at the top level fills in what
-    those lack, but for the original context, which wins there.
+    As in `transformers`, `rope_scaling` replaces `rope_parameters`, and keys at the top level fill in what these lack,
+    except for the original context, where the top level takes precedence.
     """
     key = "rope_scaling" if text.get("rope_scaling") else "rope_parameters"
     given = text.get(key)
@@ -127,7 +127,7 @@ def _yarn(rope: Mapping[str, Any], base: float, dim: int, context: int, original
 def _check_yarn_range(scaling: RopeScaling, base: float, dim: int) -> None:
     """Raises EngineError for betas with no frequency between them: there `transformers` runs its ramp backwards."""
     if not (base > 1.0 and 0.0 < scaling.beta_fast < inf and 0.0 < scaling.beta_slow < inf):
-        return  # ModelConfig.problems says it
+        return  # ModelConfig.problems reports it
     low, high = (
         dim * log(scaling.original_context_length / (turns * 2.0 * pi)) / (2.0 * log(base))
         for turns in (scaling.beta_fast, scaling.beta_slow)

@@ -19,7 +19,7 @@ _IDENTITY = ("torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Id
 
 
 class Projection(NamedTuple):
-    """A matrix for the pooled vector: the file that holds `linear.weight`, its columns and rows."""
+    """A matrix for the pooled vector: the file that holds it as `linear.weight`, and its columns and rows."""
 
     file: str
     columns: int
@@ -27,7 +27,7 @@ class Projection(NamedTuple):
 
 
 def read_pooling(folder: Path) -> Pooling | None:
-    """What the model makes of a text's rows; None where the folder does not say.
+    """How the model pools a text's rows; None where the folder does not say.
 
     Raises EngineError for a file that is no JSON, and for a pooling that is not implemented.
     """

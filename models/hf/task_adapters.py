@@ -32,8 +32,8 @@ class FolderAdapters:
     """The changes of the configuration's tasks; `names` are their tensors.
 
     Raises:
-        EngineError: config.json names tasks and no tensor has changes for them, one has the other half alone, or a
-            wrong shape.
+        EngineError: config.json names tasks and no tensor has changes for them, or one half of a change is missing or
+            has a wrong shape.
     """
 
     def __init__(

@@ -94,15 +94,15 @@ class InstalledModel:
 
 
 def installed_models() -> list[InstalledModel]:
-    """Every complete GGUF model in the cache, by repository and file name; the newest snapshot of each. A projector is
-    no model where one has it."""
+    """Every complete GGUF model in the cache, by repository and file name; the newest snapshot of each. A projector
+    that belongs to a model is not listed."""
     found = _installed()
     taken = {(model.repo, model.projector) for model in found}
     return [model for model in found if (model.repo, model.files[0]) not in taken]
 
 
 def _installed() -> list[InstalledModel]:
-    """As `cached_models`, with projectors listed as models."""
+    """As `installed_models`, with projectors listed as models."""
     if not cache_dir().is_dir():
         return []
     found = []

@@ -85,7 +85,7 @@ def pull_model(
     say: Callable[[str], None] = lambda _: None,
     watch: Watch = lambda _file, _nbytes: None,
 ) -> Path:
-    """Brings a model's files here unless they are, and returns the first.
+    """Fetches a model's files unless they are in the cache, and returns the first.
 
     Args:
         name: an alias of the catalogue or an `hf:` name.
@@ -242,7 +242,7 @@ def _transport_error() -> type[Exception]:
 
 
 def _check_digest(file: HubFile) -> None:
-    """sha256 for a file in large-file storage (64 digits), git's sha1 of a blob for a small one (40)."""
+    """Raises DigestError unless the file's digest is right: its sha256 (64 digits), or git's sha1 of a blob (40)."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     sha256 = len(file.digest) == 64

@@ -1,7 +1,6 @@
-"""Presets: models under names of the user's own, with options; each a TOML file in the user's configuration folder.
+"""Presets: models under the user's own names, with options; each is a TOML file in the user's configuration folder.
 
-Here they are found, read as tables and written; what the keys mean is in the options' dataclasses
-(`quengine.options`).
+This module finds, reads and writes them as tables; the options' dataclasses (`quengine.options`) define the keys.
 """
 
 import os
@@ -41,7 +40,7 @@ def preset_path(name: str) -> Path:
 
 
 def synthetic_preset(name: str) -> dict[str, Any] | None:
-    """The table of a preset; None where there is none of that name, or a file or folder of it comes first.
+    """The table of a preset; None if there is none, or if a file or folder has that name and so takes precedence.
 
     Raises:
         ModelNameError: it cannot be read.

@@ -25,9 +25,9 @@ def projector_name(model: str) -> str:
 def choose_projector(model: str, files: Iterable[str]) -> str | None:
     """The projector of the model file `model` among files of the same root, as paths with "/", if there is one.
 
-    Those of the model's own folder come before those of the folders above it; of these the one whose name has most in
-    common with the model's, then F16, BF16, Q8_0. One that `projector_name` calls after another model, whose
-    name this one's does not go on with, is that one's.
+    Files in the model's own folder come before files in the folders above it. Among these it is the one whose name has
+    most in common with the model's, then F16, BF16, Q8_0. A projector that `projector_name` names after another model
+    belongs to that model, unless this model's name is a longer form of that one's.
     """
     names = list(files)
     own, stem = PurePosixPath(model), without_shard(model)

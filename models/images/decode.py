@@ -1,6 +1,6 @@
 """Bytes of an image file as RGB pixels, within limits that are checked before anything is decoded.
 
-`limited_decoder` calls it in a process that a file which leads a decoder astray cannot leave.
+`limited_decoder` calls it in a process that a hostile file cannot leave.
 
 Only the decoders of four formats are reachable. Orientation follows EXIF; transparency is laid over white, as the image
 processors of `transformers` do; 16-bit grey keeps its upper eight bits.

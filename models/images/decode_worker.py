@@ -1,8 +1,8 @@
 """The process that decodes image files. Run as a script by `limited_decoder`; imports little but Pillow.
 
-Its setup is {"descriptor", "size"}, of memory that both sides have mapped. A request {"size"} says how many bytes of a
-file are at its beginning; the answer is {"width", "height"}, whose RGB pixels are there now, row by row, or {"error"};
-with {"unsealed"} where the process could do more than compute.
+Its setup is {"descriptor", "size"} of memory that both sides have mapped. A request {"size"} says how many bytes of a
+file are at its beginning. The answer is {"width", "height"}, and the RGB pixels then replace the file, row by row; or
+{"error"}. It also has {"unsealed"} if the process can do more than compute.
 
 Once all that Pillow may import is imported, the process gives up files, sockets and other processes (`seal`).
 """
@@ -28,8 +28,8 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 
 
 def seal() -> str:
-    """Gives up all but memory, time and open descriptors. Returns why the kernel does not refuse all other system
-    calls; "": it does."""
+    """Gives up everything but memory, time and open descriptors. Returns "" if the kernel then refuses all other system
+    calls, else the reason why it does not."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if landlock.version() > 0:
         with suppress(OSError):

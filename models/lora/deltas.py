@@ -25,8 +25,7 @@ class Segment(NamedTuple):
 
 
 class Delta:
-    """What is added to a tensor, whose rows are those of `segments`, one after the other. device: where it is
-    computed."""
+    """The change of a tensor whose rows are those of `segments`, in order. device: where it is computed."""
 
     def __init__(self, segments: Sequence[Segment], columns: int, device: torch.device) -> None:
         self._columns, self._device = columns, device
@@ -69,7 +68,7 @@ class Deltas:
         return any(part in adapter.changes for part in self._declared(name) for adapter, _ in self._adapters)
 
     def of(self, name: str, device: torch.device) -> Delta:
-        """What is added to the tensor `name` of a file, which is changed."""
+        """The change of the tensor `name` of a file, which must be a changed one."""
         columns = self._specs[self._declared(name)[-1]].shape[-1]
         return Delta(list(self._segments(name)), columns, device)
 

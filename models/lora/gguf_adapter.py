@@ -1,8 +1,8 @@
 """LoRA adapters in GGUF files, as llama.cpp's convert_lora_to_gguf.py writes them.
 
 `general.type` is adapter and `adapter.type` lora; `adapter.lora.alpha` is the scale times the rank, 0 for a scale of 1.
-Of a matrix NAME there are NAME.lora_a [r, columns] and NAME.lora_b [rows, r], of experts with a first dimension more,
-of the token embedding [vocabulary, r] and [width, r].
+A matrix NAME has NAME.lora_a [r, columns] and NAME.lora_b [rows, r]; experts have one more dimension in front. For the
+token embedding these are [vocabulary, r] and [width, r].
 """
 
 from collections.abc import Mapping

@@ -42,18 +42,19 @@ def merge(
 ) -> Quantization:
     """Adds the adapters' changes to the weights of the GGUF file `source`, and writes it as the file `target`.
 
-    Each changed tensor is dequantized, scale * alpha / r * B A of every adapter added to it in fp32, and quantized to
-    its type again, which rounds it anew; all others keep their bytes. Memory: that of the adapters, and some pieces.
+    Each changed tensor is dequantized, scale * alpha / r * B A of every adapter is added in fp32, and the sum is
+    quantized to the tensor's type, which rounds again. All other tensors keep their bytes. It takes memory for the
+    adapters and some pieces of tensors.
 
     Args:
-        source: of a split, any of its files.
+        source: the file; any file of a split one.
         adapters: GGUF files or folders of PEFT: "FILE", "FILE:SCALE" or (file, scale).
-        target: where the file goes, complete or not at all.
+        target: path of the result, which appears only when complete.
         type: a mix of types for all matrices, such as "Q4_K_M" or "F16", as `quengine.quantize` has it; None: as they
             are stored.
         imatrix: importances of columns, for the matrices that are quantized.
         device: "cpu", "cuda" or "cuda:N", which adds and quantizes; sums may differ in their last bits between them.
-        threads: of the CPU; None: one for each processor.
+        threads: CPU threads; None: one for each processor.
 
     Raises:
         EngineError: a file, adapter or scale that cannot be used (`open_adapter`); a changed tensor of a type that is

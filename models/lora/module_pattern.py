@@ -1,7 +1,7 @@
 """Regular expressions of module names in a PEFT adapter's configuration, matched in linear time.
 
-A file brings them, and Python's `re` may take time that is exponential in a name's length. So a pattern is a set of
-states, and a name moves all of them at once: at most their number times the name's length of steps.
+They come from a file, and Python's `re` may take time that is exponential in a name's length. So a pattern becomes a
+set of states, and a name moves all of them at once: that takes at most (number of states * the name's length) steps.
 Source: Thompson 1968, "Regular Expression Search Algorithm".
 """
 
@@ -26,8 +26,8 @@ class PatternError(ValueError):
 
 
 class _State(NamedTuple):
-    """A state that a character leads on from, where `test` is true of it, or that leads on without one: always, or
-    `at` the "start" or "end" of the name alone."""
+    """A state with its next states `to`. With `test`, a character for which it is true leads on. Without, the state
+    leads on without a character: always, or only `at` the "start" or "end" of the name."""
 
     to: tuple[int, ...]
     test: _Test | None = None
@@ -60,7 +60,7 @@ _Node: TypeAlias = _Char | _Anchor | _Repeat | _Choice
 
 
 class ModulePattern:
-    """A pattern of which a module's name, or its end after a dot, is to be a match, as
+    """A pattern that must match a module's whole name, or its end after a dot, as in
     `re.match(rf"(.*\\.)?({text})$", name)`. Raises PatternError."""
 
     def __init__(self, text: str) -> None:

@@ -40,7 +40,7 @@ def open_adapter(path: Path, config: ModelConfig) -> Adapter:
 
 
 def _of_declared(config: ModelConfig, changes: Mapping[str, LowRank]) -> dict[str, LowRank]:
-    """The changes by declared tensor; some files have the change of several in one."""
+    """The changes by declared tensor; some files have the changes of several tensors in one."""
     specs, joined, found = adapted_specs(config), joined_specs(config), dict[str, LowRank]()
     for name, change in changes.items():
         if name not in joined or name in tensor_specs(config):

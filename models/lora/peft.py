@@ -94,7 +94,7 @@ class PeftAdapter:
         """The changes of the tensors of a model of this configuration by GGUF name, those that hold several
         (attn_qkv) among them.
 
-        file_order: value heads of a gated delta net are in the order of GGUF files, and not in that of folders.
+        file_order: value heads of a gated delta net are in the order of GGUF files instead of folders.
 
         Raises:
             EngineError: the model has no such tensors, or they are of another shape.
@@ -221,7 +221,8 @@ def _pattern(text: str) -> ModulePattern:
 
 
 class _Place(NamedTuple):
-    """Where the change of a module goes: a tensor, or the matrix of one expert. rows: of how many those it has."""
+    """Where the change of a module goes: a tensor, or the matrix of one expert. rows: (number of the module's rows, the
+    rows that go there); None: all."""
 
     name: str
     expert: int | None = None

@@ -1,1 +1,1 @@
-"""A GGUF file with its tensors in other types: which tensor gets which, imatrix files, and the file itself."""
+"""Quantization of GGUF files: the type of each tensor, imatrix files, and the file that is written."""

@@ -1,9 +1,9 @@
 """Importance matrices: for each tensor the mean square of the activations that meet its columns.
 
-Two formats of llama.cpp's llama-imatrix: a GGUF file with tensors NAME.in_sum2 [experts, columns] and NAME.counts
-[experts], and the older `.dat`: u32 entries, each a name, the number of calls and values that are sums already divided
-by tokens and multiplied by calls; then the number of chunks and the dataset's name. Both are read, the first is
-written.
+llama.cpp's llama-imatrix has two formats. Both are read, the first is written. The first is a GGUF file with tensors
+NAME.in_sum2 [experts, columns] and NAME.counts [experts]. The older `.dat` has a u32 count of entries, then for each a
+name, the number of calls, and values: sums divided by tokens and multiplied by calls. The number of chunks and the
+dataset's name follow.
 """
 
 import struct
@@ -32,7 +32,7 @@ _MOST_CHUNKS = (1 << 32) - 1
 @dataclass(frozen=True)
 class Sums:
     """A tensor's sums of squared inputs, fp64 [experts or 1, columns], and the numbers of rows added, int64 [experts or
-    1], as each expert has its own rows."""
+    1]: each expert has its own rows."""
 
     squares: NDArray[np.float64]
     counts: NDArray[np.int64]
@@ -49,11 +49,11 @@ class Sums:
 
 @dataclass(frozen=True)
 class ImatrixSums:
-    """What an imatrix file is made of, which more chunks can be added to.
+    """The content of an imatrix file, to which more chunks can be added.
 
-    chunk_size: tokens of a chunk; 0: a file of the older format, which does not have it: a chunk counts as one row.
-    first: chunks of the last text that were left out before the first.
-    added: those of `chunks` that are not consecutive ones of the last text from `first` on: of other files.
+    chunk_size: tokens of a chunk; 0: the file has the older format, which lacks it; a chunk then counts as one row.
+    first: chunks of the last text that were skipped before the first counted one.
+    added: how many of `chunks` are from other files, not consecutive ones of the last text from `first` on.
     """
 
     sums: Mapping[str, Sums]
@@ -74,7 +74,7 @@ class ImatrixSums:
         return -(-self.chunks * (self.chunk_size or size) // size)
 
     def goes_on_in(self, other: "ImatrixSums") -> bool:
-        """Whether the other file has the chunks of the last text that follow these."""
+        """Whether `other` continues these: its chunks are the next ones of the last text."""
         same = self.chunk_size == other.chunk_size != 0 and self.datasets[-1:] == other.datasets
         return same and not other.added and other.first == self.first + self.chunks - self.added
 
@@ -91,7 +91,7 @@ class Imatrix:
     def of(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
         """The importance of a tensor of this shape, [experts or 1, columns], or None where the file has none.
 
-        Raises EngineError where the file's is of another shape; an embedding's is left out then, as it is a look-up.
+        Raises EngineError where the file's has another shape, except for an embedding, which is only looked up: None.
         """
         values = self.values.get(name)
         if values is None:
@@ -142,9 +142,9 @@ def read_sums(path: Path) -> ImatrixSums:
 
 
 def added_sums(files: Sequence[ImatrixSums], chunk_size: int | None = None) -> ImatrixSums:
-    """The sums of all files, whose texts are named once. chunk_size: None: their largest.
+    """The sums of all files, with each text named once. chunk_size: None takes their largest.
 
-    Files of consecutive chunks of a text are as one of all of these chunks.
+    Files of consecutive chunks of a text give the same as one file of all these chunks.
 
     Raises EngineError for files of several models.
     """
@@ -168,7 +168,7 @@ def each_text(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _added(name: str, first: Sums, second: Sums) -> Sums:
-    """Sums of a tensor in two files; a file of the older format has one count for all experts."""
+    """A tensor's sums in two files added; a file of the older format has one count for all experts."""
     experts = max(first.counts.size, second.counts.size)
     if first.squares.size != second.squares.size or not {first.counts.size, second.counts.size} <= {
         1,
@@ -214,7 +214,7 @@ def _read_gguf(path: Path) -> Imatrix:
 
 
 def _names(file: GGUFFile) -> list[str]:
-    """The tensors that an imatrix file has values for. Raises EngineError where it is none."""
+    """The tensors that an imatrix file has values for. Raises EngineError where it is no imatrix."""
     missing = [key for key in _KEYS if key not in file.metadata]
     names = [name.removesuffix(_SUMS) for name in file.tensors if name.endswith(_SUMS)]
     if missing or not names:
@@ -224,7 +224,7 @@ def _names(file: GGUFFile) -> list[str]:
 
 
 def _mean(file: GGUFFile, name: str) -> NDArray[np.float32]:
-    """Sums divided by counts; experts that no token reached count 1 in every column."""
+    """Sums divided by counts, fp32; experts that no token reached have 1 in every column."""
     total, numbers = _stored_sums(file, name)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(numbers > 0, total / numbers, np.float32(1)).astype(np.float32)

@@ -1,9 +1,9 @@
 """The type of each tensor of a model in a mix such as Q4_K_M: llama.cpp's rules.
 
-A mix has a type for most matrices. More bits go to the output matrix (or the token embedding that stands for it), and
-to attn_v, attn_output and ffn_down of all or some layers: "outer layers" are the first and last eighth and every third
-between. Models of 8 experts have attention matrices that are small beside the experts, and keep more bits of them. The
-result is compared with `llama-quantize`, tensor by tensor (`tests/models/quantize/test_mixes.py`).
+A mix has one type for most matrices. More bits go to the output matrix (or the token embedding that stands for it), and
+to attn_v, attn_output and ffn_down of all or some layers. "Outer layers" are the first and last eighth and every third
+layer between. Models with 8 experts keep more bits for attention matrices, which are small beside the experts. Tests
+compare the result with `llama-quantize`, tensor by tensor (`tests/models/quantize/test_mixes.py`).
 """
 
 import re
@@ -20,7 +20,7 @@ from quengine.models.gguf.tensor_types import TYPE_BY_NAME
 
 @dataclass(frozen=True)
 class Mix:
-    """`number` is `general.file_type` (llama.h, llama_ftype); `base` the type of most matrices."""
+    """A mix of types. number: `general.file_type` (llama.h, llama_ftype). base: the type of most matrices."""
 
     name: str
     number: int
@@ -146,8 +146,8 @@ def needs_importance(name: str, kind: str, mix: str) -> bool:
 class Overrides:
     """The user's choices of types.
 
-    output, token_embedding: types of output.weight and of the token embedding. patterns: regular expressions searched
-    for in names, with types; the first that is found decides. pure: every matrix gets the mix's type, without its
+    output, token_embedding: types of output.weight and of the token embedding. patterns: regular expressions, each
+    with a type, to search names for; the first match decides. pure: every matrix gets the mix's type, without its
     rules.
     """
 
@@ -173,7 +173,7 @@ class ModelTraits:
 
     @property
     def is_70b(self) -> bool:
-        """Whether llama.cpp counts it as of the size 70B, whose attn_v is small beside the rest."""
+        """Whether llama.cpp counts the model as a 70B, whose attn_v is small beside the rest."""
         if self.architecture == "llama":
             return self.layers == 80 and self.heads != self.kv_heads
         sizes = {"qwen2": 80, "olmo": 80, "deci": 80, "jais2": 68}
@@ -183,11 +183,11 @@ class ModelTraits:
 def choose_types(
     tensors: Sequence[GGUFTensor], mix: Mix, traits: ModelTraits, overrides: Overrides, has_imatrix: bool
 ) -> dict[str, str]:
-    """The type of each tensor, in the order of `file_order`, which the rules count in; `fitting` says what its rows
-    hold instead where they are no whole blocks of it.
+    """The type of each tensor. `tensors` must be in `file_order`, as the rules count layers by it. `fitting` gives the
+    type to use instead where rows are not whole blocks.
 
     Raises:
-        EngineError: a pattern is found in no name.
+        EngineError: a pattern matches no name.
     """
     rules = _Rules(mix, traits, has_imatrix, _count_value_matrices(tensors), _is_tied(tensors))
     types = {tensor.name: _type_of(tensor, mix, overrides, rules) for tensor in tensors}
@@ -198,7 +198,7 @@ def choose_types(
 
 
 def file_order(name: str) -> tuple[int, str]:
-    """Sorts names as llama.cpp's files are: those of no layer first, then layer by layer."""
+    """The key that sorts names as in llama.cpp's files: tensors outside of layers first, then layer by layer."""
     found = re.match(r"blk\.(\d+)\.", name)
     return (int(found[1]) if found else -1, name)
 
@@ -266,7 +266,7 @@ def _type_of(tensor: GGUFTensor, mix: Mix, overrides: Overrides, rules: "_Rules"
 
 
 def fitting(tensor: GGUFTensor, kind: str) -> str:
-    """The type, or the one that stands for it if rows of this length are not whole blocks of it."""
+    """`kind`, or the type that replaces it if the tensor's rows are not whole blocks of `kind`."""
     columns = tensor.shape[-1]
     if columns % TYPE_BY_NAME[kind].block == 0:
         return kind
@@ -276,7 +276,7 @@ def fitting(tensor: GGUFTensor, kind: str) -> str:
 
 @dataclass
 class _Rules:
-    """The rules of a mix, which count attn_v and ffn_down matrices as they come."""
+    """The rules of a mix, which count attn_v and ffn_down matrices in the order of calls."""
 
     mix: Mix
     traits: ModelTraits
@@ -342,9 +342,9 @@ class _Rules:
         return self._seen[counter] - 1
 
     def _layer(self, category: str, tensor_name: str) -> int:
-        """The layer that a feed-forward matrix counts as."""
+        """The layer number that the rules use for a feed-forward matrix."""
         counted = self._next(category)
-        # The tensors of a layer's experts come in no order that counting gives the layer of.
+        # The order of a layer's expert tensors does not allow counting layers.
         return file_order(tensor_name)[0] if self.traits.experts > 1 else counted
 
     def _value(self) -> str:

@@ -42,7 +42,7 @@ _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 class QuantizedTensor:
     """A tensor of the result: its type and bytes before and after.
 
-    wanted_type: the type that it has by the mix and the overrides; its rows may be no whole blocks of it.
+    wanted_type: the type by the mix and the overrides; differs from `type_name` if rows are not whole blocks of it.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Quantization:
     """The result: `tensors` in the file's order, and the sizes of both files in bytes.
 
     without_imatrix: searched tensors for which the imatrix has no values.
-    needing_imatrix: tensors whose types are not written without such values, as a plan alone has them.
+    needing_imatrix: tensors whose types cannot be written without such values; only a plan has any.
     merged: tensors that adapters change.
     """
 
@@ -84,10 +84,10 @@ Progress = Callable[[QuantizedTensor, int, int], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is written.
+    """What to write.
 
-    deltas: what adapters add to tensors, whose bytes then follow from the sums.
-    wanted: types that tensors do not have, since their rows are no whole blocks of them.
+    deltas: what adapters add to tensors, which are then quantized from the sums.
+    wanted: for tensors whose rows are not whole blocks of the type chosen for them, that type.
     """
 
     source: GGUFFile
@@ -121,19 +121,19 @@ def quantize(
 ) -> Quantization:
     """Quantizes a GGUF file.
 
-    The result does not depend on the device or the number of threads. Metadata stay, with the keys of quantization set.
-    It takes some MB of memory for each thread, on a GPU some GB; the tensors stay in the file.
+    The result does not depend on the device or the number of threads. Metadata are copied, with the keys of
+    quantization set. It takes some MB of memory per thread, on a GPU some GB; the tensors stay in the file.
 
     Args:
         source: the file in F32, F16 or BF16; any file of a split one.
-        target: where the file goes, complete or not at all; None: only the plan, with its sizes.
+        target: path of the result, which appears only when complete; None: only plan, with sizes.
         type: a mix (`mixes.MIXES`), such as "Q4_K_M".
         imatrix: importances of columns, a file of llama-imatrix in either format.
-        tensor_types: "PATTERN=TYPE": tensors in whose name the regular expression is found; the first one decides.
+        tensor_types: "PATTERN=TYPE", for tensors whose name the regular expression matches; the first match decides.
         output_type: tensor type of output.weight.
         token_embd_type: tensor type of the token embedding.
         pure: the mix's type for every matrix.
-        allow_requantize: take tensors that are quantized already, whose errors add up.
+        allow_requantize: accept tensors that are already quantized; errors of both quantizations add up.
         device: "cpu", "cuda" or "cuda:N".
         threads: CPU threads; None: one for each processor.
         progress: called for each tensor with it, its index and the number of all.
@@ -175,7 +175,7 @@ def _override(text: str) -> tuple[re.Pattern[str], str]:
 
 
 def plan_mix(file: GGUFFile, mix: Mix, overrides: Overrides, imatrix: Imatrix | None) -> Plan:
-    """The file's tensors in the types of a mix. Raises EngineError: a pattern of `overrides` is found in no name."""
+    """The plan for the file's tensors in the types of a mix. Raises EngineError: a pattern matches no name."""
     order = sorted(file.tensors.values(), key=lambda tensor: file_order(tensor.name))
     chosen = choose_types(order, mix, _traits(file), overrides, imatrix is not None)
     types = {tensor.name: fitting(tensor, chosen[tensor.name]) for tensor in order}
@@ -236,7 +236,7 @@ def _check(plan: Plan, mix: Mix, allow_requantize: bool, target: str | Path | No
 
 
 def check_importances(plan: Plan, mix: str) -> None:
-    """Raises EngineError where a tensor is not written in its type without importances, and has none."""
+    """Raises EngineError where a tensor's type needs importances and the imatrix has none for it."""
     for name in _needing_importance(plan, mix):
         kind = plan.types[name]
         if plan.imatrix is None:
@@ -250,7 +250,7 @@ def is_same(target: Path, source: Path) -> bool:
 
 
 def planned(plan: Plan, mix: str, target: Path | None) -> Quantization:
-    """The result of a written plan. mix: its name."""
+    """The result that describes a plan. mix: its name."""
     infos = plan.infos
     tensors = tuple(
         QuantizedTensor(
@@ -334,8 +334,8 @@ def _importance(plan: Plan, tensor: GGUFTensor, kind: str, merged: bool) -> NDAr
     """The importance of each column of a tensor, fp32 [experts or 1, columns]; None: llama.cpp's weights for the
     type (kernels/quantize/quantize.py).
 
-    Without an imatrix, a tensor that is already quantized has equal importances: a plain formula, which goes by a
-    block's extremes, would miss the grid of its weights. Q5_1 made of Q4_1 would have 2% more error.
+    Without an imatrix, a tensor that is already quantized gets equal importances: the plain formula goes by a block's
+    extremes and would miss the grid of the weights (2% more error for Q5_1 made of Q4_1).
     """
     found = None if plan.imatrix is None else plan.imatrix.of(tensor.name, tensor.shape)
     on_grid = FORMATS[tensor.type_name].is_quantized and not merged
@@ -347,12 +347,12 @@ def _importance(plan: Plan, tensor: GGUFTensor, kind: str, merged: bool) -> NDAr
 def _rows(
     plan: Plan, tensor: GGUFTensor, merged: bool, most: int, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, Added | None]]:
-    """The tensor's rows, `most` at a time, and if `merged` what is added to them."""
+    """Pieces of at most `most` rows of the tensor, each with what is added to it if `merged`, else None."""
     delta = plan.deltas.of(tensor.name, device) if merged and plan.deltas is not None else None
     for number, part in enumerate(torch.split(quant_tensor(tensor).data, most)):
         yield part, None if delta is None else partial(_added, delta, number * most)
 
 
 def _added(delta: Delta, begin: int, first: int, count: int) -> torch.Tensor:
-    """What is added to `count` rows of a part that begins at row `begin`, from its row `first` on."""
+    """What `delta` adds to `count` rows from row `first` on, of the part that begins at row `begin`."""
     return delta.rows(begin + first, count)

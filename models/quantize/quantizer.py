@@ -1,4 +1,4 @@
-"""Quantizes rows piece by piece: on the CPU by threads, each with a piece that its cache holds; on a GPU large ones."""
+"""Quantizes rows in pieces: on the CPU each thread takes pieces that fit its cache; on a GPU pieces are large."""
 
 import math
 import os
@@ -36,13 +36,13 @@ Added: TypeAlias = Callable[[int, int], Tensor]
 
 
 class UnfitWeightsError(ValueError):
-    """A type cannot hold the weights; the message follows the tensor's name."""
+    """A type cannot hold the weights. The message is worded to follow the tensor's name."""
 
 
 def quantizers_on(device: torch.device) -> Quantizers:
-    """The quantizers of a device, all with the same bits."""
+    """The quantizers of a device. Those of all devices give the same bits."""
     if device.type == "cpu":
-        keep_freed_memory()  # pages anew for each piece took as long as a third of the work
+        keep_freed_memory()  # new pages for each piece took a third as long as the work
         return COMPILED
     from quengine.kernels.cuda.quantize.quantizers import LAUNCHED  # Triton takes 0.2 s
 
@@ -50,7 +50,7 @@ def quantizers_on(device: torch.device) -> Quantizers:
 
 
 class Quantizer:
-    """Within `with`, torch computes an operation in one thread: the threads here have pieces of their own.
+    """Quantizes rows on a device. Within `with`, torch uses one thread per operation, as each thread has its own piece.
 
     Raises EngineError for a number of threads below 1.
     """
@@ -83,7 +83,7 @@ class Quantizer:
     ) -> Iterator[Tensor]:
         """The rows `data`, uint8 [R, row_bytes] of format `stored`, as blocks of `fmt` on the CPU, in order.
 
-        importance: of their columns, fp32 [K], or None. added: to the rows.
+        importance: of the columns, fp32 [K], or None. added: what is added to the rows.
 
         Raises UnfitWeightsError: weights are not finite, or larger than `fmt` holds.
         """
@@ -109,7 +109,7 @@ class Quantizer:
         rows = dequantize(stored, data.to(self.device))
         if added is not None:
             rows = rows + added(first, len(rows))
-        low, high = torch.aminmax(rows)  # NaN, where a weight is
+        low, high = torch.aminmax(rows)  # NaN if a weight is NaN
         largest = max(abs(float(low)), abs(float(high)))
         if not math.isfinite(largest):
             raise UnfitWeightsError("has weights that are not finite")

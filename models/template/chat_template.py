@@ -1,7 +1,7 @@
 """Chat templates: the jinja2 program in a model's file that writes a conversation as one prompt.
 
-Where files keep them, what variables they get, and which part of a prompt may be control tokens. `template_worker`
-renders, in a process of its own.
+This module knows where files keep them, what variables they get, and which parts of a prompt may be control tokens.
+`template_worker` renders, in a process of its own.
 """
 
 import json
@@ -32,7 +32,7 @@ _TEXT = re.compile(r"[{\s]")
 _TOOL_USE = "tool_use"
 _WORKER = Path(__file__).with_name("template_worker.py")
 _LIMITS = ProcessLimits(cpu_seconds=2.0, memory_bytes=512 << 20)
-# What jinja2 and Python say where a template takes a null or missing content for text.
+# Errors of jinja2 and Python when a template uses a null or missing content as text.
 _NULL_CONTENT = re.compile(r"\bNone|Undefined|no attribute 'content'")
 
 

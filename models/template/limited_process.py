@@ -1,5 +1,5 @@
-"""A process with limits that runs what a model's file brings, a chat template's program or a tokenizer's patterns, and
-what decodes the image files of requests.
+"""A process with limits. It runs code from a model's file (a chat template's program, a tokenizer's patterns), or
+decodes the image files of requests.
 
 Processor time and memory are bounded by the kernel there, so that whatever such a file asks for ends in an error here.
 """
@@ -100,7 +100,7 @@ class LimitedProcess:
             )
         except OSError as failure:
             raise ProcessStoppedError(f"no process could be started for it: {failure}") from None
-        with suppress(OSError):  # `_exchange` says why
+        with suppress(OSError):  # `_exchange` reports why
             process.channel.send_bytes(json.dumps(self._setup).encode())
         return process
 

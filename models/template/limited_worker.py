@@ -1,6 +1,6 @@
-"""What a program that a `LimitedProcess` runs begins with: its limits, its requests, its answers.
+"""The base of programs that a `LimitedProcess` runs: limits, requests and answers.
 
-It imports nothing else of ours, so that such a program is there at once. Messages are those of a `Channel`
+It imports no other module of this package, so that such a program starts at once. Messages are those of a `Channel`
 (kernels/channel.py), in the standard library's JSON, which has a form for half a surrogate pair and for any integer.
 """
 

@@ -1,6 +1,6 @@
-"""Whether a tokenizer.json has only parts whose time is linear in a text and whose memory follows its length.
+"""Whether a tokenizer.json has only parts whose time and memory are linear in the length of a text.
 
-A part that is not known to be bounded counts as unbounded: such a file still works, in a process with limits.
+A part that is not known to be bounded counts as unbounded. Such a file still works, in a process with limits.
 """
 
 import json
@@ -26,8 +26,8 @@ _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORD = r"|[^\r\n\p{L}\p{N}]?\p{L}+"
 _SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-# The patterns of tokenizer.json in the model families that the decoder runs. No two parts of one that follow each
-# other can share a text in more ways than its length.
+# The patterns of tokenizer.json in the model families that the decoder runs. Two consecutive parts of a pattern can
+# divide a text between them in at most as many ways as it has characters.
 KNOWN_PATTERNS = frozenset(
     (
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
@@ -86,7 +86,7 @@ def _components(part: Any, inner: str) -> Iterator[Any]:
 
 
 def _is_short(components: list[Any]) -> bool:
-    """Bytes as characters take up to twice the bytes, which ByteLevel would double again."""
+    """Whether there are few components, and at most one ByteLevel, as each may double a text's bytes."""
     kinds = Counter(component["type"] for component in components)
     return len(components) <= MAX_COMPONENTS and kinds["ByteLevel"] <= 1
 
@@ -146,7 +146,7 @@ def _model_is_bounded(model: Any) -> bool:
 
 
 def _unigram_is_bounded(vocab: Any) -> bool:
-    """Whether a Unigram model is bounded: at each place of a text, it tries pieces as long as one continues."""
+    """Whether a Unigram model is bounded: its pieces are short. At each place of a text it tries all that match."""
     return (
         isinstance(vocab, list)
         and len(vocab) <= MAX_TOKENS

@@ -1,9 +1,9 @@
-"""BPE by merges, which the `tokenizers` library does: byte-level, or over characters.
+"""BPE by merges, computed by the `tokenizers` library: byte-level, or over characters.
 
 Byte-level BPE spells every byte as one printable character, in GPT-2's alphabet (openai/gpt-2 encoder.py,
-`bytes_to_unicode`), and merges join characters within a word; which words a text is cut into is `pre_tokenizers`'
-business. BPE over characters spells spaces U+2581 and a character without a token as its UTF-8 bytes (Gemma 4); nothing
-but the ends of lines divides a text into words.
+`bytes_to_unicode`). Merges join characters within a word; `pre_tokenizers` cuts a text into words. BPE over characters
+(Gemma 4) spells a space as U+2581 and a character without a token as its UTF-8 bytes; only the ends of lines divide a
+text into words.
 """
 
 import re
@@ -22,15 +22,15 @@ def mergeable(
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """The tokens that merging may give, text -> id, and the merges that lead to them, best first.
 
-    Control tokens are excluded, so that no text becomes one unasked. The exception is a token that is a control token
-    only by its text, which the file calls normal, and which the merges make: `</s>` in Qwen's vocabulary.
+    Control tokens are excluded, so that no text becomes one unasked. The exception is a token that the file calls
+    normal, that is a control token only by its text, and that the merges make: `</s>` in Qwen's vocabulary.
     """
     hidden = set(vocabulary.control_tokens)
     ordinary = {vocabulary.texts[i] for i in vocabulary.normal_controls}
     made = {left + right for left, right in merges if left + right in ordinary} if ordinary else set()
     hidden -= made
     ids = {text: i for text, i in vocabulary.ids.items() if text and text not in hidden}
-    # Of a merge that stands twice, the first counts.
+    # If a merge occurs twice, the first counts.
     found = list(dict.fromkeys(merges))
     if any(left + right in hidden or left in hidden or right in hidden for left, right in found):
         found = [pair for pair in found if not hidden & {*pair, "".join(pair)}]
@@ -52,8 +52,8 @@ def merge_model(
 
 
 def _byte_alphabet() -> list[str]:
-    """GPT-2's character for each byte: printable Latin-1 bytes stand for themselves, the other 68 for code points 256,
-    257, ... in order."""
+    """GPT-2's character for each byte: printable Latin-1 bytes are themselves, the other 68 are code points 256, 257,
+    ... in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     rest = (b for b in range(256) if b not in printable)
     stand_in = {b: chr(256 + n) for n, b in enumerate(rest)}
@@ -82,8 +82,8 @@ class ByteLevelBPE:
     ) -> None:
         self._size = len(vocabulary)
         ids, merges = mergeable(vocabulary, merges)
-        # A byte that the vocabulary lacks gives no id, but still keeps its neighbours from merging: it gets
-        # an id past the end for as long as merging lasts.
+        # A byte that the vocabulary lacks gives no id, but still keeps its neighbours from merging: while merging
+        # lasts it has an id past the end.
         missing = (char for char in BYTE_TO_CHAR if char not in ids)
         ids |= {char: self._size + n for n, char in enumerate(missing)}
         self._engine = MergeEngine(merge_model(ids, merges, ignore_merges=splits.ignore_merges))
@@ -105,7 +105,7 @@ class ByteLevelBPE:
 
 
 def _pieces(text: str, groups: DigitGroups) -> Iterator[str]:
-    """`text` cut into the groups of its runs of digits.
+    """`text` cut at the boundaries of its groups of digits.
 
     One pass over the text: an expression that looks ahead to the end of a run would take quadratic time.
     """

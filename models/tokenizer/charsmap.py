@@ -1,8 +1,9 @@
 """SentencePiece's map of normalizations (`precompiled_charsmap`), checked before a library follows it.
 
-Little-endian: the bytes of a trie, then the trie, a double array of 32-bit units (Darts-clone), then the replacements,
-each ended by a zero byte. A unit has a label (bits 0 to 7 and 31), a flag for a value (8), and an offset (10 to 30, by
-bit 9 shifted by 8 more). Source: SentencePiece's `normalizer.cc` and Darts-clone's `darts.h`.
+The layout is little-endian: the size of the trie in bytes (32 bits), the trie as a double array of 32-bit units
+(Darts-clone), then the replacements, each ended by a zero byte. A unit has a label (bits 0 to 7 and 31), a flag for a
+value (bit 8), and an offset (bits 10 to 30, shifted left by 8 if bit 9 is set). Source: SentencePiece's
+`normalizer.cc` and Darts-clone's `darts.h`.
 """
 
 import numpy as np
@@ -17,7 +18,7 @@ _LABEL, _HAS_VALUE, _VALUE = (1 << 31) | 0xFF, 1 << 8, (1 << 31) - 1
 
 
 def charsmap_problem(raw: bytes) -> str | None:
-    """Why a map leads outside of itself, or turns a character into more than it may; None: it does not."""
+    """What is wrong with a map: it leads outside of itself, or a replacement is too long. None: nothing."""
     size = int.from_bytes(raw[:4], "little")
     if len(raw) > MOST_BYTES:
         return f"{len(raw)} bytes, more than {MOST_BYTES}"
@@ -34,7 +35,7 @@ def charsmap_problem(raw: bytes) -> str | None:
 
 
 def _trie_problem(units: NDArray[np.int64], replacements: bytes) -> str | None:
-    """What is wrong with a unit that some text leads to; None: nothing."""
+    """What is wrong with the first bad unit that some text leads to; None: nothing."""
     starts = np.frombuffer(replacements, np.uint8) & 0xC0 != 0x80  # where a character begins
     seen = np.zeros(len(units), np.bool_)
     found = np.zeros(1, np.int64)

@@ -35,7 +35,7 @@ _ROLES = {
     "fim_rep": "fim_rep_token_id",
     "fim_sep": "fim_sep_token_id",
 }
-# SentencePiece's own places for them, in files that do not say.
+# SentencePiece's own ids for the roles, for files that do not give them.
 _SCORED_ROLES = {"unk": 0, "bos": 1, "eos": 2}
 # T5's own places, likewise.
 _UNIGRAM_ROLES = {"pad": 0, "eos": 1, "unk": 2}
@@ -57,7 +57,7 @@ _OTHER_KINDS = {
 
 
 def read_gguf_tokenizer(file: GGUFFile) -> TokenizerParts:
-    """Raises GGUFError for missing or unfit metadata, TokenizerError for kinds that are not supported."""
+    """The tokenizer of a file. Raises GGUFError for missing or unfit metadata, TokenizerError for unsupported kinds."""
     kind = file.require_str(_PREFIX + "model")
     if kind in ("gpt2", "gemma4"):
         return _merging(file, kind)
@@ -87,7 +87,7 @@ def _merging(file: GGUFFile, kind: str) -> TokenizerParts:
         raise TokenizerError(f"{file.path}: {failure}") from None
     checked = check_vocabulary(file)
     merges = checked.merges
-    file.require_strings(MERGES)  # where it has none, `merges` is empty
+    file.require_strings(MERGES)  # refuses a file without the key
     to_bytes = byte_level_bytes if splits.byte_level else scored_bytes
     vocabulary = _vocabulary(file, checked.texts, splits.add_bos, {}, to_bytes)
     if splits.always_bos:
@@ -147,8 +147,8 @@ def _unigram(file: GGUFFile) -> TokenizerParts:
 
 
 def _pair_gap(file: GGUFFile, vocabulary: Vocabulary, by_default: bool) -> tuple[int, ...]:
-    """The separator token after the end token, if the file asks for both; `by_default`: whether it does if it does not
-    say."""
+    """The separator token that follows the end token in a pair, if the file asks for both. `by_default`: whether a file
+    without the key asks for it."""
     said = file.get_bool(_PREFIX + "add_sep_token")
     separator = file.get_int(_PREFIX + "seperator_token_id", high=(1 << 32) - 1)
     if separator is None or separator >= len(vocabulary) or not vocabulary.add_eos:
@@ -157,7 +157,7 @@ def _pair_gap(file: GGUFFile, vocabulary: Vocabulary, by_default: bool) -> tuple
 
 
 def _charsmap(file: GGUFFile) -> bytes:
-    """A map of normalizations, or b"". Raises GGUFError for one that leads outside of itself."""
+    """The map of normalizations, b"" if there is none. Raises GGUFError for a map that `charsmap_problem` rejects."""
     given = file.get_ints(_CHARSMAP)
     if given is None or not len(given):
         return b""
@@ -168,7 +168,7 @@ def _charsmap(file: GGUFFile) -> bytes:
 
 
 def _word_pieces(file: GGUFFile) -> TokenizerParts:
-    """A text is between two special tokens, which have roles of their own and stand for BOS and EOS here."""
+    """A WordPiece tokenizer. A text stands between two special tokens with their own keys, here BOS and EOS."""
     checked = check_vocabulary(file)
     begin = file.get_int(_PREFIX + "cls_token_id", high=(1 << 32) - 1)
     end = file.get_int(_PREFIX + "seperator_token_id", high=(1 << 32) - 1)
@@ -200,7 +200,7 @@ def _vocabulary(
     roles: Mapping[str, int],
     to_bytes: Callable[[str], bytes],
 ) -> Vocabulary:
-    """The vocabulary of `file`. `add_bos`, `roles`: defaults for a file that does not say."""
+    """The vocabulary of `file`. `add_bos`, `roles`: defaults for keys that the file lacks."""
     types = file.get_ints(TOKEN_TYPE)
     named = {role: i for role, i in roles.items() if i < len(texts)}
     for role, key in _ROLES.items():
@@ -231,9 +231,9 @@ def _suppressed(file: GGUFFile, size: int) -> frozenset[int]:
 
 
 def _with_strips(file: GGUFFile, vocabulary: Vocabulary) -> Vocabulary:
-    """`vocabulary` with the ids of tokens that take the white space beside them.
+    """`vocabulary` with the ids of tokens that absorb the white space beside them.
 
-    GGUF has no key for that attribute of added tokens; llama.cpp finds the models that have it by their names.
+    GGUF has no key for this attribute of added tokens; llama.cpp recognizes the models that need it by their names.
     """
     name = (file.get_str("general.name") or "").lower()
     if any(part in (file.get_str(_PREFIX + "pre") or "") for part in _MASKS_STRIPPED):

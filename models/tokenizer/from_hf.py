@@ -1,8 +1,8 @@
 """Reads the tokenizer of a Hugging Face checkpoint folder: tokenizer.json and tokenizer_config.json.
 
-The `tokenizers` library runs tokenizer.json as it is written, in our own process where all its parts are known, else in
-one with limits; this module finds out what its tokens stand for and which have a role. Does not read tokenizer.model or
-tekken.json, which lack what tokenizer.json says.
+The `tokenizers` library runs tokenizer.json as it is written: in this process if all its parts are known to be bounded,
+else in a process with limits. This module finds out what its tokens stand for and which have a role. It does not read
+tokenizer.model or tekken.json, which lack information that tokenizer.json has.
 """
 
 import json
@@ -38,7 +38,8 @@ _LIMITS = ProcessLimits(cpu_seconds=1.0, memory_bytes=1 << 30)
 
 
 class TokenizerEngine(Protocol):
-    """What runs a tokenizer.json, as `LibraryEngine` does. A LimitedEngine raises ProcessStoppedError too."""
+    """An object that runs a tokenizer.json, with the methods of `LibraryEngine`. A LimitedEngine also raises
+    ProcessStoppedError."""
 
     def describe(self) -> dict[str, Any]: ...
 
@@ -67,7 +68,7 @@ class LimitedEngine:
 
 
 class WholeTextEncoder:
-    """tokenizer.json as an encoder. Whether control tokens are matched is a switch on the library's object."""
+    """tokenizer.json as an encoder. A lock guards the library's object, whose state says if control tokens match."""
 
     def __init__(self, engine: TokenizerEngine, origin: Path) -> None:
         self._engine = engine
@@ -75,7 +76,7 @@ class WholeTextEncoder:
         self._lock = Lock()
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """Raises TokenizerError: the file's patterns fail at `text`, or need too much time or memory for it."""
+        """The ids of `text`. Raises TokenizerError: the file's parts fail at it, or need too much time or memory."""
         with self._lock:
             try:
                 return self._engine.encode(text, special)
@@ -94,7 +95,7 @@ class Described:
 
 
 def engine_for(path: Path, parts: Mapping[str, Any]) -> TokenizerEngine:
-    """What runs the tokenizer.json `parts`, with marks that end a turn made special where the file forgot to.
+    """The engine for the tokenizer.json `parts`, with control tokens made special where the file does not.
 
     Raises TokenizerError: the library refuses the file.
     """
@@ -120,8 +121,8 @@ def engine_for(path: Path, parts: Mapping[str, Any]) -> TokenizerEngine:
 
 
 def describe(path: Path, engine: TokenizerEngine) -> Described:
-    """The description that `engine` gives of its tokens. Raises TokenizerError: it does not work, or has too large an
-    id."""
+    """The description that `engine` gives of its tokens. Raises TokenizerError: the engine fails, or an id is too
+    large."""
     try:
         found = engine.describe()
     except (ValueError, ProcessStoppedError) as failure:
@@ -137,7 +138,7 @@ _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def read_hf_tokenizer(folder: Path) -> TokenizerParts:
-    """Raises EngineError for a file that is missing or no JSON, TokenizerError for one that does not work."""
+    """A folder's tokenizer. Raises EngineError for a file that is missing or no JSON, TokenizerError if it fails."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(f"{folder} has no tokenizer.json; convert its tokenizer with transformers first")
@@ -178,7 +179,7 @@ def read_hf_tokenizer(folder: Path) -> TokenizerParts:
 
 
 def _stripping(parts: Mapping[str, Any], side: str) -> frozenset[int]:
-    """Ids of the added tokens that take the white space on `side`, "lstrip" or "rstrip"."""
+    """Ids of the added tokens that absorb the white space on `side`, "lstrip" or "rstrip"."""
     added = [token for token in parts.get("added_tokens") or () if isinstance(token, dict)]
     return frozenset(
         token["id"] for token in added if token.get(side) is True and type(token.get("id")) is int
@@ -186,7 +187,7 @@ def _stripping(parts: Mapping[str, Any], side: str) -> frozenset[int]:
 
 
 def _rows(folder: Path) -> int:
-    """Number of rows of the model's embedding, which may be more than there are tokens."""
+    """The number of rows of the model's embedding, possibly more than tokens; 0 if config.json does not say."""
     path = folder / "config.json"
     config = read_json(path) if path.is_file() else {}
     inner = config.get("text_config")
@@ -195,7 +196,7 @@ def _rows(folder: Path) -> int:
 
 
 def _tokens(described: Described, parts: Mapping[str, Any], rows: int) -> tuple[list[str], list[int]]:
-    """Text and type of every id, `rows` at least; ids that no token has are unused and empty."""
+    """Text and type of every id, at least `rows` of them; ids without a token are UNUSED, with empty text."""
     known = described.vocab
     largest = max((*known.values(), *(i for i, _, _ in described.added)), default=-1)
     texts = [""] * max(largest + 1, rows)
@@ -219,13 +220,13 @@ def _role_text(config: Mapping[str, Any], role: str) -> str | None:
 
 
 def _first_of_all(described: Described, texts: Sequence[str], ends: Set[int]) -> int | None:
-    """The token that the post-processor puts in front of a text, for folders that give no name to it."""
+    """The token that the post-processor puts in front of a text, for folders that do not name it; None: none."""
     first = next(iter(described.empty), None)
     return None if first is None or first in ends or texts[first] in END_OF_GENERATION else first
 
 
 def _adds_bos(described: Described, config: Mapping[str, Any], bos: int | None) -> bool:
-    """Whether BOS begins a text: as the configuration says, else as the post-processor does with an empty text."""
+    """Whether BOS begins a text, by the configuration or else by what the post-processor does with an empty text."""
     said = config.get("add_bos_token")
     if bos is None or isinstance(said, bool):
         return bool(said) and bos is not None
@@ -241,7 +242,7 @@ def _adds_eos(described: Described, config: Mapping[str, Any], eos: int | None) 
 
 
 def _pair_gap(described: Described) -> tuple[int, ...]:
-    """Ids that the post-processor puts between the first text of a pair, with its end, and the second."""
+    """Ids that the post-processor puts between the end token of a pair's first text and the second text."""
     one, both = list(described.empty), list(described.pair)
     return tuple(both[len(one) : -1]) if len(one) > 1 and both[: len(one)] == one else ()
 
@@ -264,8 +265,7 @@ def _ids(path: Path, key: str, size: int) -> frozenset[int]:
 
 
 def _puts_space_first(parts: Mapping[str, Any]) -> bool:
-    """Whether a space is put before a text: by a `Prepend` of the space sign, or a `Metaspace` whose scheme is not
-    "never"."""
+    """Whether a `Prepend`, or a `Metaspace` whose scheme is not "never", puts a space before a text."""
     if _find(parts.get("normalizer"), "Prepend") is not None:
         return True
     metaspace = _find(parts.get("pre_tokenizer"), "Metaspace")

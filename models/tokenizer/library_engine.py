@@ -1,12 +1,12 @@
 """A tokenizer.json run by the `tokenizers` library: imported, or as a script in a process with limits.
 
 The library runs what the file says: a regular expression may take exponential time, normalizers may double a text
-again and again, and what it cannot do it ends with a panic. Files in which nothing can are run in our own process
-(`bounded_parts`); of others, all the rest of the program sees is this script's answers.
+again and again, and what the library cannot do ends in a panic. Files in which none of this can happen run in the
+program's own process (`bounded_parts`). For other files, the program sees only this script's answers.
 
-As a script (`limited_process`) it has its seconds of processor time for an answer, and more for a long text and for
-building. Its setup is {"path", "json"}; the request {} is answered with what `describe` gives, {"text", "special"} with
-{"ids"}; either may be {"error"}.
+As a script (`limited_process`) it has some seconds of processor time for an answer, and more for a long text and for
+building. Its setup is {"path", "json"}. The answer to the request {} is what `describe` gives; to {"text", "special"}
+it is {"ids"}. Either answer may be {"error"} instead.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 from quengine.models.template.limited_worker import LimitedWorker
 
-# A tenth of what it does on a slow machine.
+# A tenth of the speed on a slow machine.
 CHARS_PER_SECOND = 100_000
 # The largest tokenizer in use is built and described in 3 seconds; an ordinary text is encoded in milliseconds.
 BUILDING = 10
@@ -25,7 +25,7 @@ BUILDING = 10
 class LibraryEngine:
     """tokenizer.json as it is written, without its truncation and padding.
 
-    Raises ValueError, here and in its methods: the library refuses it.
+    The constructor and the methods raise ValueError where the library refuses the file or a text.
     """
 
     def __init__(self, path: str, text: str | None = None) -> None:
@@ -40,9 +40,9 @@ class LibraryEngine:
             raise _refusal(failure) from None
 
     def describe(self) -> dict[str, Any]:
-        """vocab: text -> id of every token. added: (id, text, whether special) of each token that is matched by its
-        text. empty: the ids of an empty text with the tokens that the file puts around a text; pair: those of two empty
-        texts."""
+        """A description of the tokens. vocab: text -> id of every token. added: (id, text, whether special) of each
+        token that is matched by its text. empty: the ids of an empty text, which are those that the file puts around a
+        text. pair: the ids of a pair of empty texts."""
         try:
             added = self._engine.get_added_tokens_decoder()
             return {
@@ -65,7 +65,8 @@ class LibraryEngine:
 
 
 def _refusal(failure: BaseException) -> BaseException:
-    """The library raises Exception itself for what it refuses, and a panic of Rust is no Exception at all."""
+    """A ValueError for what the library refuses (it raises Exception itself) or a Rust panic (which is no Exception);
+    other failures as they are."""
     if isinstance(failure, Exception) or type(failure).__name__ == "PanicException":
         return ValueError(" ".join(str(failure).split())[:500] or type(failure).__name__)
     return failure
@@ -84,7 +85,7 @@ def _answer(engine: LibraryEngine, question: dict[str, Any], seconds: float) -> 
 
 
 def main() -> None:
-    """Answers requests."""
+    """Answers the requests to the script."""
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
     worker = LimitedWorker()
     signal.setitimer(signal.ITIMER_VIRTUAL, BUILDING * worker.seconds)

@@ -1,7 +1,7 @@
 """The parts of a tokenizer, which the readers of both kinds of files make, and the encoder of whole texts.
 
 Added tokens are matched by their text, never merged, and cut out of a text first. The order is llama.cpp's
-(`tokenizer_st_partition`): all places of the longest token first, then those of the next longest in what is left.
+(`tokenizer_st_partition`): all occurrences of the longest token, then those of the next longest in what is left.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from quengine.models.tokenizer.vocabulary import Vocabulary
 if TYPE_CHECKING:
     from quengine.models.tokenizer.token_length import TokenLength
 
-_STRIPPED = " \t\n\v\f\r"  # C's isspace, which llama.cpp asks
+_STRIPPED = " \t\n\v\f\r"  # the characters of C's isspace, which llama.cpp uses
 
 
 class PieceEncoder(Protocol):
@@ -45,7 +45,7 @@ class AddedTokenEncoder:
 
 
 def partition(text: str, vocabulary: Vocabulary, user_defined: bool, control: bool) -> list[str | int]:
-    """`text` in pieces, in order: an id where a token's text stood, and the non-empty strings between. `user_defined`,
+    """`text` in pieces, in order: ids in place of tokens' texts, and the non-empty strings between. `user_defined`,
     `control`: which tokens of `vocabulary` are matched."""
     wanted = [(vocabulary.user_defined_tokens, user_defined), (vocabulary.control_tokens, control)]
     present = [pair for tokens, asked in wanted if asked for pair in tokens.items() if pair[0] in text]
@@ -85,7 +85,7 @@ class TokenizerParts:
     Attributes:
         vocabulary: the tokens.
         make_encoder: builds the merging engine, which takes time.
-        length: finds how much of a text one token can stand for; None where that has no bound.
+        length: computes the bound on how much of a text one token can stand for; None: there is no bound.
         space_prefix: the encoder puts a space before a text.
     """
 

@@ -1,11 +1,11 @@
 r"""How BPE models split text into words before merging, by the name in `tokenizer.ggml.pre`.
 
-Names and patterns are facts of the format: those that llama.cpp has (src/llama-vocab.cpp, src/unicode.cpp), written for
-the Oniguruma engine of the `tokenizers` library. Two patterns follow the model's own tokenizer, of which llama.cpp has
-an approximation: TEKKEN mistral-common's, O200K tiktoken's.
+Names and patterns are facts of the format: those of llama.cpp (src/llama-vocab.cpp, src/unicode.cpp), written for the
+Oniguruma engine of the `tokenizers` library. Two patterns follow the model's own tokenizer, which llama.cpp only
+approximates: TEKKEN is mistral-common's, O200K is tiktoken's.
 
-Characters have the categories of Unicode 15.1, llama.cpp's, whatever the regex engine underneath has: else the ids of
-a text would change with a library's release. TEKKEN and O200K keep the engine's, as the originals do.
+Characters have the categories of Unicode 15.1, as in llama.cpp, whatever the regex engine has: otherwise a text's ids
+would change with a library's release. TEKKEN and O200K keep the engine's categories, as the originals do.
 """
 
 import re
@@ -14,7 +14,7 @@ from functools import cache
 
 from quengine.models.tokenizer.vocabulary import TokenizerError
 
-# Code points that Unicode 16.0 assigned (UCD DerivedAge.txt); before, they had no category.
+# Code points that Unicode 16.0 assigned (UCD DerivedAge.txt); in 15.1 they have no category.
 NEW_IN_UNICODE_16 = """
     897 1B4E-1B4F 1B7F 1C89-1C8A 2427-2429 31E4-31E5 A7CB-A7CD A7DA-A7DC 105C0-105F3 10D40-10D65 10D69-10D85
     10D8E-10D8F 10EC2-10EC4 10EFC 11380-11389 1138B 1138E 11390-113B5 113B7-113C0 113C2 113C5 113C7-113CA
@@ -94,7 +94,7 @@ KIMI_K2 = (
     rf"[{_HAN}]+|{_BEFORE_WORD}[\p{{L}}&&[^{_HAN}]]+{_CONTRACTION}?|\p{{N}}{{1,3}}{_SIGNS}[\r\n]*" + _SPACES
 )
 
-# CJK and Hangul; the middle range spans other scripts too, and llama.cpp takes no white space for any of them.
+# CJK and Hangul; the first range spans other scripts too. llama.cpp excludes white space.
 _DEEPSEEK_CJK = rf"[{_ranges('800-9FA5 AC00-D7FF')}&&[^\s]]+"
 # Letters with case (and a few that had it when DeepSeek LLM was made), from its tokenizer.json.
 _DEEPSEEK_LETTERS = """
@@ -143,8 +143,8 @@ CHAMELEON = (
 class DigitGroups:
     """Runs of `digits`, an expression, are cut into groups of three from their right end, before all patterns.
 
-    cut_before: the first group begins a piece if it has three digits, and the last may go on into what follows; else
-    the first stays with what comes before it, and the last ends a piece.
+    cut_before: pieces are cut before each group of three: what follows the digits stays with the last group. Otherwise
+    they are cut after each group: what precedes the digits stays with the first group.
     """
 
     digits: str
@@ -159,8 +159,8 @@ class PreTokenizer:
     ignore_merges: a word that is a token is taken whole, whatever the merges would give.
     add_bos: whether a prompt begins with BOS where the file does not say.
     always_bos: a prompt begins with BOS whatever the file says.
-    byte_level: tokens are spelled in GPT-2's byte alphabet; else in characters, spaces as U+2581.
-    whole_newlines: a run of newlines that is a token is taken whole (spelled in characters only).
+    byte_level: tokens are spelled in GPT-2's byte alphabet; else in characters, with U+2581 for spaces.
+    whole_newlines: a run of newlines that is a token is taken whole (only without `byte_level`).
     """
 
     patterns: tuple[str, ...]
@@ -172,7 +172,7 @@ class PreTokenizer:
     whole_newlines: bool = False
 
 
-# As llama.cpp does it, where white space before digits stays in one piece with the first of them.
+# As in llama.cpp, white space before digits stays in one piece with the first of them.
 _FROM_THE_RIGHT = DigitGroups(unicode_15(DIGITS), cut_before=False)
 _PRE_TOKENIZERS = {
     "default": PreTokenizer((PUNCTUATION, GPT2, DIGITS, THREE_ASCII_DIGITS)),

@@ -1,8 +1,8 @@
 """SentencePiece's BPE: the neighbouring pair whose union is the best-scored token merges first.
 
-Follows Kudo & Richardson 2018 (SentencePiece) and its `bpe_model.cc`: ties go to the leftmost pair. Merge
-ranks of the `tokenizers` library cannot say a tie (all runs of spaces in Mistral's vocabularies have one score,
-and merge from the left), so the merging is done here, in O(n log n), word by word with a cache of words.
+Follows Kudo & Richardson 2018 (SentencePiece) and its `bpe_model.cc`: ties go to the leftmost pair. Merge ranks of
+the `tokenizers` library cannot express a tie (in Mistral's vocabularies all runs of spaces have one score, and merge
+from the left). So merging is done here, in O(n log n), word by word with a cache of words.
 """
 
 import re
@@ -26,8 +26,8 @@ def scored_bytes(text: str) -> bytes:
 class ScoredBPE:
     """Cuts a piece of ordinary text (no added tokens in it) into ids.
 
-    `scores[id]` are those of `tokenizer.ggml.scores`. `space_prefix`: a space is put before a text's beginning
-    and after each added token, so that a first word is spelled as one in the middle.
+    `scores`: `tokenizer.ggml.scores`, by id. `space_prefix`: a space is put before a text's beginning and after each
+    added token, so that a first word is spelled like a later one.
     """
 
     def __init__(self, vocabulary: Vocabulary, scores: list[float], space_prefix: bool) -> None:
@@ -40,7 +40,7 @@ class ScoredBPE:
             byte_value(text): i for i, (text, kind) in enumerate(kinds) if kind == TokenType.BYTE
         }
         self._unknown = vocabulary.named_ids.get("unk")
-        # No token goes on past a word into the next one's space: then nothing merges across that boundary.
+        # If no token continues past a word into the next one's space, nothing merges across that boundary.
         self._words_apart = not any(SPACE in text.lstrip(SPACE) for text in self._costs)
         self._remembered = lru_cache(_REMEMBERED_WORDS)(self._merge)
 
@@ -55,7 +55,7 @@ class ScoredBPE:
         return ids
 
     def _merge(self, word: str) -> tuple[int, ...]:
-        """Symbols are spans of `word`; `stop[start]` is a span's end, 0 where no span starts any more."""
+        """The ids of a word. Symbols are spans of `word`; `stop[start]` is a span's end, 0 where no span starts."""
         costs = self._costs
         size = len(word)
         stop = list(range(1, size + 1))
@@ -70,7 +70,7 @@ class ScoredBPE:
             _, left, end = heappop(pairs)
             middle = stop[left]
             if not left < middle < end or stop[middle] != end:
-                continue  # one of the two has merged with another since
+                continue  # one of the pair has merged elsewhere since
             stop[left], stop[middle] = end, 0
             if end < size:
                 before[end] = left
@@ -95,7 +95,7 @@ class ScoredBPE:
         return tuple(ids)
 
     def _fallback(self, character: str) -> list[int]:
-        """The ids of a character without a token: its UTF-8 bytes', or else the unknown token."""
+        """The ids of a character without a token: those of its UTF-8 bytes, or else the unknown token's."""
         ids = [self._byte_ids.get(byte) for byte in character.encode()]
         whole = [i for i in ids if i is not None]
         if len(whole) == len(ids):

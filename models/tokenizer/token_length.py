@@ -1,7 +1,6 @@
-"""The most bytes of a text that one token can stand for: a text that must have too many tokens is refused before it is
-tokenized.
+"""The most bytes of a text that one token can stand for, a bound that holds for every text.
 
-A bound holds for every text.
+With it a text that must have too many tokens is refused before it is tokenized.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,8 +24,7 @@ _KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuation"
 class TokenLength:
     """The bound on tokens.
 
-    Attributes: longest: most bytes of UTF-8 that a token stands for. dropped: bytes that the vocabulary lacks, which
-    give no token.
+    longest: most bytes of UTF-8 that a token stands for. dropped: bytes that the vocabulary lacks; they give no token.
     """
 
     longest: int
@@ -40,8 +38,8 @@ class TokenLength:
 
 
 def of_gguf(vocabulary: Vocabulary, byte_level: bool) -> TokenLength | None:
-    """The token length of a GGUF vocabulary, with byte-level merges or else spelling characters; None if special tokens
-    take the white space beside them, which may be of any length."""
+    """The token length of a GGUF vocabulary, spelled in bytes if `byte_level`, else in characters; None if special
+    tokens absorb the white space beside them, which may have any length."""
     if vocabulary.lstrip_ids or vocabulary.rstrip_ids:
         return None
     return of_byte_level(vocabulary) if byte_level else of_scored(vocabulary)
@@ -55,8 +53,8 @@ def of_byte_level(vocabulary: Vocabulary) -> TokenLength:
 
 
 def of_scored(vocabulary: Vocabulary) -> TokenLength:
-    """The token length of SentencePiece's BPE. Its tokens spell a space as U+2581, three bytes, which a text may
-    too."""
+    """The token length of SentencePiece's BPE. A space counts as U+2581, three bytes, as a text may also have that
+    character."""
     return TokenLength(max(_LONGEST_CHARACTER, *(len(text.encode()) for text in vocabulary.texts)))
 
 
@@ -81,7 +79,7 @@ def of_pipeline(vocabulary: Vocabulary, parts: Mapping[str, Any]) -> TokenLength
     if not any(step.get("type") in _CANONICAL for step in normalizers):
         return length
     if _IN_UTF8.intersection(length.dropped):
-        return None  # what is composed may be dropped, though its parts would not
+        return None  # a composed character may be dropped though its parts are not
     return TokenLength(_COMPOSITION * length.longest)
 
 

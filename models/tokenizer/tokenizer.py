@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 class Tokenizer:
     """Text to token ids and back.
 
-    The merging engine is built at the first `encode`, so that a model can be opened, shown or decoded from
-    without it. Safe to use from several threads. `space_prefix` says that the encoder puts a space before a text,
-    which `decode` takes away again.
+    The merging engine is built at the first `encode`: opening or showing a model and decoding do not need it. Safe to
+    use from several threads. `space_prefix` says that the encoder puts a space before a text, which `decode` removes.
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
@@ -128,7 +127,7 @@ class Tokenizer:
         return self._vocabulary.is_control(self._checked(token_id))
 
     def prepare(self) -> None:
-        """Build now what the first `encode` would."""
+        """Builds the merging engine at once instead of at the first `encode`."""
         self._text_encoder()
 
     def encode(self, text: str, bos: bool = False, special: bool = False) -> list[int]:

@@ -1,8 +1,8 @@
-"""SentencePiece's Unigram, which the `tokenizers` library does: the likeliest cut of a text into pieces.
+"""SentencePiece's Unigram, computed by the `tokenizers` library: the likeliest cut of a text into pieces.
 
-Of XLM-RoBERTa and its descendants (BGE-M3, multilingual E5). Text is normalized by a map of the file, cut at spaces,
-and each word is spelled with U+2581 in front. Source: Kudo 2018, "Subword Regularization"; `XLMRobertaTokenizer` in the
-`transformers` library.
+XLM-RoBERTa and its descendants (BGE-M3, multilingual E5) use it. Text is normalized by a map in the file and cut at
+spaces; each word is spelled with U+2581 in front. Source: Kudo 2018, "Subword Regularization"; `XLMRobertaTokenizer` in
+the `transformers` library.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Unigram:
         merges_spaces: bool,
         space_prefix: bool,
     ) -> None:
-        # No word has a space in it, and so none is another kind of token.
+        # Words contain no spaces, and are never tokens of another type.
         kinds = zip(vocabulary.texts, vocabulary.types, strict=True)
         texts = [text if kind in _MATCHED else f" {i}" for i, (text, kind) in enumerate(kinds)]
         matched = [score for score, kind in zip(scores, vocabulary.types, strict=True) if kind in _MATCHED]

@@ -65,17 +65,17 @@ _FIM_MARKS = {
     ),
 }
 
-# Texts that end a turn or a document in the models of the field, whatever `eos_token_id` says; the list is
-# llama.cpp's (src/llama-vocab.cpp, "special_eog_ids"), which GGUF files are made for.
+# Texts that end a turn or a document in known models, whatever `eos_token_id` says. The list is llama.cpp's
+# (src/llama-vocab.cpp, "special_eog_ids"), for which GGUF files are made.
 END_OF_GENERATION = frozenset(_ENDS.split())
-# Padding and file separators of fill-in-the-middle models, by role: a completion that reaches one is over.
-# Where the file does not name the role's token, it is the first of these that the vocabulary has.
+# Padding and file separators of fill-in-the-middle models, by role: each ends a completion.
+# If the file does not name a role's token, the first of these texts that the vocabulary has is taken.
 _FIM_ENDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-# Control tokens even where a file calls them normal.
+# Control tokens even if a file marks them as normal.
 _FIM_TEXTS = frozenset(text for texts in _FIM_MARKS.values() for text in texts)
 _NAMED_ENDS = ("eos", "eot", "eom", *_FIM_ENDS)
 # In vocabularies with one of these sets, <|end|> ends a message and the turn goes on.
@@ -90,10 +90,10 @@ class Vocabulary:
     texts, types: of every token, by id. named_ids: the roles that the file assigns: bos, eos, eot, eom, unk, pad and so
     on. add_bos, add_eos: whether the file asks for BOS before, or EOS after, a text. to_bytes: turns a normal token's
     text into the bytes that it stands for. eos_ids: tokens that end a generation. ids: text -> id, made of `texts` if
-    not given. lstrip_ids, rstrip_ids: tokens that, matched by their text, take the white space before or after them.
-    normal_controls: control tokens by their text alone, which the file calls normal. pair_gap: the tokens between the
-    end token of a pair's first text and the second text, which begins with no BOS. suppressed_ids: tokens that are
-    never generated.
+    not given. lstrip_ids, rstrip_ids: tokens that absorb the white space before or after them when matched by text.
+    normal_controls: tokens that the file calls normal and that are control tokens by their text alone. pair_gap: the
+    tokens between the end token of a pair's first text and the second text, which begins without BOS. suppressed_ids:
+    tokens that are never generated.
     """
 
     texts: Sequence[str]
@@ -118,8 +118,8 @@ class Vocabulary:
         return len(self.texts)
 
     def fim_id(self, role: str) -> int | None:
-        """The token of a role of fill-in-the-middle (fim_pre, fim_suf, fim_mid, fim_rep, fim_sep), by the file or by
-        its text."""
+        """The token of a fill-in-the-middle role (fim_pre, fim_suf, fim_mid, fim_rep, fim_sep, ...), named by the file
+        or found by its text."""
         texts = (*_FIM_MARKS.get(role, ()), *_FIM_ENDS.get(role, ()))
         by_text = next((self.ids[text] for text in texts if text in self.ids), None)
         return self.named_ids.get(role, by_text)
@@ -166,7 +166,7 @@ def byte_value(text: str) -> int:
 
 
 def control_texts(vocabulary: Container[str], named_roles: Container[str]) -> set[str]:
-    """The texts of `vocabulary` that mark control tokens, whatever type a file gives them. `named_roles`: roles whose
+    """The texts in `vocabulary` that are control tokens, whatever type a file gives them. `named_roles`: roles whose
     token the file names itself."""
     found = {text for text in END_OF_GENERATION | _FIM_TEXTS if text in vocabulary}
     for role, texts in _FIM_ENDS.items():
@@ -180,7 +180,7 @@ def control_texts(vocabulary: Container[str], named_roles: Container[str]) -> se
 def with_roles_by_text(vocabulary: Vocabulary) -> Vocabulary:
     """The same vocabulary with all `eos_ids`, and with end and fill-in-the-middle marks made control tokens.
 
-    Files often miss a type or a role: `<|im_end|>` may be marked normal, `eot_token_id` be absent.
+    Files often lack a type or a role: `<|im_end|>` may be marked normal, or `eot_token_id` be absent.
     """
     ids = vocabulary.ids
     texts = control_texts(ids, vocabulary.named_ids)

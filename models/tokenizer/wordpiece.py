@@ -1,8 +1,8 @@
-"""WordPiece, which the `tokenizers` library does: the longest tokens that a word is made of, from its beginning on.
+"""WordPiece, computed by the `tokenizers` library: it takes the longest tokens of a word, from its beginning on.
 
-GGUF files spell a token that begins a word with U+2581 in front, and one that goes on in a word without a mark; BERT's
-own vocabularies have `##` in front of the latter. Text is cleaned, cut at spaces and punctuation and, where the file
-says so, lowered and stripped of accents. Source: Devlin et al. 2018, "BERT", and its reference implementation.
+GGUF files spell a token that begins a word with U+2581 in front, and one that continues a word without a mark; BERT's
+own vocabularies have `##` in front of the latter. Text is cleaned, cut at spaces and punctuation and, if the file says
+so, made lower case and stripped of accents. Source: Devlin et al. 2018, "BERT", and its reference implementation.
 """
 
 from tokenizers import Tokenizer as Engine

@@ -24,8 +24,8 @@ def rotation_of_pairs(angles: Tensor) -> PatchRotation:
 
 
 def rotation_of_halves(*angles: Tensor) -> PatchRotation:
-    """Rotates values j and j + n of a head, or of each of several parts of it, by angles[row, j]. angles: [rows, n]
-    of each part; cos and sin are fp32."""
+    """Rotates values j and j + n of a head, or of each of its parts, by angles[row, j]. angles: [rows, n] for each
+    part; cos and sin are fp32."""
     cos = [part.float().cos() for part in angles for _ in range(2)]
     sin = [part.float().sin() * sign for part in angles for sign in (-1, 1)]
     return PatchRotation(torch.cat(cos, -1), torch.cat(sin, -1), 2 * angles[0].shape[-1])
@@ -45,7 +45,7 @@ class Linear:
         return expanded(self.matrix, self.kind)
 
     def __call__(self, x: Tensor, bounded: bool = True) -> Tensor:
-        """x [..., K] fp32 -> [..., N] fp32. bounded: no row's product can leave the range of fp16."""
+        """x [..., K] fp32 -> [..., N] fp32. bounded: every row's product stays within the range of fp16."""
         if self.kind == x.dtype:
             return F.linear(x, self.weight, self.bias)
         if bounded:
@@ -69,7 +69,7 @@ class ClippedLinear(Linear):
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """Matrices that multiply the same rows, with their results side by side."""
+    """Matrices that multiply the same rows; their results stand side by side."""
 
     parts: tuple[Linear, ...]
 
@@ -106,8 +106,8 @@ class Mlp:
 class Windows:
     """Square windows of an image's rows; rows attend only to those of their own window.
 
-    index: [W, S], the rows of each window. seen: [W, S], False past the rows of a window at an edge, which has fewer.
-    back: [rows], the place of each row among those of all windows.
+    index: [W, S], the rows of each window. seen: [W, S], False where a window at an edge has no row. back: [rows],
+    the place of each row among the W * S of all windows.
     """
 
     index: Tensor
@@ -205,7 +205,7 @@ def linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
 
 
 def joined(parts: tuple[Linear, ...]) -> Linear | Joined:
-    """Matrices that multiply the same rows, as one matrix without bias; side by side if one has a bias or clamps."""
+    """Matrices that multiply the same rows, as one matrix; as `Joined` if one of them has a bias or clamps."""
     if all(type(part) is Linear and part.bias is None for part in parts):
         kind = parts[0].kind
         return Linear(joined_matrices([part.matrix for part in parts], kind), None, kind)
@@ -223,7 +223,7 @@ def clipped_linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
 
 
 def qkv_linear(weights: Weights, name: str, rows: int, cols: int) -> Linear:
-    """Query, key and value matrices, [rows, cols] each, as one: `name`.attn_qkv, or of attn_q, attn_k and attn_v."""
+    """Query, key and value matrices, [rows, cols] each, as one: `name`.attn_qkv, or attn_q, attn_k, attn_v joined."""
     if weights.has(f"{name}.attn_qkv.weight"):
         return linear(weights, f"{name}.attn_qkv", 3 * rows, cols)
     parts = [linear(weights, f"{name}.attn_{part}", rows, cols) for part in "qkv"]
@@ -250,7 +250,7 @@ def patch_linear(weights: Weights, width: int, patch: int) -> Linear:
 
 
 def patch_linear_of_two(weights: Weights, width: int, patch: int) -> Linear:
-    """The patch embedding over two frames. Those of an image are the same, so it is the sum of both matrices."""
+    """The patch embedding over two frames as one matrix, the sum of both: the two frames of an image are the same."""
     first = patch_linear(weights, width, patch)
     second = weights.tensor("v.patch_embd.weight.1", width, 3, patch, patch, dtype=weights.matrix)
     both = first.weight.to(weights.vector) + second.flatten(1).to(weights.vector)
@@ -276,7 +276,7 @@ def patches(pixels: Tensor, patch: int) -> Tensor:
 
 
 def merged(x: Tensor, side: int) -> Tensor:
-    """x [B, H, W, D] -> [B, H/side, W/side, side * side * D]: the rows of each square, row by row, in one."""
+    """x [B, H, W, D] -> [B, H/side, W/side, side * side * D]: the rows of each square, in raster order, as one row."""
     batch, height, width, size = x.shape
     cut = x.view(batch, height // side, side, width // side, side, size)
     return cut.permute(0, 1, 3, 2, 4, 5).flatten(3)

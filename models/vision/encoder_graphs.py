@@ -1,7 +1,7 @@
 """CUDA graphs of an encoder: one for each slice of layers, by the number and size of the units that it encodes.
 
-A layer is some ten launches of 50 microseconds; in a graph the host, whose interpreter decoding steps need as well, has
-one launch for a slice.
+A layer takes about ten launches of 50 microseconds. With a graph the host has one launch for a slice, which leaves the
+interpreter to decoding steps.
 """
 
 import logging
@@ -30,8 +30,8 @@ Turn = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, eq=False)
 class _Captured:
-    """The graphs of one number and size of units. host, pixels: what they are given, pinned and on the device, once
-    `copied`; rows: what they give."""
+    """The graphs of one number and size of units. host, pixels: their input, pinned and on the device; `copied` is
+    recorded after the copy from one to the other. rows: their output."""
 
     host: Tensor
     pixels: Tensor
@@ -42,15 +42,16 @@ class _Captured:
 
 
 class EncoderGraphs:
-    """An encoder on a CUDA device, captured for units that come a second time. One thread at a time may use it, always
-    on the same stream; on the default one, where nothing can be captured, it launches kernel by kernel. So it does from
-    the first capture on that has no memory left."""
+    """An encoder on a CUDA device, captured for a number and size of units once these come a second time.
+
+    One thread at a time may use it, always on the same stream. On the default stream, where nothing can be captured, it
+    launches kernel by kernel. After a capture runs out of memory, it captures no others."""
 
     def __init__(self, encoder: ImageEncoder, device: torch.device) -> None:
         self._encoder, self._device = encoder, device
         self._captured: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()
         self._seen: OrderedDict[tuple[int, ...], None] = OrderedDict()
-        # Graphs of all classes share memory: one class is computed at a time, and its rows are copied.
+        # All graphs share memory: only one `_Captured` is computed at a time, and its rows are copied.
         self._pool: Any = None
         self._has_memory = True
 
@@ -85,7 +86,7 @@ class EncoderGraphs:
         return torch.cuda.current_stream(self._device) == torch.cuda.default_stream(self._device)
 
     def _may_capture(self, key: tuple[int, ...]) -> bool:
-        """Whether units of a size have come before; they then have, at the latest."""
+        """Whether units of this number and size have come before and memory is left. Records that they have come."""
         if not self._has_memory or key in self._seen:
             return self._has_memory
         self._seen[key] = None
@@ -94,7 +95,7 @@ class EncoderGraphs:
         return False
 
     def _replayed(self, captured: _Captured, units: Sequence[Tensor], turn: Turn) -> Tensor:
-        captured.copied.synchronize()  # the units before have left the host
+        captured.copied.synchronize()  # the last units have left `host`
         torch.stack(list(units), out=captured.host)
         captured.pixels.copy_(captured.host, non_blocking=True)
         captured.copied.record()
@@ -114,12 +115,12 @@ class EncoderGraphs:
         with CAPTURING, paused():
             while rows is None:
                 graph = torch.cuda.CUDAGraph()
-                # Steps of the engine's thread go on meanwhile: their calls are none of this capture.
+                # The engine's thread goes on meanwhile: its CUDA calls are not part of this capture.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     rows = advanced(computed, layers)
                 except BaseException:
-                    with suppress(RuntimeError):  # what was raised has ended the capture, or this does
+                    with suppress(RuntimeError):  # unless the failure has ended the capture already
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -128,7 +129,7 @@ class EncoderGraphs:
 
 
 def in_slices(layers: Generator[None, None, Tensor], count: int, turn: Turn) -> Tensor:
-    """The rows of `layers` (`ImageEncoder.layers`), of which `count` are launched within a `turn`."""
+    """The rows that `layers` (`ImageEncoder.layers`) returns; `count` layers are launched within each `turn`."""
     rows: Tensor | None = None
     while rows is None:
         with turn():
@@ -137,7 +138,7 @@ def in_slices(layers: Generator[None, None, Tensor], count: int, turn: Turn) -> 
 
 
 def advanced(layers: Generator[None, None, Tensor], count: int) -> Tensor | None:
-    """Launches `count` more layers, and returns the rows after the last one."""
+    """Launches `count` more layers. Returns the encoder's rows after its last layer, else None."""
     for _ in range(count):
         try:
             next(layers)

@@ -34,15 +34,15 @@ class TensorSource(Protocol):
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """Tensor `name`, which is there: a float type, or fp32 of blocks."""
+        """Tensor `name`, which must exist, in its float type, or in fp32 if it is stored in blocks."""
         ...
 
     def stored(self, name: str) -> Matrix:
-        """Tensor `name`, which is there, as [rows, columns] in its own type: floats, or blocks; of other types fp32."""
+        """Tensor `name`, which must exist, as [rows, columns] in its own type: floats or Q8_0 blocks; else fp32."""
         ...
 
     def unused(self, taken: Iterable[str]) -> list[str]:
-        """The encoder's tensors beyond those of `taken`."""
+        """The names of the encoder's tensors that are not in `taken`."""
         ...
 
     def identity(self) -> bytes:
@@ -57,7 +57,7 @@ class TensorSource(Protocol):
 
 
 class GGUFSource:
-    """Tensors of a GGUF file. Names that begin with `v.` or `mm.` are an encoder's; `mm.a.` and `a.` are audio's."""
+    """Tensors of a GGUF file. Names that begin with `v.` or `mm.` are an encoder's; `mm.a.` and `a.` are for audio."""
 
     def __init__(self, file: GGUFFile, ignored: Iterable[str] = ()) -> None:
         self._file = file
@@ -108,8 +108,8 @@ class GGUFSource:
 class FolderSource:
     """Tensors of a Hugging Face folder.
 
-    names: GGUF name, with {} for a layer's number -> names in a folder, of which the first that exists is taken, with
-    or without `model.` before it. changes: by the GGUF name without its layer. parts: prefixes of the encoder's names.
+    names: GGUF name, with {} for a layer's number -> names in a folder; the first that exists, with or without `model.`
+    in front, is taken. changes: by GGUF name with {}. parts: prefixes of the encoder's names.
     """
 
     def __init__(
@@ -210,12 +210,12 @@ class Weights:
         return self._source.shape(name) is not None
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Tensor `name`, of `shape` but for dimensions of 1. Raises EngineError: absent, or of another shape."""
+        """Tensor `name`, reshaped to `shape`. Raises EngineError: absent, or shapes differ in more than sizes of 1."""
         self._take(name, shape)
         return self._source.tensor(name).reshape(shape).to(self._device, dtype or self.vector)
 
     def stored(self, name: str, rows: int, cols: int) -> Matrix:
-        """Matrix `name`, [rows, cols], as stored where it stays so. Raises as `tensor` does."""
+        """Matrix `name`, [rows, cols]: as stored if `keeps`, else in the type of products. Raises as `tensor` does."""
         if not self._keeps:
             return self.tensor(name, rows, cols, dtype=self.matrix)
         self._take(name, (rows, cols))

@@ -1,4 +1,4 @@
-"""Gemma 4 12B: images without an encoder, of whose squares of 48 pixels one matrix makes rows.
+"""Gemma 4 12B: no encoder; one matrix turns each square of 48 x 48 pixels into a row.
 
 Definition: `transformers` models/gemma4_unified (Gemma4UnifiedVisionEmbedder). Images are prepared as for the other
 models of Gemma 4 (gemma4v.py); here a patch is a whole square.
@@ -95,7 +95,7 @@ def _encoder(weights: Weights, settings: VisionSettings) -> Gemma4UV:
 
 
 def _channels_first(values: Tensor, settings: VisionSettings) -> Tensor:
-    """[..., patch * patch * 3] with the channels of a pixel together -> with the pixels of a channel together."""
+    """[..., patch * patch * 3], pixel by pixel -> the same values channel by channel."""
     pixels = values.reshape(*values.shape[:-1], settings.patch**2, 3)
     return pixels.transpose(-1, -2).flatten(-2).contiguous()
 

@@ -1,7 +1,7 @@
-"""Gemma 4 (E2B, E4B, 26B-A4B, 31B): images of any ratio in a number of rows, tables of positions, axial rotation.
+"""Gemma 4 (E2B, E4B, 26B-A4B, 31B): images of any ratio in a set number of rows, tables of positions, axial rotation.
 
 Definition: `transformers` models/gemma4 (Gemma4ImageProcessor, Gemma4VisionModel, Gemma4MultimodalEmbedder). Scores are
-not scaled; matrices of E2B and E4B clamp what goes in and out. The 12B model has no encoder (gemma4uv.py).
+not scaled; matrices of E2B and E4B clamp inputs and outputs. The 12B model has no encoder (gemma4uv.py).
 """
 
 from collections.abc import Generator, Mapping
@@ -83,9 +83,9 @@ def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
 
 
 def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
-    """The image in whole pooled patches, as many as the settings have rows, [1, 3, H, W].
+    """The image in whole pooled patches, at most as many as the settings have rows, [1, 3, H, W].
 
-    Raises ImageError: a side has no pixels then, or more patches than the table has places.
+    Raises ImageError: a side would have no pixels, or more patches than the table has places.
     """
     step = settings.patch * settings.merge
     height, width = _sized(image.height, image.width, step, settings.features["rows"])
@@ -98,7 +98,7 @@ def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
 
 
 def _sized(height: int, width: int, step: int, rows: int) -> tuple[int, int]:
-    """(height, width) in multiples of `step`, `rows` squares of it at most, near the image's ratio.
+    """(height, width) in multiples of `step`, near the image's ratio, with at most `rows` squares of side `step`.
 
     Raises:
         ImageError: a side would have no pixels at this ratio and number of rows.

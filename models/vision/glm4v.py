@@ -93,7 +93,7 @@ def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
 
 @dataclass(frozen=True, eq=False)
 class Glm4V:
-    """The encoder. down: squares of patches as one row; project, then a norm, GELU and a gated feed-forward."""
+    """The encoder. down: merges each square of patches into one row. `project`, a norm, GELU and `mlp` follow."""
 
     settings: VisionSettings
     embed: Linear

@@ -106,7 +106,7 @@ def _at_edge(height: int, width: int, edge: int) -> tuple[int, int]:
 
 
 def _tiled(height: int, width: int, tile: int) -> tuple[int, int]:
-    """(height, width) in whole tiles: the longer one rounded up, the other from it by the ratio and rounded up."""
+    """(height, width) in whole tiles: the longer side rounded up, the other from it by the ratio, also rounded up."""
     ratio = width / height
     if width >= height:
         width = ceil(width / tile) * tile
@@ -149,8 +149,8 @@ class Idefics3:
         return self.project(merged(x, self.settings.merge)).flatten(1, 2)
 
     def _position_ids(self, height: int, width: int) -> Tensor:
-        """Positions [height, width] of a grid: for one of another size than the table, those at the same fraction,
-        computed in fp32 as in `transformers`."""
+        """Position ids [height, width] of a grid. A grid of another size than the table takes the ids at the same
+        fractions, computed in fp32 as in `transformers`."""
         side = self.settings.image_size // self.settings.patch
         boundaries = torch.arange(1 / side, 1.0, 1 / side)
         ids = []

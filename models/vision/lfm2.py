@@ -1,7 +1,7 @@
 """LFM2-VL: SigLIP 2 over images of any size, tiles of large ones and the whole, pixel unshuffle, two matrices.
 
-Definition: `transformers` models/lfm2_vl (Lfm2VlImageProcessor, Lfm2VlMultiModalProjector) and models/siglip2. The
-image processor resizes with torchvision, which rounds a few pixels otherwise than Pillow.
+Definition: `transformers` models/lfm2_vl (Lfm2VlImageProcessor, Lfm2VlMultiModalProjector) and models/siglip2. That
+image processor resizes with torchvision, which rounds a few pixels differently from Pillow.
 """
 
 from collections.abc import Generator
@@ -90,7 +90,7 @@ def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
 
 
 def arrange(image: Image.Image, settings: VisionSettings) -> Arranged:
-    """The image in whole merged patches, or tiles of a large one and then the whole."""
+    """The image in whole merged patches; a large one as tiles, then the whole image."""
     step = settings.patch * settings.merge
     size = sized(image.height, image.width, step, settings, least=step)
     cols, rows = _tiles(image, settings) if settings.split else (1, 1)

@@ -20,9 +20,9 @@ from quengine.models.vision.vision_model import VisionModel
 
 
 def find_vision(model_path: Path) -> Path | None:
-    """The mmproj*.gguf beside a model's GGUF file, or a folder itself, whose vision part this package computes.
+    """The mmproj*.gguf beside a model's GGUF file, or the model's folder if this package computes its vision part.
 
-    Of several files `choose_projector` says which.
+    `choose_projector` picks one of several files.
     """
     if model_path.is_dir():
         path = model_path / "config.json"
@@ -32,10 +32,10 @@ def find_vision(model_path: Path) -> Path | None:
 
 
 def load_processor(path: Path) -> ImageProcessor:
-    """The preprocessing of the projector in `path`, without weights; the process that decodes images starts meanwhile.
+    """The preprocessing of the projector in `path`, without weights. Starts the process that decodes images.
 
     Raises:
-        EngineError: no projector that is supported, or a file that is damaged.
+        EngineError: no supported projector, or a damaged file.
     """
     start_decoder()
     projector, settings, source = _opened(path)
@@ -52,7 +52,7 @@ def load_vision(path: Path, device: torch.device | str, dtype: torch.dtype | Non
     the CPU.
 
     Raises:
-        EngineError: no projector that is supported, a file that is damaged, or tensors that are not applied.
+        EngineError: no supported projector, a damaged file, or tensors that the projector does not use.
     """
     device = torch.device(device)
     projector, settings, source = _opened(path)

@@ -1,5 +1,6 @@
-"""A matrix of a vision encoder in the type that its file has, and in that of its products, into which it is expanded
-each time: a copy takes a hundredth of a product with the thousands of rows of an image."""
+"""A matrix of a vision encoder in its file's type, expanded for each product into the product's type.
+
+Expanding takes a hundredth of the time of a product with the thousands of rows of an image."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ _BLOCK, _BLOCK_BYTES = 32, 34
 
 @dataclass(frozen=True, eq=False)
 class Q8Matrix:
-    """codes: int8 [N, K / 32, 32]; scales: fp16 [N, K / 32, 1], of each block of 32 columns."""
+    """A Q8_0 matrix. codes: int8 [N, K / 32, 32]; scales: fp16 [N, K / 32, 1], one for each block of 32 columns."""
 
     codes: Tensor
     scales: Tensor
 
     @classmethod
     def of_blocks(cls, data: Tensor) -> "Q8Matrix":
-        """data: uint8 [N, bytes of a row], blocks of Q8_0: a scale and 32 codes each."""
+        """The matrix of `data`, uint8 [N, bytes of a row]: Q8_0 blocks of a scale and 32 codes each."""
         blocks = data.view(len(data), -1, _BLOCK_BYTES)
         scales = blocks[..., :2].contiguous().view(torch.float16)
         return cls(blocks[..., 2:].contiguous().view(torch.int8), scales)
@@ -44,7 +45,7 @@ class Q8Matrix:
         return Q8Matrix(self.codes.to(device), self.scales.to(device))
 
     def expanded(self, kind: torch.dtype) -> Tensor:
-        """[N, K] of this float type, each value rounded once."""
+        """The matrix [N, K] in float type `kind`, each value rounded once."""
         if self.codes.is_cuda and kind == torch.float16:
             from quengine.kernels.cuda.vision_rows import expanded_blocks as on_cuda  # imports Triton
 
@@ -62,7 +63,7 @@ def expanded(matrix: Matrix, kind: torch.dtype) -> Tensor:
 
 
 def joined(matrices: Sequence[Matrix], kind: torch.dtype) -> Matrix:
-    """Matrices with the same columns, one below the other; those of unlike types in `kind`."""
+    """Matrices with the same columns as one, below each other; in `kind` if their types differ."""
     blocks = [each for each in matrices if isinstance(each, Q8Matrix)]
     if len(blocks) == len(matrices):
         return Q8Matrix(

@@ -17,8 +17,8 @@ class PreparedImage:
     digest: SHA-256 over the file's bytes, the projector file and the preprocessing.
     pixels: fp32 [units, 3, H, W], or units [3, H, W] of different sizes; a unit is a tile, or the image. Rows attend to
     one another within a unit.
-    layout: what replaces an image's marker: text of special tokens, and numbers of rows, which are taken in order.
-    grid: (t, h, w) in rows, of a model that rotates by three positions; None: rows have consecutive positions.
+    layout: what replaces an image's marker: text of special tokens, and counts of rows, which are taken in order.
+    grid: (t, h, w) in rows, for a model that rotates by three positions; None: rows have consecutive positions.
     bidirectional: rows of the image attend to one another both ways in the text model.
     """
 
@@ -40,7 +40,7 @@ class PreparedImage:
 
 
 class ImageProcessor:
-    """The preprocessing of a projector, whose `marker` stands for an image. identity: of the projector's file."""
+    """The preprocessing of a projector. marker: stands for an image in a prompt. identity: of the projector's file."""
 
     def __init__(self, projector: Projector, settings: VisionSettings, identity: bytes) -> None:
         self._projector, self.marker = projector, projector.marker

@@ -32,7 +32,7 @@ class ImageEncoder(Protocol):
     def layers(self, pixels: Tensor, grid: UnitGrid) -> Generator[None, None, Tensor]:
         """pixels [B, 3, H, W] on the device -> [B, rows, text_size * (1 + deepstack)], fp32 or wider.
 
-        Yields after each layer. Computes on the device alone, of `grid` and `pixels`, so that it can be captured.
+        Yields after each layer. Computes from `grid` and `pixels` on the device alone, so that it can be captured.
         """
         ...
 
@@ -41,14 +41,13 @@ class ImageEncoder(Protocol):
 class Projector:
     """A kind of projector.
 
-    name: `clip.projector_type` in GGUF. marker: what the model's chat template writes for an image, in whose place
-    the layout stands. hf_types: `model_type` in config.json; hf_vision: in its vision_config, where models of these
-    types have several. gguf, folder: read the settings; folder
-    is given config.json, its vision_config and the image processor's configuration. vision_defaults,
-    processor_defaults: what `transformers` takes for keys that are absent there. hf_names, hf_changes, hf_parts,
-    hf_ignored: `files.FolderSource`. gguf_ignored: tensors that a GGUF file may have and nothing needs.
-    arrange: RGB image -> pixels and layout. encoder: made of weights. bidirectional: rows of an image attend to one
-    another both ways in the text model. deepstack: extra vectors a row.
+    name: `clip.projector_type` in GGUF. marker: what the model's chat template writes for an image; the layout replaces
+    it. hf_types: `model_type` in config.json. hf_vision: `model_type` in its vision_config, where models of these types
+    have several. gguf, folder: read the settings; folder is given config.json, its vision_config and the image
+    processor's configuration. vision_defaults, processor_defaults: what `transformers` takes for absent keys of the
+    latter two. hf_names, hf_changes, hf_parts, hf_ignored: see `files.FolderSource`. gguf_ignored: tensors that a GGUF
+    file may have and nothing needs. arrange: RGB image -> pixels and layout. encoder: makes the encoder of weights.
+    bidirectional: rows of an image attend to one another both ways in the text model. deepstack: extra vectors per row.
     """
 
     name: str

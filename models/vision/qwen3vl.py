@@ -1,7 +1,7 @@
 """Qwen3-VL and Qwen3.5, 3.6, 3.8: interpolated learned positions and axial rotation, with features of several layers.
 
-Definition: `transformers` models/qwen3_vl (Qwen3VLVisionModel) and models/qwen3_5. With deepstack a row has, after its
-own vector, one for each of the text model's first layers, made of the encoder's rows after a layer of its middle.
+Definition: `transformers` models/qwen3_vl (Qwen3VLVisionModel) and models/qwen3_5. With deepstack a row has its own
+vector, then one for each of the text model's first layers, made of the encoder's rows after one of its middle layers.
 """
 
 from collections.abc import Generator
@@ -83,7 +83,7 @@ def _folder(config: Keys, vision: Keys, processor: Keys) -> VisionSettings:
 
 @dataclass(frozen=True, eq=False)
 class Merger:
-    """Merges each square of patches into one row, through two matrices. before: the norm is of each patch, not of the
+    """Merges each square of patches into one row, through two matrices. before: each patch is normalized, not the
     square."""
 
     norm: Norm

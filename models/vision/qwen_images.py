@@ -54,9 +54,9 @@ def check_folder(settings: VisionSettings, processor: Keys) -> VisionSettings:
 
 
 def sized(height: int, width: int, step: int, settings: VisionSettings, least: int = 0) -> tuple[int, int]:
-    """(height, width) in multiples of `step` with pixels from min_pixels to max_pixels, near the image's ratio.
+    """(height, width) in multiples of `step`, near the image's ratio, with min_pixels to max_pixels pixels.
 
-    least: of a side before its pixels are compared with the limits.
+    least: the least length of a side before the pixels are compared with the limits.
 
     Raises:
         ImageError: one side is over MAX_RATIO times the other.

@@ -19,11 +19,10 @@ class VisionSettings:
     """The sizes and constants of an encoder, its projector and its preprocessing.
 
     width: width of the encoder's rows. text_size: width of the text model's rows. patch, image_size: sides in pixels.
-    merge: a square of merge x merge patches becomes one row of the prompt. eps: that of norms. theta: the base of
-    rotations. mean, std: those of each channel after `rescale`. resample: Pillow's filter. min_pixels, max_pixels:
-    limits of a resized image, for projectors that take any size. longest_edge: side that an image is resized to before
-    it is cut. tile: side of the squares that it is cut into. split: whether it is cut. features: numbers that only one
-    projector has.
+    merge: a square of merge x merge patches becomes one row of the prompt. eps: of norms. theta: the base of rotations.
+    mean, std: of each channel after `rescale`. resample: Pillow's filter. min_pixels, max_pixels: limits of a resized
+    image, for projectors that take any size. longest_edge: side that an image is resized to before it is cut. tile:
+    side of the squares that it is cut into. split: whether it is cut. features: numbers that only one projector has.
     """
 
     projector: str
@@ -55,7 +54,7 @@ class VisionSettings:
 
 
 class Keys:
-    """Typed access to a JSON object of a folder; `defaults` are what `transformers` takes for absent keys."""
+    """Typed access to a JSON object of a folder. defaults: the values that `transformers` takes for absent keys."""
 
     def __init__(self, where: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self._where = where
@@ -100,7 +99,7 @@ class Keys:
         return Keys(f"{self._where}: {key}", value if isinstance(value, dict) else {}, {})
 
     def only(self, key: str, *computed: object) -> None:
-        """Raises EngineError, with the key, for a value that is not implemented."""
+        """Raises EngineError, with the key, for a value that is not one of `computed`."""
         value = self.get(key)
         if value not in computed:
             raise self.error(key, f"{shown(value)} is not implemented")
@@ -142,7 +141,7 @@ def folder_settings(
     """Settings from config.json, its vision_config, and the image processor's configuration.
 
     Raises:
-        EngineError: a value is missing, out of range, or of what is not computed.
+        EngineError: a value is missing, out of range, or not implemented.
     """
     processor.only("do_resize", True)
     processor.only("do_rescale", True)

@@ -54,7 +54,7 @@ def _block(weights: Weights, settings: VisionSettings, name: str) -> VisionBlock
     attention = VisionAttention(
         qkv_linear(weights, name, size, size), linear(weights, f"{name}.attn_out", size, size), settings.heads
     )
-    # The first releases of converters named the two matrices of the feed-forward the other way round.
+    # Early converters swapped the names of the feed-forward's two matrices.
     swapped = weights.count(f"{name}.ffn_up.bias") == size != hidden
     up, down = ("ffn_down", "ffn_up") if swapped else ("ffn_up", "ffn_down")
     mlp = Mlp(

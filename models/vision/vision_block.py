@@ -15,7 +15,7 @@ from quengine.models.vision.blocks import Joined, Linear, Mlp, UnitGrid, VisionA
 class VisionBlock:
     """A pre-norm layer: attention, then a feed-forward, each added to the rows.
 
-    scales: factors [width] of what is added; post: norms of it.
+    scales, post: factors [width] and norms of what attention and feed-forward add.
     """
 
     norm1: Norm
@@ -36,7 +36,7 @@ class VisionBlock:
 
     @property
     def fuses(self) -> bool:
-        """Whether kernels/cuda/vision_rows.py has a kernel for what lies between its matrices, which must be fp16."""
+        """Whether kernels/cuda/vision_rows.py has kernels for all between its matrices, which must be fp16."""
         matrices = (self.attention.qkv, self.attention.out, self.mlp.up, self.mlp.down, self.mlp.gate)
         norms = self.attention.norms
         normed = all(norms) and self.attention.norm_heads and len({norm.eps for norm in norms if norm}) == 1

@@ -44,13 +44,13 @@ class VisionModel:
 
     @property
     def workspace(self) -> int:
-        """Bytes that encoding an image of COMMON_SIDE takes on a CUDA device beside the weights, launched kernel by
-        kernel and captured, which have memory of their own."""
+        """Bytes that encoding an image of COMMON_SIDE takes on a CUDA device beside the weights: once launched kernel
+        by kernel and once captured, as each has its own memory."""
         settings = self.processor.settings
         if self.device.type != "cuda":
             return 0
-        # A row's fp32 stream and its fp16 norm, product and parts of queries, keys and values, attention, and result;
-        # fp16 products of up and gate, and what is made of them.
+        # A row's fp32 stream; in fp16 its norm, product and parts of queries, keys and values, attention and result;
+        # in fp16 the products of up and gate, and their combination.
         row = 22 * settings.width + 6 * settings.feed_forward
         return 2 * row * (COMMON_SIDE // settings.patch) ** 2
 
@@ -63,9 +63,9 @@ class VisionModel:
         """The rows of each image, fp32 [rows, text_size * (1 + deepstack)] on the device. One thread at a time may call
         it.
 
-        Units of equal size, of whichever images, are encoded together, up to MAX_PATCHES patches. A row of deepstack is
-        the row itself, then what layer 0, 1, ... of the text model adds to it. turn: SLICE patches times layers, or one
-        layer, are launched within each.
+        Units of equal size, of whichever images, are encoded together, up to MAX_PATCHES patches. With deepstack a
+        result's row holds the row itself, then what layers 0, 1, ... of the text model add to it. turn: entered once
+        for each slice of layers: patches times layers are at most SLICE, or it is one layer.
         """
         units = [(index, unit) for index, image in enumerate(images) for unit in image.pixels]
         groups: dict[tuple[int, ...], list[int]] = {}

@@ -79,26 +79,26 @@ class ModelHost:
     Args:
         spec: the model; the first of its names is the model's.
         responses: the server's stored responses.
-        alone: it is the server's only model: when unloaded it sleeps, and requests of the time before it was loaded at
-            first do not wait for it.
-        make_engine: loads the model, in the worker's thread; raises LoadCancelledError where it is not wanted any more.
+        alone: it is the server's only model: when unloaded it sleeps, and requests that come before its first load is
+            done do not wait for it.
+        make_engine: loads the model, in the worker's thread; raises LoadCancelledError if it is not wanted any more.
         changed: called after each change of `state`, and when an engine is there again.
-        ended: called with what a load or the engine has failed of, for good; None: it was unloaded.
+        ended: called when a load or the engine has failed for good, with the error; None: it was unloaded.
 
     Attributes:
-        state: the one state of the model, which the methods of this class alone change.
-        uses: requests that have it.
-        waiters: a future for each request that waits for it; done when it has it.
+        state: the state of the model; only methods of this class change it.
+        uses: the number of requests that are using it.
+        waiters: a future for each request that waits for the model; done when the request may use it.
         used_at: `time.monotonic()` of the end of its last request.
-        keep_s: how long it is kept after that; below 0 for ever.
+        keep_s: how many seconds it is kept after that; below 0 for ever.
         load_requested: it is to be loaded although no request waits.
         failure: why it could not be loaded, or had to be given up.
-        cancelled: what is being loaded is not wanted any more.
-        load_began: `time.monotonic()` when what is being loaded was begun; else 0.
-        nbytes: of its weights; 0 while they are not known.
-        worker: another one each time the model is loaded.
-        kept: what stays of a model that sleeps, until it is loaded again.
-        lora: scales of its LoRA adapters for requests that give none; None: those that it is loaded with.
+        cancelled: the load under way is not wanted any more.
+        load_began: `time.monotonic()` when the load under way began; else 0.
+        nbytes: bytes of its weights; 0 while unknown.
+        worker: a new one for each load.
+        kept: what stays of a sleeping model, until it is loaded again.
+        lora: scales of its LoRA adapters for requests that give none; None: the scales that it was loaded with.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class ModelHost:
         self._enter(State.DRAINING)
 
     def stay(self) -> None:
-        """Take requests again, of a model that was to leave."""
+        """Take requests again, although it was to be unloaded."""
         self._enter(State.READY if self.worker.serving else State.FAILED)
 
     def unload(self) -> None:
@@ -168,7 +168,7 @@ class ModelHost:
         self.worker.stop()
 
     def fail_to_load(self, error: Exception) -> None:
-        """It cannot be loaded, or not begun to be: those who wait get the error."""
+        """Its load failed, or could not begin: those who wait get the error."""
         self.failure = str(error)
         if self.state is State.ABSENT:
             self._enter(State.FAILED)
@@ -230,7 +230,7 @@ class ModelHost:
 
     @property
     def memory(self) -> int:
-        """Bytes that it takes while it is loaded: of weights and cache, as far as they are known."""
+        """Bytes of its weights and cache, as far as they are known; 0 while it is not loaded."""
         engine = self.worker.engine
         return 0 if engine is None else int(engine.model.facts.get("memory", self.nbytes))
 
@@ -242,17 +242,17 @@ class ModelHost:
 
     @property
     def loaded(self) -> bool:
-        """It has an engine, or one in place of that which has failed is being made."""
+        """Whether it has an engine, or is getting another for one that failed."""
         return self.state in (State.READY, State.DRAINING) or self.replaced
 
     @property
     def replaced(self) -> bool:
-        """Its engine has failed, and another one is being made."""
+        """Whether its engine has failed and another is being made."""
         return self.state is State.FAILED and self.worker.alive
 
     @property
     def occupied(self) -> bool:
-        """It takes memory, or is about to."""
+        """Whether it takes memory, or is about to."""
         return self.loaded or self.state is State.LOADING
 
     @property
@@ -261,14 +261,14 @@ class ModelHost:
 
     @property
     def admits(self) -> bool:
-        """A request has it without waiting; before it is loaded at first, an only model has a 503 for it."""
+        """Whether a request does not wait for it. Before its first load is done, an only model answers with a 503."""
         unready = (State.LOADING, State.FAILED)
         first = self.alone and self.kept is None and self.state in unready
         return self.state is State.READY or self.replaced or first
 
     @property
     def status(self) -> Status:
-        """As llama-server's router names it."""
+        """Its state, as llama-server's router names it."""
         if self.loaded:
             return "loaded"
         if self.wanted or self.state is State.LOADING:
@@ -277,7 +277,7 @@ class ModelHost:
 
     @property
     def expires_in(self) -> float | None:
-        """Seconds until it is unloaded for idleness; None: it is not."""
+        """Seconds until it is unloaded for idleness; None: it is not loaded, or never unloaded."""
         if not self.loaded or self.keep_s < 0:
             return None
         return max(0.0, self.keep_s - (0 if self.uses else time.monotonic() - self.used_at))
@@ -290,7 +290,7 @@ class ModelHost:
     # --- who has it ----------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Give it to all who wait."""
+        """Let all waiting requests use it."""
         self.load_requested = False
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
@@ -299,7 +299,7 @@ class ModelHost:
                 self.uses += 1
 
     def refuse(self, error: Callable[[], ApiError]) -> None:
-        """Fail all who wait."""
+        """Fail all waiting requests."""
         self.load_requested = False
         waiters, self.waiters = self.waiters, []
         for waiter in waiters:
@@ -307,7 +307,7 @@ class ModelHost:
                 waiter.set_exception(error())
 
     def load_error(self, problem: BaseException | str) -> Callable[[], ApiError]:
-        """The error of those who wait, after a load that failed. More memory may be free later."""
+        """Makes the error of waiting requests after a failed load. For want of memory they may try again later."""
         short = isinstance(problem, CannotRunError)
         message = f"the model {self.name} could not be loaded: {problem}"
         status, again = (503, 30) if short else (500, None)
@@ -362,7 +362,7 @@ class ModelHost:
 
     @property
     def most_prompt_tokens(self) -> int:
-        """Of one prompt: the server's limit, and what leaves the context room for a token."""
+        """The most tokens of one prompt: the server's limit, or what leaves the context room for one token."""
         limit, room = self.limits.prompt, self.model.ctx_size - 1
         return room if limit is None else min(limit, room)
 
@@ -416,7 +416,7 @@ class ModelHost:
             ) from None
 
     async def slot_action(self, action: SlotAction) -> SlotDone:
-        """What comes of an action, once its slot is free. Raises ApiError where it fails."""
+        """The result of an action, once its slot is free. Raises ApiError where it fails."""
         handle = self.submit([action])
         try:
             while True:
@@ -430,7 +430,7 @@ class ModelHost:
             raise
 
     def _retry_after(self) -> int:
-        """Seconds, estimated from the queue's length and the slots."""
+        """Seconds to wait before a retry, estimated from the queue's length and the slots."""
         return max(1, min(60, self.worker.waiting // max(1, self.worker.slots)))
 
     async def events(self, handle: Handle) -> AsyncGenerator[tuple[int, Piece | Finished], None]:
@@ -446,7 +446,7 @@ class ModelHost:
                     if isinstance(event, Failed):
                         record.error = event.message
                         raise self.prompt_error(event.tokens, "prompt") if event.tokens else _failure(event)
-                    assert isinstance(event, Piece | Finished)  # nothing else is of a completion
+                    assert isinstance(event, Piece | Finished)  # a completion has no other events
                     record.event(event)
                     left -= isinstance(event, Finished)
                     yield choice, event
@@ -472,7 +472,7 @@ class ModelHost:
             arrived.append((choice, piece))
             return True
 
-        handle.writer = keep  # the coroutine has its turn at the end
+        handle.writer = keep  # the coroutine runs only at the end
         async for each in self.events(handle):
             arrived.append(each)
         events = joined(arrived)

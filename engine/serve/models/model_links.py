@@ -27,7 +27,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def folder_name(given: str) -> str:
-    """A name as the folder has it: without the tag `:latest` and the suffix .gguf; one of the hub begins with HUB."""
+    """A name as the folder has it: without the tag `:latest` and the suffix .gguf; names of the hub begin with HUB."""
     name = own_name(given.removesuffix(":latest"))
     if name.lower().endswith(".gguf"):
         above, slash, file = name.rpartition("/")
@@ -36,7 +36,7 @@ def folder_name(given: str) -> str:
 
 
 def check_name(name: str, param: str) -> None:
-    """Raises ApiError (400) for what is no name, of what `folder_name` gave, or that of a part or a companion."""
+    """Raises ApiError (400) if `name`, from `folder_name`, is no valid name, or the name of a part or a companion."""
     *above, last = name.split("/")
     model, colon, tag = last.partition(":")
     parts = (*above, model, *((tag,) if colon else ()))
@@ -58,9 +58,9 @@ def linked_model(
     """Give the model whose first file is `file` the checked name `name` in `folder`, with `options` beside it
     (`preset_file.made_options`); undone where the block raises.
 
-    Its projector, if there is one, is linked beside it, as this model's alone. A link leads to the file itself, not to
-    other links. A file of the same disk becomes a second name of its contents
-    (a hard link), so that each of the two can be removed.
+    Its projector, if there is one, is linked beside it under a name that makes it this model's alone. A file on the
+    same disk gets a hard link, so that either name can be removed. Otherwise a symbolic link leads to the file itself,
+    not to other links.
 
     Raises:
         ApiError: it is no GGUF file, the name is taken, or the system refuses.
@@ -77,7 +77,7 @@ def linked_model(
                 made.append(own)
             if (projector := find_projector(file)) is not None:
                 own = projector_name(last)
-                with suppress(FileExistsError):  # which is this model's by its name
+                with suppress(FileExistsError):  # by its name the file is this model's projector
                     _link(projector, own, descriptor)
                     made.append(own)
             if options:
@@ -107,8 +107,8 @@ def _link(source: Path, name: str, folder: int) -> None:
 
 @contextmanager
 def unlinked_model(folder: Path, file: Path) -> Iterator[None]:
-    """Remove the file `file` of a model, with all its parts and a projector that is called after it; of a link the link
-    alone. Undone where the block raises.
+    """Remove the file `file` of a model, with all its parts, its options and a projector that is named after it. Of a
+    link only the link is removed. Undone where the block raises.
 
     Raises:
         ApiError: it is a folder, not in `folder`, or the system refuses.
@@ -143,8 +143,8 @@ def unlinked_model(folder: Path, file: Path) -> Iterator[None]:
 def remade_model(
     folder: Path, name: str, existing: Path, file: Path, options: Mapping[str, Any]
 ) -> Iterator[None]:
-    """`linked_model` in place of the model `existing` of that name, which has options beside it; undone where the block
-    raises. Of the same file the options alone are changed.
+    """`linked_model` in place of the model `existing` of that name, which has options beside it. If both are the same
+    file, only the options change. Undone where the block raises.
 
     Raises:
         ApiError: as `linked_model`; or the model has no options, so that its file may be the only one.

@@ -26,9 +26,9 @@ HUB = "hf.co"
 def find_models(folder: Path) -> dict[str, Path]:
     """Each model's file (of several parts the first) or folder, by its name.
 
-    The name is the file's or the folder's; of several alike, and of what lies in the folder HUB, it has the path from
-    `folder` before it. Projectors of vision models (mmproj) and importance matrices are no models. What begins with a
-    dot is passed over; so is, with a warning, what no model can be read from: a link that leads nowhere, a pipe.
+    The name is that of the file or folder; if several have the same, and in the folder HUB, the path from `folder`
+    stands before it. Projectors of vision models (mmproj) and importance matrices are no models. Names that begin with
+    a dot are skipped; so are, with a warning, files that no model can be read from: a broken link, a pipe.
 
     Raises:
         EngineError: the folder cannot be read.
@@ -83,12 +83,12 @@ def _unreadable(path: Path) -> str | None:
 
 @cache
 def _warn_skipped(path: Path, why: str) -> None:
-    """Once for a file: a folder is looked at again and again."""
+    """Warns once for each file, as a folder is scanned again and again."""
     logger.warning("--models-dir: %s is skipped: %s", path, why)
 
 
 def _name(path: Path, folder: Path) -> Path:
-    """Relative to `folder`, without the number of a part and the suffix."""
+    """The path relative to `folder`, without the number of a part and the suffix."""
     if path.is_dir():
         return path.relative_to(folder) if path != folder else Path(path.resolve().name)
     return path.relative_to(folder).with_name(without_shard(path.name))
@@ -130,7 +130,7 @@ def check_names(specs: Iterable[ModelSpec]) -> None:
 
 
 def check_header(spec: ModelSpec) -> None:
-    """Raises EngineError for GGUF files whose headers are not those of a model, before another model leaves for it."""
+    """Raises EngineError for a GGUF file whose header is not a model's, before another model is unloaded for it."""
     if spec.path is not None and not spec.path.is_dir():
         from quengine.models.gguf.header import read_shard
 

@@ -63,7 +63,7 @@ def read_options(file: Path) -> dict[str, Any]:
 def made_options(
     system: str, template: str, parameters: Mapping[str, Any], messages: list[Any], ignored: list[str]
 ) -> dict[str, Any]:
-    """The table of what a client gives; `ignored` gets the names of parameters that there are not.
+    """The table of a client's options. `ignored` gets the names of unknown parameters.
 
     Raises:
         EngineError: a value is not one that its option takes, or the template is in a form that is not translated.
@@ -99,7 +99,7 @@ _OF_MODELS = ("model_names", "model_tags", "parallel", "pooling", "sleep_s")
 
 
 def find_specs(settings: ServerSettings, config: EngineConfig) -> list[ModelSpec]:
-    """The models of the folder and of the file in `settings`, whose other options hold where the file has none.
+    """The models of the folder and of the preset file in `settings`. Options that the file lacks come from `settings`.
 
     Raises:
         EngineError: the folder or the file cannot be read, or an option is wrong.
@@ -122,7 +122,7 @@ def find_specs(settings: ServerSettings, config: EngineConfig) -> list[ModelSpec
 
 
 def read_presets(file: Path) -> dict[str, dict[str, Any]]:
-    """The tables of a file. Raises EngineError where it is none of tables in TOML."""
+    """The tables of a TOML file. Raises EngineError where it has anything but tables."""
     try:
         tables = tomllib.loads(read_text(file, "--models-preset: cannot read"))
     except tomllib.TOMLDecodeError as error:
@@ -134,7 +134,7 @@ def read_presets(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _by_field(table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The table with each option under its field's name, so that a model's takes the place of a default."""
+    """The table with each option under its field's name, so that a model's option replaces the default."""
     given = {key.replace("-", "_"): value for key, value in table.items()}
     own = {key: given.pop(key) for key in _OWN if key in given}
     return own | {name: value for name, (_, _, value) in table_fields(given, _GROUPS, where).items()}
@@ -143,7 +143,7 @@ def _by_field(table: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _with_options(
     base: ModelSpec, table: Mapping[str, Any], where: str, found: Path | None, file: Path | None
 ) -> ModelSpec:
-    """The model with the options of its table. `found`: in the folder; else the table says where."""
+    """The model with the options of its table. `found`: its path in the folder; None: the table says where it is."""
     given = {key: value for key, value in table.items() if key not in _OWN}
     values = table_values(given, _GROUPS, where)
     if file is not None and "lora" in (of_model := values.get(EngineConfig, {})):
@@ -187,6 +187,6 @@ def engine_config(settings: ServerSettings, config: EngineConfig) -> EngineConfi
 
 
 def _near(model: str, file: Path | None) -> str:
-    """A path relative to the file that names it, where there is such a one; else the name."""
+    """The path of `model` relative to `file`, if something is there; else the name as it is."""
     near = None if file is None else file.parent / Path(model).expanduser()
     return str(near) if near is not None and near.exists() else model

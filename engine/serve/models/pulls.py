@@ -1,8 +1,8 @@
 """Pulls of models from the Hugging Face Hub that clients ask for and follow.
 
-A pull runs in a thread. Requests for the same model follow the same one; when the last of them has gone it ends, and
-what has arrived is kept for the next. The thread's side is `_Pull.watch` and the function that it runs; all else is
-called in the event loop.
+A pull runs in a thread. Requests for the same model follow the same pull; it ends when the last of them has gone, and
+what has arrived is kept for the next. `_Pull.watch` and the function that the thread runs are called in the thread, all
+else in the event loop.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ REPORT_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class FileProgress:
-    """So many of a file's bytes are here. `digest`: hexadecimal; its sha256, or git's sha1 of a small file."""
+    """How many of a file's `total` bytes have arrived. `digest`: hexadecimal sha256, or git's sha1 for a small file."""
 
     digest: str
     total: int
@@ -54,7 +54,7 @@ class _Pull:
         self._reported = 0.0
 
     async def fetch(self, name: str) -> Path:
-        """The first file of the model. Whoever comes while the pull ends that all others have left has it go on."""
+        """The first file of the model. If a new follower comes while an abandoned pull ends, it goes on."""
         while True:
             try:
                 return await self._fetch_once(name)
@@ -63,7 +63,7 @@ class _Pull:
                     raise
 
     async def _fetch_once(self, name: str) -> Path:
-        """In a thread that the end of the program does not wait for."""
+        """The first file, fetched in a thread that the end of the program does not wait for."""
         fetched: asyncio.Future[Path] = self._loop.create_future()
 
         def run() -> None:
@@ -101,10 +101,10 @@ class _Pull:
 
 
 class Pulls:
-    """The pulls under way, by the names under which their models are going to be served.
+    """The pulls under way, by the names under which their models will be served.
 
     Args:
-        arrived: called with such a name and the first file of its model; makes it one of the server's.
+        arrived: called with such a name and the first file of its model; adds the model to the server.
     """
 
     def __init__(self, arrived: Callable[[str, Path], Awaitable[None]]) -> None:
@@ -132,7 +132,7 @@ class Pulls:
             pull.followers.discard(steps)
 
     def stop(self, error: ApiError) -> None:
-        """End all with this error; what has arrived is kept."""
+        """End all pulls with this error; what has arrived is kept."""
         for pull, _ in list(self._running.values()):
             pull.end(error)
 
@@ -157,7 +157,7 @@ class Pulls:
 
 
 def _api_error(error: EngineError) -> ApiError:
-    """What went wrong with the hub, with the disk, or with the name."""
+    """The HTTP error for a failure of the hub, the disk, or the name."""
     if isinstance(error, HubRefusedError):
         return ApiError(404, str(error), param="model", code="model_not_found")
     if isinstance(error, HubError | DigestError):

@@ -32,7 +32,7 @@ class Beside(Protocol):
     def start(self) -> None: ...
 
     def end(self) -> Awaitable[None]:
-        """Ends. It may be called more than once, also while answers are being finished."""
+        """Ends the service. May be called more than once, and while answers are being finished."""
         ...
 
 
@@ -118,9 +118,10 @@ class Models:
     async def using(
         self, host: ModelHost, keep_s: float | None = None, sets_keep: bool = True
     ) -> AsyncIterator[ModelHost]:
-        """A model, loaded, which stays so in the block.
+        """A model, loaded, which stays loaded within the block.
 
-        `keep_s`: how long it does so afterwards, None: as the settings say; without `sets_keep` as before.
+        `keep_s`: how long it stays so afterwards, in seconds; None: as the settings say. Without `sets_keep` that time
+        does not change.
 
         Raises:
             ApiError: it cannot be loaded.
@@ -179,13 +180,13 @@ class Models:
         self._residency.task(self._residency.unload(host))
 
     async def rescan(self) -> None:
-        """Look for models again. One that has changed, or is there no more, is unloaded after its running answers.
-        Raises ApiError."""
+        """Look for models again. One that has changed or is gone is unloaded after its running answers. Raises
+        ApiError."""
         async with self._looking:
             await self._set_found(await self._found(nullcontext()))
 
     async def _found(self, change: AbstractContextManager[None]) -> Sequence[ModelSpec]:
-        """The models there are after a change of the folder, which is undone where they cannot be served."""
+        """The models there are after `change` of the folder, which is undone if they cannot be served."""
         find = self._find
         if find is None:
             return [host.spec for host in self.hosts]
@@ -212,8 +213,8 @@ class Models:
         await self._link(other, path, await off_loop(lambda: read_options(path)))
 
     async def create(self, name: str, base: str, options: Mapping[str, Any]) -> None:
-        """Give a model another name, which has been checked, with options over its own; a model that was made so
-        before is replaced. Raises ApiError."""
+        """Give a model another name, which has been checked, with `options` over its own. A model of that name that was
+        created in this way is replaced. Raises ApiError."""
         path = self.named(base).spec.path
         if path is None:
             raise bad_request(f"{base[:80]} has no file", "from")
@@ -257,7 +258,7 @@ class Models:
     # --- the server's side ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Load what is to be there from the start."""
+        """Load the models that are to be there from the start."""
         for each in self._beside:
             each.start()
         for host in self.hosts:
@@ -267,7 +268,7 @@ class Models:
                 self.load(host)
 
     def tick(self) -> None:
-        """Unload what has been idle for long enough; at the end, end what is beside while answers are finished."""
+        """Unload models that have been idle long enough; while draining, end the services of `beside`."""
         if self.draining:
             for each in self._beside:
                 each.end()
@@ -277,7 +278,7 @@ class Models:
                 self._residency.task(self._residency.unload(host))
 
     def drain(self) -> None:
-        """Take no more requests; those that have their model go on."""
+        """Take no more requests. Requests that already have their model go on."""
         self.draining = True
         self.pulls.stop(shutting_down())
         for host in self.hosts:

@@ -94,8 +94,8 @@ class Residency:
         return "" if not self._rate or not host.nbytes else f", about {host.nbytes / self._rate:.0f} s in all"
 
     async def _make_place(self, host: ModelHost) -> None:
-        """Unloads models until `host` may be loaded by `most`. Raises EngineError, before any is unloaded, where the
-        file of `host` is not a model's."""
+        """Unloads models until `most` allows `host` to be loaded. Raises EngineError, before any is unloaded, if the
+        file of `host` is no model."""
         checked = False
         while 0 < self._most <= sum(each.occupied for each in self.hosts) and host.wanted:
             if not checked:
@@ -106,7 +106,7 @@ class Residency:
 
     def _make_room(self, host: ModelHost, needed: int, free: int, device: str) -> bool:
         """`MakeRoom`, called in the thread of the worker that loads `host`."""
-        if host.state is not State.LOADING:  # an engine that replaces a failed one has its place
+        if host.state is not State.LOADING:  # an engine that replaces a failed one already has room
             return False
         return asyncio.run_coroutine_threadsafe(self._room(host, needed, free, device), self._loop).result()
 
@@ -134,7 +134,7 @@ class Residency:
         return True
 
     async def unload(self, host: ModelHost, still: Callable[[], bool] = lambda: True) -> bool:
-        """Whether it is unloaded, after its last request; not where `still` ceases to hold before."""
+        """Unloads a model after its last request, unless `still` becomes false before. Returns whether it is gone."""
         if not host.loaded:
             return True
         if host.state is not State.DRAINING:

@@ -75,7 +75,7 @@ def _answer(models: Models, request: Request, name: str) -> Response:
 
 @cache
 def _files() -> dict[str, _File]:
-    """By name, all that has a type above."""
+    """The bundled files that have one of the types above, by name."""
     folder = Path(__file__).with_name("static")
     paths = [path for path in folder.iterdir() if path.suffix in _TYPES]
     contents = {path.name: path.read_bytes() for path in paths}

@@ -1,6 +1,6 @@
 """The handover of a prompt's blocks from the engine that computed it to the one that generates, through shared memory.
 
-A part of a region (shared_region.py) holds tensors [blocks, BLOCK_SIZE, kv_heads, width] one behind the other: by group
+A part of a region (shared_region.py) holds consecutive tensors [blocks, BLOCK_SIZE, kv_heads, width], ordered by group
 of layers, then layer, then tensor (k, v, and their scales). On a CUDA device the memory is pinned, and is copied on the
 device's stream between two steps.
 """
@@ -41,7 +41,7 @@ _FULL_SECONDS = 0.001
 
 
 class SharedBlocks:
-    """A region, seen as tensors of one engine's cache."""
+    """A region, viewed as tensors of one engine's KV cache."""
 
     def __init__(self, llm: LLM, descriptor: int) -> None:
         if llm.scheduler.blocks.has_states:
@@ -55,12 +55,12 @@ class SharedBlocks:
         if llm.loaded.device.type == "cuda":
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             code = int(runtime.cudaHostRegister(self._bytes.data_ptr(), self._bytes.nbytes, 0))
-            if code:  # copies then take a way round
+            if code:  # not pinned: copies are staged
                 logger.warning("memory between engines cannot be pinned: CUDA error %d", code)
 
     @property
     def blocks_in_part(self) -> int:
-        """Of all groups of layers."""
+        """The number of blocks that fit a part, over all groups of layers."""
         layers = self._llm.scheduler.cache.layers
         size = sum(
             prod((BLOCK_SIZE, *tensor.shape[1:])) * tensor.element_size()
@@ -70,7 +70,7 @@ class SharedBlocks:
         return self.region.part_bytes // size
 
     def views(self, part: int, held: Seq[Seq[int]]) -> Iterator[tuple[int, Tensor]]:
-        """Each (layer, view of one of its tensors) in a part that holds the blocks `held` of each group."""
+        """(layer, view of one of its tensors) for each tensor in a part with the blocks `held` of each group."""
         start, layers = self.region.start(part), self._llm.scheduler.cache.layers
         for group, indices in zip(self._llm.model_config.cache_groups, held, strict=True):
             for layer in group.layers:
@@ -134,7 +134,7 @@ class BlockSender:
         end = min(tokens // BLOCK_SIZE, len(prompt.keys))
         while prompt.next < end:
             blocks = self._held(prompt, min(end, prompt.next + self._shared.blocks_in_part))
-            if not any(blocks):  # other prompts have taken their place: the other engine computes them
+            if not any(blocks):  # other prompts have evicted them: the other engine computes them
                 prompt.next = end
                 break
             if (part := self._shared.region.take()) is None:
@@ -146,7 +146,7 @@ class BlockSender:
             yield Prefilled(request_id, prompt.sequence.reused_tokens, seconds)
 
     def _held(self, prompt: _Prompt, end: int) -> list[dict[int, int]]:
-        """The blocks from `prompt.next` up to `end` that the cache holds, for each group by index in the prompt."""
+        """The blocks from `prompt.next` up to `end` in the cache: for each group, index in the prompt -> block."""
         held = self._llm.scheduler.blocks.held(prompt.keys[:end])
         return [{i: number for i, number in blocks.items() if i >= prompt.next} for blocks in held]
 
@@ -175,7 +175,7 @@ class BlockReceiver:
         self._copied: list[tuple[int, torch.cuda.Event | None]] = []
 
     def take(self, request: TakeBlocks) -> None:
-        """Copies blocks into the cache as far as there is room. Those without room will be computed again here."""
+        """Copies blocks into the cache as far as there is room. This engine computes the rest again."""
         keys = [request.keys[start : start + 32] for start in range(0, len(request.keys), 32)]
         layers = [list[Tensor]() for _ in self._llm.scheduler.cache.layers]
         for layer, view in self._regions[request.region].views(request.part, request.held):
@@ -191,8 +191,7 @@ class BlockReceiver:
         self._copied.append((request.id, done))
 
     def events(self, alone: bool) -> list[Event]:
-        """The events of copies that are done. `alone`: the engine has nothing to compute, so it waits for all of
-        them."""
+        """The events of finished copies. `alone`: the engine has nothing to compute, so this waits for all copies."""
         ended = list[Event]()
         for request_id, done in list(self._copied):
             if done is not None and alone:

@@ -54,8 +54,8 @@ class _Sent:
 class LLMEngine:
     """See the module docstring.
 
-    regions: descriptors of the memory through which blocks of prompts come; if `sends`, of the one through which this
-    engine hands them over.
+    regions: descriptors of the memory through which blocks of prompts arrive; if `sends`, the descriptor of the memory
+    through which this engine hands them over.
     """
 
     def __init__(self, llm: LLM, regions: Seq[int] = (), sends: bool = False) -> None:
@@ -149,7 +149,7 @@ class LLMEngine:
         self._prompts.pop(request_id, None)
         if self._sender is not None:
             self._sender.cancel(request_id)
-        if request_id in self._requests:  # else an action on a slot
+        if request_id in self._requests:  # false for an action on a slot
             self._llm.scheduler.cancel(self._requests[request_id])
             self._ended(request_id)
 
@@ -180,7 +180,7 @@ class LLMEngine:
         for sequence, text in advanced:
             sent, generated = sent_of[sequence], sequence.generated
             start, sent.tokens = sent.tokens, len(generated)
-            # Nearly always this is all, and in steps of many sequences each line here costs the host time.
+            # Nearly always this is all. In steps of many sequences each line here costs host time.
             if start and sent.tokens == start + 1 and sequence.plain and not sequence.finish_reason:
                 events.append(Piece(sent.request_id, (generated[start],), text))
             else:
@@ -214,7 +214,7 @@ class LLMEngine:
         return events
 
     def _progressed(self, request_id: int, sequence: LLMSequence) -> tuple[PromptProgress, ...]:
-        """The progress of a prompt that was not reported yet: first the tokens from the cache, at last all of them."""
+        """The unreported progress of a prompt: first the tokens from the cache, in the end all tokens."""
         total, cached = sequence.num_prompt_tokens, sequence.reused_tokens
         done = total if sequence.first_token else min(sequence.num_cached_tokens, total)
         took = 1e3 * (time.perf_counter() - sequence.started)
@@ -254,7 +254,7 @@ class LLMEngine:
         self._llm.close()
 
     def _step_failed(self, error: Exception) -> list[Event]:
-        """Fails the sequence whose step failed. Of several, each is computed by itself to find out which it is.
+        """Fails the sequence whose step failed. If there are several, each is computed alone to find out which it is.
 
         Raises `error` again where no step can work any more.
         """

@@ -82,7 +82,7 @@ class EngineLoop:
         self._prepare_next, self._prepare_images = prepare_next, prepare_images
 
     def run(self) -> None:
-        """Runs until the server is gone, which ends the process. Raises the engine's error when it fails."""
+        """Runs until the server is gone, then ends the process. Raises the engine's error when it fails."""
         threading.Thread(target=self._listen, daemon=True).start()
         self._send([])  # /metrics and /slots have the size of the cache before there is a request
         while True:
@@ -121,7 +121,7 @@ class EngineLoop:
         except (EOFError, OSError):
             end_at_once(0)  # nothing receives what is computed
         except BaseException:
-            # Without this thread the server would wait for ever; a process that has ended is replaced.
+            # If this thread dies, the server waits for ever; a process that has ended is replaced.
             logger.exception("the engine cannot read what the server sends")
             end_at_once(1)
 

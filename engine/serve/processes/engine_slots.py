@@ -33,7 +33,7 @@ class EngineSlots:
         self._events: list[Event] = []
 
     def begun(self, sequence: Sequence, slot: int) -> None:
-        """A sequence runs in a slot."""
+        """Note that a sequence runs in a slot."""
         self._running[sequence] = slot
 
     def ended(self, sequence: Sequence) -> None:
@@ -44,10 +44,10 @@ class EngineSlots:
         (self._adapted.add if adapted else self._adapted.discard)(slot)
 
     def begin(self, action: SlotAction) -> None:
-        """Start an action; what comes of it is an event of a later `finished`.
+        """Start an action; a later `finished` gives the event of its result.
 
         Raises:
-            EngineError: to be saved or restored is what several ranks hold, or to be saved what LoRA adapters made.
+            EngineError: several ranks hold the slot to save or restore, or LoRA adapters computed the slot to save.
         """
         if self._llm.loaded.ranks is not None and action.action != "erase":
             raise EngineError(
@@ -73,8 +73,8 @@ class EngineSlots:
             self._jobs[self._thread.submit(self._files.read, path)] = action, began
 
     def finished(self, alone: bool) -> list[Event]:
-        """The events of actions that have ended. `alone`: nothing is computed beside them, so that they are waited for,
-        for a moment."""
+        """The events of actions that have ended. `alone`: nothing else is being computed, so this waits for them for a
+        moment."""
         if alone and self._jobs and not self._events:
             wait(self._jobs, _WAIT_SECONDS, FIRST_COMPLETED)
         events, self._events = self._events, []

@@ -49,12 +49,12 @@ class EngineFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Place:
-    """What an engine has that is one of several of the same model (replicas/).
+    """The part of an engine that is one of several for the same model (replicas/).
 
     Attributes:
-        text: as another engine has it; None: it is read.
+        text: another engine's text side, to share; None: it is read.
         gpus: the CUDA devices that the process is to see, as CUDA_VISIBLE_DEVICES names them; None: all.
-        regions: descriptors of memory through which it is given blocks, or of the one through which it `sends` them.
+        regions: descriptors of the memory through which it is given blocks; if it `sends`, of its own region.
     """
 
     text: TextSide | None = None
@@ -68,12 +68,12 @@ class ProcessEngine:
 
     Args:
         model: as `LLM` takes it.
-        options: what else `LLM` is given, by name; numbers, strings, booleans and None.
-        progress: called with a line that says how far the weights are loaded, and with the last one every
-            PROGRESS_SECONDS until there is another; what it raises ends the engine's process.
-        make_room: called with the bytes that the model needs, those that are free and the device, until it returns
-            false: nothing has left the device since.
-        place: its part, where it is one of several.
+        options: the other arguments of `LLM`, by name; numbers, strings, booleans and None.
+        progress: called with a line that says how far the weights are loaded; the last line is repeated every
+            PROGRESS_SECONDS until there is another. An exception from it ends the engine's process.
+        make_room: called with the bytes that the model needs, the free bytes and the device, until it returns false:
+            no other model has left the device.
+        place: its part, if it is one of several engines.
 
     Raises:
         EngineError: no such model, or its file is wrong.
@@ -137,7 +137,7 @@ class ProcessEngine:
 
     @property
     def pid(self) -> int:
-        """Of the engine's process."""
+        """The id of the engine's process."""
         return self._process.pid
 
     @property
@@ -150,7 +150,7 @@ class ProcessEngine:
         return bool(self._events) or self._channel.poll()
 
     def fileno(self) -> int:
-        """Of the channel, for `multiprocessing.connection.wait`."""
+        """The descriptor of the channel, for `multiprocessing.connection.wait`."""
         return self._channel.fileno()
 
     def add(self, request: EngineWork) -> None:
@@ -160,7 +160,7 @@ class ProcessEngine:
         self._send(Cancel(request_id))
 
     def step(self) -> list[Event]:
-        """The events since the last call; waits for the end of a step where there are none."""
+        """The events since the last call. If there are none, waits for the end of a step."""
         if not self._events:
             self._receive()
         self._receive_all()
@@ -168,7 +168,7 @@ class ProcessEngine:
         return events
 
     def stats(self) -> EngineStats:
-        """As of the last message. Raises EngineFailedError where the process has ended."""
+        """The statistics of the last message. Raises EngineFailedError where the process has ended."""
         self._receive_all()
         return self._stats
 

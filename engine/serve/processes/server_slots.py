@@ -1,7 +1,7 @@
 """Server process: which request has which slot.
 
-A slot is one of the places that sequences have beside each other, numbered as llama-server's. All of them share the
-paged cache, so a slot owns no memory: its number says which sequence is meant, the latest that ran there.
+A slot is one of the places for sequences that run at once, numbered as in llama-server. All slots share the paged
+cache, so a slot owns no memory: its number stands for the latest sequence that ran there.
 """
 
 
@@ -18,8 +18,8 @@ class SlotTable:
         return dict(self._holders)
 
     def take(self, request_id: int, wanted: int, count: int) -> int | None:
-        """A free one of `count` slots: the wanted one, modulo `count` as in llama-server; for -1 one that was not taken
-        before, or the least recently taken one. None where it is not free."""
+        """Takes a free one of `count` slots. `wanted`: its number, modulo `count` as in llama-server; -1: one that was
+        never taken, or the least recently taken one. None if it is not free."""
         if wanted >= 0:
             free = [wanted % count] if wanted % count not in self._holders else []
         else:

@@ -45,11 +45,11 @@ class TextPool:
         self._long, self._very_long = _Lane("long", LONG_WAITING), _Lane("very long", VERY_LONG_WAITING)
 
     async def perform(self, model: ServedModel, job: TextJob) -> TextResult:
-        """The result of a job. To cancel the call ends the job.
+        """The result of a job. Cancelling the call ends the job.
 
         Raises:
-            ApiError: the text or the template is to blame, it took too much time or memory, too many wait, or the pool
-                is closed.
+            ApiError: the text or the template is to blame, the job took too much time or memory, too many jobs wait,
+                or the pool is closed.
         """
         if job.kind == "encode" and not any(isinstance(part, str) for ids in job.prompts for part in ids):
             return perform(model, job)  # token ids: nothing to tokenize
@@ -165,7 +165,7 @@ class _TextProcess(ChildProcess[TextResult]):
             self.channel.send_bytes(_encoder.encode(source.template))
 
     def request(self, message: bytes) -> TextResult:
-        """In a thread. Raises EOFError or OSError where the process ends before it answers."""
+        """The answer to a request. Called in a thread. Raises EOFError or OSError if the process ends before it."""
         self.channel.send_bytes(message)
         result = self.channel.receive()
         if result.last:

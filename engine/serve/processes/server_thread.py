@@ -58,8 +58,8 @@ class Worker:
         parallel: most sequences given to the engine at once (never more than its capacity).
         max_queue: most sequences that may wait in the queue; those of a large batch wait in their handle instead.
         observe: called with the events of every step, in the event loop.
-        ready, failed: called in the event loop when there is an engine, and when it has failed and is replaced.
-        ended: called in the event loop when the thread and the engine have ended; the error if it could not go on.
+        ready, failed: called in the event loop when there is an engine, and when it has failed and is being replaced.
+        ended: called in the event loop when the thread and the engine have ended; with the error if it could not go on.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Worker:
         self.stats = EngineStats()
         self.busy_seconds = 0.0
         self.steps = 0
-        self.step_sequences = 0  # computed in all steps together
+        self.step_sequences = 0  # sum over all steps
         self._make_engine = make_engine
         self._observe = observe
         self._ready, self._failed, self._ended = ready, failed, ended
@@ -112,7 +112,7 @@ class Worker:
 
     @property
     def serving(self) -> bool:
-        """Whether requests are taken: there is an engine, which is to go on."""
+        """Whether requests are taken: there is an engine, and it is not to stop."""
         return self.engine is not None and not self._stopping
 
     @property
@@ -169,7 +169,7 @@ class Worker:
         return handle
 
     def cancel(self, handle: Handle) -> None:
-        """Release all that a request holds: at once what waits, at the next step what is computed."""
+        """Release all that a request holds: waiting sequences at once, running ones at the next step."""
         handle.cancelled = True
         ids = {request.id for request in handle.requests}
         with self._wake:
@@ -184,7 +184,7 @@ class Worker:
         return not self._waiting and not self._running
 
     def stop(self) -> None:
-        """Fail what is left and end the thread after the current step, which has STOP_SECONDS to end."""
+        """Fail all remaining requests and end the thread after the current step, which has STOP_SECONDS to end."""
         with self._wake:
             if self._stopping:
                 return
@@ -243,9 +243,9 @@ class Worker:
             del engine  # its memory is needed for the next one
 
     def _make_engine_again(self, failures: int) -> Engine | None:
-        """A new engine after this number of failures; None where it is time to stop.
+        """A new engine after this number of failures; None if the worker is to stop.
 
-        A device that has failed may take a while to come back. Raises what the last attempt raised.
+        A device that has failed may take a while to come back. Raises the error of the last attempt.
         """
         while True:
             try:
@@ -283,7 +283,7 @@ class Worker:
         return True
 
     def _admit(self, slots: int) -> list[Work]:
-        """Of those that wait, in order, the ones whose slot is free; they run from now on. The lock is held."""
+        """The waiting requests whose slot is free, in order, marked as running. The lock is held."""
         admitted, passed = list[Work](), deque[tuple[Handle, Work]]()
         while self._waiting and len(self._running) < slots:
             handle, request = self._waiting.popleft()
@@ -332,7 +332,7 @@ class Worker:
             self._call(self._distribute)
 
     def _queue_next(self, handle: Handle, ended: Event) -> None:
-        """Queue the next request of a handle, one of which has ended; none after a failure. The lock is held."""
+        """Queue a handle's next request after one has ended; none after a failure. The lock is held."""
         if isinstance(ended, Failed):
             handle.unqueued.clear()
         elif handle.unqueued:
@@ -350,7 +350,7 @@ class Worker:
             handle.put(of_handle)
 
     def _fail_running(self, message: str) -> None:
-        """Fail what was running; what waits stays."""
+        """Fail all running requests. Waiting ones stay."""
         with self._wake:
             self._cancels.clear()
             running = list(self._running)

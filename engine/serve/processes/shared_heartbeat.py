@@ -1,7 +1,7 @@
 """Server and engine process: a heartbeat in shared memory. The engine's process writes the time, the server reads it.
 
-A thread of its own writes, so the stamp stays fresh through a long step or while kernels are compiled, and grows old
-when the process is stopped, swapped out, or nothing in its interpreter runs any more.
+A thread of its own writes the stamp. So it stays fresh through a long step or while kernels are compiled, and grows old
+when the process is stopped, swapped out, or its interpreter hangs.
 """
 
 import mmap
@@ -20,7 +20,7 @@ class Heartbeat:
     """One time stamp, of the clock that all processes of a machine share.
 
     Args:
-        descriptor: of a file of `SIZE` bytes that both processes have open; it is closed.
+        descriptor: of a file of `SIZE` bytes that both processes have open; it is closed here.
     """
 
     def __init__(self, descriptor: int) -> None:

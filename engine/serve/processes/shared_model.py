@@ -63,12 +63,12 @@ class ServedModel:
         facts: the model's description for /v1/models and /props, as JSON values.
         notes: lines for the terminal: device, context, memory.
         token_length: a bound of the text that one token can stand for; None: there is no bound.
-        source: from which another process makes the same; None where that is impossible.
+        source: what another process makes the same object from; None where that is impossible.
         pooling: the pooling of embeddings that the model was trained with; None where its file does not say.
-        ranks: a trained head scores pairs of texts. ranker: the head and prompt of a decoder that does.
+        ranks: a trained head scores pairs of texts. ranker: the head and prompt of a decoder that scores pairs.
         tasks: the tasks of embeddings for which it has adapters.
         adapters: the LoRA adapters beside its weights.
-        end_of_text: the token that ends a text to be embedded; None: none does.
+        end_of_text: the token that ends a text to be embedded; None: there is none.
     """
 
     pooling: str | None = None

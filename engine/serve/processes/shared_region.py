@@ -1,8 +1,8 @@
 """Server and engine processes: memory through which blocks go from a prefill engine to the others.
 
-A region is a file without a name: HEADER bytes, of which byte N is 1 while part N is in use, then PARTS parts of equal
-size. Its prefill engine takes a part and fills it; the server frees it, when the engine that reads it has done so or
-has ended.
+A region is an unnamed file: HEADER bytes, of which byte N is 1 while part N is in use, then PARTS parts of equal size.
+Its prefill engine takes a part and fills it. The server frees the part when the engine that reads it has read it or has
+ended.
 """
 
 import mmap
@@ -22,7 +22,7 @@ class BlockRegion:
 
     @staticmethod
     def make(part_bytes: int) -> int:
-        """The descriptor of a new file; its memory is taken as it is used, and gone when nobody has it open."""
+        """The descriptor of a new file. Its memory is allocated as it is used, and freed when nobody has it open."""
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("quengine-blocks")
         else:  # elsewhere than on Linux
@@ -33,7 +33,7 @@ class BlockRegion:
 
     @property
     def memory(self) -> mmap.mmap:
-        """All of it."""
+        """The whole mapping."""
         return self._memory
 
     def start(self, part: int) -> int:

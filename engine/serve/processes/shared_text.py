@@ -16,8 +16,8 @@ class TextJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """A job.
 
     Attributes:
-        kind: what to do. "encode": encode each of `prompts`. "encode_pairs": encode the first of them with each other
-            one, as pairs for a decoder that ranks. "encode_chat": encode `messages` through the chat template.
+        kind: what to do. "encode": encode each of `prompts`. "encode_pairs": encode the first prompt with each of the
+            others, as pairs for a decoder that ranks. "encode_chat": encode `messages` through the chat template.
             "render_chat": only render them. "tokenize": the answer of /tokenize for the only prompt.
         prompts: texts and token ids, in order, of each prompt; checked.
         bos: begin a text with BOS where the model wants it.

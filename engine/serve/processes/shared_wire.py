@@ -31,8 +31,8 @@ class Load(msgspec.Struct, tag=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: take a sequence, or an action on a slot. It is a message within the message, so that one that
-    cannot be read fails alone."""
+    """To the engine: take a sequence, or an action on a slot. The request is encoded within the message, so that one
+    that cannot be read fails alone."""
 
     request_id: int
     encoded: msgspec.Raw
@@ -44,7 +44,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
 
     @property
     def request(self) -> EngineWork:
-        """Raises msgspec.MsgspecError for what is none."""
+        """The decoded request. Raises msgspec.MsgspecError if `encoded` is none."""
         return _request.decode(self.encoded)
 
 
@@ -76,8 +76,8 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """From the engine: it is loaded. `device` as torch writes it; `ctx_size` in positions of one sequence; `memory` in
-    bytes, of weights and cache. `marker` stands for an image in a prompt ("": the model reads text), and `projector` is
-    the path of what makes rows of it. `adapters`: those that it has beside its weights."""
+    bytes, of weights and cache. `marker` stands for an image in a prompt ("": the model reads only text), and
+    `projector` is the path of the image encoder. `adapters`: the LoRA adapters beside its weights."""
 
     capacity: int
     ctx_size: int
@@ -105,7 +105,7 @@ FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromE
 
 
 def can_be_sent(message: Event) -> bool:
-    """Whether every value of it has a form on the wire."""
+    """Whether every value of a message has a form on the wire."""
     try:
         encode(message)
     except (OverflowError, UnicodeError, TypeError):

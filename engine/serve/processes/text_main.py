@@ -1,7 +1,7 @@
 """Text process: `python -m quengine.serve.processes.text_main FD MODEL`, started by `server_text` for long prompts.
 
-The tokenizers library holds the interpreter's lock for seconds while it cuts megabytes, and takes gigabytes for them.
-Here that stops no stream. The kernel bounds the memory, `server_text` the time.
+The tokenizers library holds the interpreter's lock for seconds while it tokenizes megabytes, and takes gigabytes of
+memory. In this process that stops no stream. The kernel bounds the memory, `server_text` the time.
 """
 
 import os

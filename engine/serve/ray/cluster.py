@@ -1,8 +1,7 @@
 """`engine serve --ray`: connects to a cluster or starts one, deploys the application, and takes it away at the end.
 
-Ray's usage statistics are off. A cluster that is started here has no dashboard, listens on loopback but for a port of
-each replica, and takes tasks from who knows its token, which is made for it: whoever may run a task runs code as this
-user.
+Ray's usage statistics are off. A cluster that is started here has no dashboard and listens on loopback, except for a
+port of each replica. It takes tasks only with its own new token, as whoever may run a task runs code as this user.
 """
 
 import logging
@@ -43,7 +42,7 @@ _CONTROLLER = {"name": "SERVE_CONTROLLER_ACTOR", "namespace": "serve"}
 
 
 def serve_on_ray(spec: ModelSpec, say: Callable[[str], None]) -> None:
-    """Deploy a model, and stay until SIGTERM or SIGINT: then running requests end, and the application goes.
+    """Deploys a model, and stays until SIGTERM or SIGINT. Running requests then end, and the application is removed.
 
     Raises:
         EngineError: an option does not go with Ray; ray is not installed; the model cannot be loaded.
@@ -61,7 +60,7 @@ def serve_on_ray(spec: ModelSpec, say: Callable[[str], None]) -> None:
 
 
 def _check(settings: ServerSettings, config: EngineConfig) -> None:
-    """Raises EngineError for what Ray does otherwise."""
+    """Raises EngineError for options that do not go with Ray."""
     if config.devices is not None or ":" in config.device:
         given = f"--device {config.device}" if config.devices is None else f"--devices {config.devices}"
         raise EngineError(f"{given}: Ray chooses the GPUs of a replica; say how many with --tensor-parallel")
@@ -198,7 +197,7 @@ class _Cluster:
         self._say(f"listening on http://{host}:{settings.port}; the model is being loaded")
 
     def _status(self) -> tuple[str, int, str]:
-        """The application's status, how many of its replicas are ready, and what Ray says of it."""
+        """The application's status, the number of ready replicas, and Ray's message about it."""
         from ray import serve
 
         found = serve.status().applications.get(NAME)
@@ -211,7 +210,7 @@ class _Cluster:
         return found.status.value, ready, "\n".join((*(each.message for each in replicas), found.message))
 
     def _notes(self) -> list[str]:
-        """What a replica chose: context, cache, slots."""
+        """A replica's notes on what it chose: context, cache, slots."""
         from ray import serve
 
         return list(serve.get_app_handle(NAME).notes.remote().result(timeout_s=NOTES_SECONDS))
@@ -225,11 +224,11 @@ class _Cluster:
 
 
 def _guard_cluster(insecure: bool) -> None:
-    """Have a cluster that is started here listen on loopback alone, and ask for a token: Ray reads both from the
+    """Makes a cluster that is started here listen on loopback only and ask for a token. Ray reads both from the
     environment when it is imported.
 
     Raises:
-        EngineError: the environment says that it asks for none, and that is not `insecure`.
+        EngineError: the environment switches the token off, without `insecure`.
     """
     os.environ[_CLUSTERS] = "0"
     mode = os.environ.setdefault("RAY_AUTH_MODE", "disabled" if insecure else "token")
@@ -265,7 +264,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _reason(message: str) -> str:
-    """The error of a replica within what Ray says of it, which ends with a traceback."""
+    """A replica's error, taken from Ray's message, which ends with a traceback."""
     found = re.findall(r"quengine\.[\w.]+Error: (.*)", message)
     lines = [line for line in message.splitlines() if line.strip()]
     return found[-1] if found else lines[-1].strip() if lines else "Ray says nothing of it"

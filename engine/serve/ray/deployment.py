@@ -1,4 +1,4 @@
-"""The Ray Serve application of a model: what a replica takes of a node, how many there are, how many requests each has.
+"""The Ray Serve application of a model: what a replica takes of a node, and the numbers of replicas and requests.
 
 `application` makes it of options by name, for Ray's own configuration files:
 
@@ -45,7 +45,7 @@ class ReplicaSize:
 
     @classmethod
     def of(cls, config: EngineConfig, cluster: Mapping[str, float]) -> "ReplicaSize":
-        """For a cluster of such resources. `--device auto` takes GPUs where there are any."""
+        """The size of a replica on a cluster of these resources. `--device auto` takes GPUs where there are any."""
         if (
             config.device == "cpu"
             or config.backend == "reference"
@@ -59,7 +59,7 @@ class ReplicaSize:
         return f"{cpus} and {self.gpus} GPU{'s' * (self.gpus > 1)} of one node" if self.gpus else cpus
 
     def room(self, nodes: Iterable[Mapping[str, float]]) -> int:
-        """How many fit nodes of such resources."""
+        """How many replicas fit nodes of these resources."""
         return sum(
             int(
                 min(
@@ -128,7 +128,7 @@ def application(options: dict[str, Any]) -> "Application":
 
 
 def check_room(size: ReplicaSize, fewest: int, nodes: Iterable[Mapping[str, float]]) -> None:
-    """Raises CannotRunError where so many replicas do not fit the nodes."""
+    """Raises CannotRunError where `fewest` replicas do not fit the nodes."""
     nodes = list(nodes)
     room = size.room(nodes)
     if room < max(1, fewest):

@@ -1,7 +1,7 @@
 """What runs in each replica's process: the models, their application, and what Ray asks of a replica.
 
-The application is that of `engine serve`, so that every route is the same. In place of uvicorn stands Ray's proxy: it
-has the connections, sends requests on, and tells the application when a client has gone.
+The application is that of `engine serve`, so every route is the same. Ray's proxy replaces uvicorn: it has the
+connections, forwards requests, and tells the application when a client has gone.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class RayReplica:
         return make_app(self._models, self._tools.routes)
 
     def check_health(self) -> None:
-        """Raises what keeps the replica from answering; Ray then starts another in its place."""
+        """Raises the reason if the replica cannot answer; Ray then starts another in its place."""
         if self.problem is not None:
             raise self.problem
         if (trouble := self._models.hosts[0].worker.trouble) is not None:
@@ -86,7 +86,7 @@ class RayReplica:
         self._models.stop()
 
     async def _joined_metrics(self) -> bytes:
-        """Those of all replicas; of this one alone where the others do not answer in time."""
+        """The metrics of all replicas, or only this one's if the others do not answer in time."""
         from ray import serve
 
         context = serve.get_replica_context()

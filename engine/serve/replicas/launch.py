@@ -1,4 +1,4 @@
-"""Server process: what each replica is started with: its devices, its share of the threads, the first one's context."""
+"""Server process: starts replicas, each with its devices, its share of the threads, and the first one's context."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ PART_BYTES = 64 << 20
 
 
 def check_replicas(settings: ServerSettings, config: EngineConfig) -> None:
-    """Raises EngineError where the options are none for so many engines."""
+    """Raises EngineError where the options do not go with several engines."""
     if settings.engines == 1:
         return
     given = (
@@ -92,7 +92,7 @@ def _note(spec: ModelSpec, device: str) -> str:
 
 
 def _config(spec: ModelSpec, first: ProcessEngine | None) -> EngineConfig:
-    """The options of an engine. first: the one that was made first, whose kind of device and context all have."""
+    """The options of an engine. first: the engine made first; all others have its kind of device and its context."""
     config = spec.config
     config = replace(config, threads=max(1, thread_count(config.threads) // spec.settings.engines))
     if spec.settings.prefill_replicas:  # hidden rows are not handed over
@@ -119,7 +119,7 @@ def _ranks(config: EngineConfig) -> int:
 
 
 def visible_gpus(number: int, ranks: int) -> str:
-    """CUDA_VISIBLE_DEVICES of a replica: its part of those that this process sees; empty where there are too few."""
+    """CUDA_VISIBLE_DEVICES of a replica: its share of the GPUs that this process sees; empty if there are too few."""
     mine = range(number * ranks, (number + 1) * ranks)
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = map(str, mine) if given is None else given.split(",")[mine.start : mine.stop]

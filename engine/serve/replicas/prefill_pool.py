@@ -1,8 +1,8 @@
 """Server process: the engines that compute prompts for others, and the blocks on their way.
 
-A prompt's blocks go in parts of a region, while the rest of it is computed. Each part is taken by the replica that the
-request goes to, which then has the prompt in its cache when it is given the request. What is not handed over, as when
-a prefill engine fails, that replica computes itself.
+A prompt's blocks are sent in parts of a region while the rest of the prompt is computed. The replica that is to answer
+the request reads each part, and so has the prompt in its cache when it is given the request. It computes itself what is
+not handed over, for instance when a prefill engine fails.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,8 @@ LEAST_TOKENS = 256
 
 @dataclass
 class _Open:
-    """A prompt that is computed. `target`: the replica that has the request, and knows its first `known` tokens."""
+    """A prompt that is being computed. `target`: the replica with the request, whose cache has its first `known`
+    tokens."""
 
     routed: Routed
     target: Replica
@@ -46,7 +47,7 @@ class _Part:
 
 
 class PrefillPool:
-    """See the module docstring. descriptors: of the region of each replica."""
+    """See the module docstring. replicas: the prefill engines. descriptors: of the region of each."""
 
     def __init__(self, replicas: Sequence[Replica], descriptors: Sequence[int]) -> None:
         self.replicas = replicas
@@ -55,12 +56,12 @@ class PrefillPool:
         self._parts: dict[int, _Part] = {}
 
     def begin(self, routed: Routed, target: Replica) -> bool:
-        """Have the prompt of a request computed for a replica; False where that does so itself."""
+        """Has a prefill engine compute a request's prompt for `target`. False: `target` computes it itself."""
         request = routed.request
         able = [replica for replica in self.replicas if replica.answers and not self.is_blocked(replica)]
         if not able or not isinstance(request, GenerationRequest):
             return False
-        # Of some their rows are wanted, and not the cache; and other engines have no images.
+        # Some requests want rows of the prompt, not its cache; and prefill engines have no images.
         if request.pooling is not None or request.score_prompt or request.images:
             return False
         first = target.index.known(routed.keys)
@@ -78,7 +79,7 @@ class PrefillPool:
         return True
 
     def accept(self, prefiller: Replica, events: Sequence[Event]) -> list[Routed]:
-        """Take what a prefill engine has done; the requests whose prompts are handed over, or have failed."""
+        """Takes a prefill engine's events. Returns the requests whose prompts are handed over, or have failed."""
         ready = []
         for event in events:
             entry = self._open.get(event.request_id)
@@ -107,12 +108,12 @@ class PrefillPool:
             entry.target.engine.add(take)
 
     def taken(self, request_id: int) -> None:
-        """A replica has read a part."""
+        """Frees a part that a replica has read."""
         if (read := self._parts.pop(request_id, None)) is not None:
             self._regions[read.region].free(read.part)
 
     def cancel(self, routed: Routed) -> None:
-        """A request does not need its prompt any more."""
+        """Cancels the prompt of a request, which does not need it any more."""
         for prefill_id, entry in list(self._open.items()):
             if entry.routed is routed:
                 del self._open[prefill_id]
@@ -122,26 +123,26 @@ class PrefillPool:
                         entry.prefiller.engine.cancel(prefill_id)
 
     def reader_failed(self, replica: Replica) -> None:
-        """The process that reads has ended."""
+        """Frees the parts that a replica was reading, as its process has ended."""
         for request_id, read in list(self._parts.items()):
             if read.reader is replica:
                 self.taken(request_id)
 
     def is_blocked(self, prefiller: Replica) -> bool:
-        """Whether all its parts are with replicas that do not answer."""
+        """Whether all parts of its region are held by replicas that do not answer."""
         region = self.replicas.index(prefiller)
         stuck = [read for read in self._parts.values() if read.region == region and read.reader.silent]
         return len(stuck) == PARTS
 
     def abandon(self, prefiller: Replica) -> list[Routed]:
-        """One that computes does not go on; the requests that it had, which their own replicas compute."""
+        """Gives up on a prefill engine. Returns the requests that it had, whose own replicas compute the prompts."""
         left = [entry.routed for entry in self._open.values() if entry.prefiller is prefiller]
         for routed in left:
             self.cancel(routed)
         return left
 
     def prefiller_failed(self, replica: Replica) -> list[Routed]:
-        """The same, of one whose process has ended: what it had written and not announced is free."""
+        """As `abandon`, for an engine whose process has ended. Frees the parts that it had not announced."""
         region = self.replicas.index(replica)
         reading = {read.part for read in self._parts.values() if read.region == region}
         for part in set(range(PARTS)) - reading:

@@ -1,7 +1,7 @@
 """Server process: what the cache of one replica probably holds, by the keys of full blocks (block_manager.py).
 
-It follows the cache without being told of it: a block is there once a prompt with it was sent, and the least recently
-used goes first. Where it is wrong, a prompt is computed anew, and nothing else.
+It predicts the cache: a block is there once a prompt with it was sent, and the least recently used block is evicted
+first. If it is wrong, a prompt is computed again, and nothing else happens.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ class PrefixIndex:
         return len(self._keys)
 
     def known(self, keys: Sequence[bytes]) -> int:
-        """Blocks of the longest prefix of `keys` that is there."""
+        """The number of blocks in the longest prefix of `keys` that is there."""
         return next((index for index, key in enumerate(keys) if key not in self._keys), len(keys))
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """The blocks of a sequence are used now; its end is evicted before its beginning."""
+        """Marks the blocks of a sequence as just used; its end is evicted before its beginning."""
         for key in reversed(keys):
             self._keys.pop(key, None)
             self._keys[key] = None

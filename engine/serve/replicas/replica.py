@@ -1,6 +1,6 @@
 """Server process: one of several engines, the requests that it has, and its way down and up again.
 
-An engine is made in a thread of its own, at first as after a failure: what runs in the others does not wait for it.
+An engine is always made in a thread of its own, at first and after a failure, so that the others do not wait for it.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class RoutedEngine(Engine, Protocol):
 
 @dataclass(frozen=True)
 class Handed:
-    """A prompt that a prefill engine has computed: tokens that had been in a cache, and how long it took."""
+    """A prompt that a prefill engine has computed: the tokens that were in a cache, and the seconds for the rest."""
 
     cached_tokens: int
     seconds: float
@@ -52,11 +52,11 @@ class Routed:
     """A request, and where it is.
 
     Attributes:
-        replica: the one that has it; None: it waits.
-        sent: its client has had a part of the answer, so that no other replica can begin it again.
+        replica: the replica that has it; None: it waits.
+        sent: its client has received a part of the answer, so that no other replica can start it again.
         moves: how many replicas have failed with it.
-        keys: of the full blocks of its prompt.
-        generated: tokens of its answer.
+        keys: the keys of the full blocks of its prompt.
+        generated: the tokens of its answer.
         handed: what a prefill engine has done for it.
     """
 
@@ -77,9 +77,9 @@ class Replica:
     """See the module docstring. All of it is called in the worker's thread, but for what `begin` runs.
 
     Args:
-        number: of this one among the others.
+        number: its number among the replicas.
         start: makes the engine, in another thread.
-        started: called there with this replica when `start` has ended.
+        started: called in that thread, with this replica, when `start` has ended.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Replica:
         threading.Thread(target=make, name=f"replica-{self.number}", daemon=True).start()
 
     def take_result(self) -> Exception | None:
-        """Take the engine that was made, if it could be: else the error."""
+        """Take the engine that was made. Returns the error if that failed, else None."""
         result, self._result = self._result, None
         if isinstance(result, Exception):
             return result
@@ -124,7 +124,7 @@ class Replica:
         return None
 
     def failed(self) -> RoutedEngine | None:
-        """The engine that has failed, which is no longer used; it is to be made anew unless `given_up`."""
+        """Returns the failed engine, which is no longer used. It is to be replaced unless `given_up`."""
         engine, self.engine = self.engine, None
         self.index.clear()
         self._failed_in_turn += 1
@@ -138,7 +138,7 @@ class Replica:
             self.engine.close()
 
     def worked(self) -> None:
-        """A step has ended well."""
+        """Note that a step has succeeded."""
         self._failed_in_turn = 0
 
     # --- what it has -----------------------------------------------------------------------------------
@@ -154,19 +154,19 @@ class Replica:
         return self.engine is not None and not self.silent
 
     def look(self) -> bool:
-        """Whether it has ceased to answer since the last look."""
+        """Whether it has stopped answering since the last look."""
         was, engine = self.silent, self.engine
         self.silent = engine is not None and engine.silent_seconds > SILENT_SECONDS
         return self.silent and not was
 
     @property
     def prompt_tokens(self) -> int:
-        """Of the prompts that it has."""
+        """The number of tokens in the prompts that it computes for other replicas."""
         requests = (routed.request for routed in self.requests.values())
         return sum(len(request.prompt) for request in requests if isinstance(request, Prefill))
 
     def reserve(self, routed: Routed) -> None:
-        """It is to have a request, whose prompt will be in its cache."""
+        """Assign a request to it, whose prompt will then be in its cache."""
         routed.replica = self
         self.requests[routed.request.id] = routed
         self.index.add(routed.keys)
@@ -178,14 +178,14 @@ class Replica:
         self.engine.add(routed.request)
 
     def drop(self, routed: Routed, moved: bool = False) -> None:
-        """It has no more to do with a request."""
+        """Take a request from it."""
         self.requests.pop(routed.request.id, None)
         routed.replica = routed.handed = None
         self.counts.moved += moved
 
     def finished(self, routed: Routed, event: Finished) -> Finished:
-        """Count a completion; its blocks are in the cache, the answer's too. The event, with what a prefill engine has
-        done."""
+        """Count a completion, whose blocks are now in the cache, with those of the answer. Returns the event, with the
+        work of a prefill engine added."""
         assert isinstance(routed.request, GenerationRequest)
         extend_keys(routed.keys, [*routed.request.prompt, *routed.generated])
         self.index.add(routed.keys)
@@ -199,12 +199,12 @@ class Replica:
         return replace(event, timings=times)
 
     def restored(self, routed: Routed, token_ids: Sequence[int]) -> None:
-        """A prefix from a file is in its cache."""
+        """Note that a prefix from a file is in its cache."""
         extend_keys(routed.keys, token_ids)
         self.index.add(routed.keys)
 
     def stats(self) -> EngineStats:
-        """What it holds, under its number. Raises where its process has ended."""
+        """Its statistics, under its number. Raises where its process has ended."""
         held = EngineStats() if self.engine is None else self.engine.stats()
         self.index.most = held.cache_size // BLOCK_SIZE or self.index.most
         slots = tuple(replace(slot, replica=self.number) for slot in held.slots)

@@ -1,8 +1,8 @@
 """Server process: several engines as the one that the worker's thread drives.
 
-A request goes to the replica whose cache knows most of its prompt, among those that have hardly more requests than the
-one with the fewest; it waits here while all have as many as they take. Of a replica that fails, the requests of which
-nothing was sent yet wait here again, at the front; the others end with the error of a failed engine.
+Among the replicas with hardly more requests than the one with the fewest, a request goes to the one whose cache has
+most of its prompt. It waits here while all replicas are full. When a replica fails, its requests of which nothing was
+sent yet wait here again, at the front; the others end with the error of a failed engine.
 """
 
 import logging
@@ -55,8 +55,8 @@ class ReplicaEngine:
     """See the module docstring; an `Engine`.
 
     Args:
-        start: makes the engine of a number, in a thread.
-        count: of the replicas. The first is made before the others, which then find its kernels compiled.
+        start: makes the engine with a given number, in a thread.
+        count: the number of replicas. The first is made before the others, which then find its kernels compiled.
         regions: a descriptor for each further engine, which computes prompts for them (prefill_pool.py).
 
     Raises:
@@ -73,7 +73,7 @@ class ReplicaEngine:
         self._pool, self._descriptors = PrefillPool(self._all[count:], regions), list(regions)
         self._routed: dict[int, Routed] = {}
         self._waiting: deque[Routed] = deque()
-        self._slots: dict[int, tuple[Replica, list[bytes]]] = {}  # who holds what a slot names, and its keys
+        self._slots: dict[int, tuple[Replica, list[bytes]]] = {}  # holder of its blocks, their keys
         self._events: list[Event] = []
         self._looked_at = 0.0
         try:
@@ -95,7 +95,7 @@ class ReplicaEngine:
                 raise error
 
     def _made(self, replica: Replica) -> None:
-        """In a replica's thread."""
+        """Queues a replica whose engine was made, or closes it at the end. Called in the replica's thread."""
         with self._lock:
             if not self._closed:
                 self._started.put(replica)
@@ -108,7 +108,7 @@ class ReplicaEngine:
 
     @property
     def silent_seconds(self) -> float:
-        """Of the one that has answered last."""
+        """The seconds of the replica that has answered last."""
         engines = [replica.engine for replica in self._replicas]
         return min((engine.silent_seconds for engine in engines if engine is not None), default=0.0)
 
@@ -131,7 +131,7 @@ class ReplicaEngine:
         return {replica: replica.engine for replica in self._all if replica.engine is not None}
 
     def step(self) -> list[Event]:
-        """The events of all replicas since the last call; waits for some, but not for long."""
+        """The events of all replicas since the last call. If there are none, waits up to LOOK_SECONDS for some."""
         if not (self._events or any(engine.has_events for engine in self._up.values())):
             wait([*(engine.fileno() for engine in self._up.values()), self._wake], LOOK_SECONDS)
         self._receive()
@@ -140,7 +140,7 @@ class ReplicaEngine:
         return events
 
     def stats(self) -> EngineStats:
-        """Sums, and each replica's own. Raises where none is left."""
+        """Sums over the replicas, and each replica's own. Raises where none is left."""
         self._receive()
         parts = [self._stats_of(replica) for replica in self._all]
         serving = parts[: len(self._replicas)]
@@ -161,7 +161,7 @@ class ReplicaEngine:
             engine.kill()
 
     def close(self) -> None:
-        """One that is still being made is closed when it is there."""
+        """Close all engines; one that is still being made is closed when it is done."""
         with self._lock:
             self._closed = True
             while not self._started.empty():
@@ -177,7 +177,7 @@ class ReplicaEngine:
             os.close(self._descriptors.pop())
 
     def _receive(self) -> None:
-        """Take what the replicas have sent, and note which are made and which do not answer."""
+        """Take the replicas' events, and note which replicas are made and which do not answer."""
         self._take_started()
         for replica, engine in self._up.items():
             try:
@@ -190,7 +190,7 @@ class ReplicaEngine:
     # --- where requests go -----------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Give those that wait to replicas, in order, as long as one has room."""
+        """Give waiting requests to replicas, in order, as long as one has room."""
         while self._waiting and (replica := self._choose(self._waiting[0])) is not None:
             routed = self._waiting.popleft()
             prefilled = self._pool.begin(routed, replica)
@@ -236,7 +236,7 @@ class ReplicaEngine:
         )
 
     def _note_slot(self, replica: Replica, routed: Routed) -> None:
-        """A slot names what the latest sequence has left that ran there, or was restored there."""
+        """Note where a slot's blocks are: with the latest sequence that ran or was restored there."""
         request = routed.request
         if isinstance(request, GenerationRequest) or (
             isinstance(request, SlotAction) and request.action == "restore"
@@ -261,7 +261,7 @@ class ReplicaEngine:
             routed.replica.drop(routed)
 
     def _take_events(self, replica: Replica, events: Sequence[Event]) -> None:
-        """Take what a replica has computed, of the requests that it still has."""
+        """Take a replica's events, for the requests that it still has."""
         replica.worked()
         if replica in self._pool.replicas:
             for ready in self._pool.accept(replica, events):
@@ -280,7 +280,7 @@ class ReplicaEngine:
                 self._events.append(self._ended(replica, routed, event))
 
     def _ended(self, replica: Replica, routed: Routed, event: Event) -> Event:
-        """The event that ends a request, with what has to be said for it here."""
+        """Ends a request. Returns its last event, completed by what is known here."""
         if isinstance(event, Finished):
             event = replica.finished(routed, event)
         elif isinstance(event, SlotDone) and event.token_ids:
@@ -298,7 +298,7 @@ class ReplicaEngine:
             return replica.stats()
 
     def _look(self) -> None:
-        """What a replica has that does not answer any more, and of which nothing was sent, goes to others."""
+        """Moves requests of which nothing was sent from replicas that no longer answer to others."""
         if time.monotonic() - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = time.monotonic()
@@ -322,7 +322,7 @@ class ReplicaEngine:
             )
 
     def _failed(self, replica: Replica, error: Exception) -> None:
-        """A replica is of no use any more. Raises where none is left, or all are to end."""
+        """Handles the failure of a replica. Raises where none is left, or all are to end."""
         if self._closed:
             raise error
         engine, message = replica.failed(), failure_message(error)
@@ -337,7 +337,7 @@ class ReplicaEngine:
         self._go_on(replica, error, engine)
 
     def _clear(self, replica: Replica, message: str) -> list[Routed]:
-        """Take all requests from a replica that has failed, and end those that cannot go elsewhere; the others."""
+        """Take all requests from a failed replica, and end those that cannot be moved. Returns the others."""
         left = []
         self._pool.reader_failed(replica)
         for routed in list(replica.requests.values()):
@@ -352,7 +352,7 @@ class ReplicaEngine:
         return left
 
     def _go_on(self, replica: Replica, error: Exception, engine: RoutedEngine | None) -> None:
-        """Make a replica anew, unless it has failed too often."""
+        """Make a replica's engine again, unless it has failed too often. Raises CannotRunError where none is left."""
         if not replica.given_up:
             replica.begin(engine)
             return
@@ -366,7 +366,7 @@ class ReplicaEngine:
             ) from error
 
     def _take_started(self) -> None:
-        """Take the replicas that were made anew."""
+        """Take the replicas whose engines were made again."""
         while self._wake.poll():
             self._wake.recv_bytes()
         while not self._started.empty():
@@ -381,7 +381,7 @@ class ReplicaEngine:
 
 
 def _sums(counts: Iterable[C | None]) -> C | None:
-    """The sums of counts of one kind, which replicas may lack; None: all do."""
+    """The sums of counts of one kind, which some replicas may lack; None if all do."""
     there = [each for each in counts if each is not None]
     if not there:
         return None

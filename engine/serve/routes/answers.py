@@ -21,7 +21,7 @@ def new_id(kind: str) -> str:
 
 
 def token_counts(requests: Sequence[GenerationRequest], ends: Sequence[Finished]) -> tuple[int, int, int]:
-    """The numbers of prompt tokens, of cached ones among them, and of generated tokens. A prompt counts once, however
+    """The numbers of prompt tokens, of cached prompt tokens, and of generated tokens. A prompt counts once, however
     many completions it has."""
     return (
         sum(prompt_tokens(*each) for each in zip_longest(requests, ends) if each[0].index == 0),

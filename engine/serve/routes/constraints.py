@@ -80,10 +80,11 @@ async def read_tools(body: Tools | TemplateRequest, model: ServedModel) -> ToolU
 async def answer_constraint(
     use: ToolUse, model: ServedModel, text: ConstraintSpec | None, prompt: str = "", budget: int = -1
 ) -> ConstraintSpec | None:
-    """What the answer is held to: calls where one is required, else `text`. Raises ApiError for a call and a grammar.
+    """The constraint of the answer: calls if one is required, else `text`. Raises ApiError for a required call together
+    with a grammar.
 
-    A JSON schema is of text, of which there is none where a call is required: clients send both. Schemas of tools take
-    up to seconds to compile, so they do in a thread.
+    A JSON schema constrains text, and there is none if a call is required; clients send both. Schemas of tools take up
+    to seconds to compile, so that happens in a thread.
 
     prompt: the prompt's end (`ServedModel.end_of`). budget: the most tokens of reasoning; -1: any number.
     """

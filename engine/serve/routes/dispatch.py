@@ -1,7 +1,7 @@
 """Dispatches a request: reads its body, waits until the model that it names is loaded, calls the route's function and
 writes the answer.
 
-While a model is being loaded, a stream begins with comments that give the progress, since clients and proxies give up a
+While a model is being loaded, a stream begins with comments that give the progress, since clients and proxies drop a
 silent connection.
 """
 
@@ -86,23 +86,23 @@ class ModelRoute:
 
 
 def _asks_nothing(body: Any) -> bool:
-    """Whether a body is there for what it says of the model alone."""
+    """Whether a body asks for no answer, but only for the model to be loaded or unloaded."""
     return not any(getattr(body, name, None) for name in ("prompt", "messages", "input"))
 
 
 async def of_server(route: OfServer, models: Models, request: Request) -> Response:
-    """The answer to a request of no model. Raises ApiError, and ClientGoneError when the client has gone."""
+    """The answer to a request that needs no model. Raises ApiError, and ClientGoneError when the client has gone."""
     answer = await route.endpoint(models, **await _given(route, request, models.settings.limits))
     return answer if isinstance(answer, Response) else json_response(answer)
 
 
 async def of_model(route: OfModel, host: ModelHost, request: Request, given: dict[str, Any]) -> Response:
-    """The answer of a model. Raises ApiError, and ClientGoneError when the client has gone, whose work is cancelled."""
+    """The answer of a model. Raises ApiError; if the client goes, cancels the work and raises ClientGoneError."""
     return await unless_gone(request.receive, _computed(route, host, request, given))
 
 
 async def _given(route: OfModel | OfServer, request: Request, limits: Limits) -> dict[str, Any]:
-    """What the function takes besides the models."""
+    """The arguments of the route's function besides the models. Raises ApiError."""
     given: dict[str, Any] = {"request": request} if "request" in route.hints else {}
     if (kind := route.hints.get("body")) is not None:
         given["body"] = await read_request(request, kind, limits)
@@ -125,7 +125,7 @@ async def _computed(route: OfModel, host: ModelHost, request: Request, given: di
 
 
 def _check_changes_nothing(scope: Scope, host: ModelHost, keep_s: float | None) -> None:
-    """Of a request that may generate only. Raises ApiError where it would load or unload the model."""
+    """Raises ApiError if a request that may only generate would load or unload the model."""
     if keep_s == 0:
         check_may_change(scope, f"unload {host.name}")
     if not host.admits and not host.wanted:
@@ -135,7 +135,7 @@ def _check_changes_nothing(scope: Scope, host: ModelHost, keep_s: float | None) 
 
 
 def seconds_of(keep_alive: Any) -> float:
-    """Ollama's duration: a number of seconds, or "5m", "1h30m"; below 0: for ever. Raises ApiError."""
+    """The seconds of Ollama's duration: a number, or "5m", "1h30m"; below 0: for ever. Raises ApiError."""
     text = str(keep_alive).removeprefix("-")
     sign = -1.0 if str(keep_alive).startswith("-") else 1.0
     parts = _PART.findall(text)

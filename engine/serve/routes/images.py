@@ -111,7 +111,7 @@ def _media_file(host: ModelHost, url: str) -> Path:
 
 
 async def counted(host: ModelHost, ids: Sequence[int], images: Sequence[bytes], param: str) -> int:
-    """Tokens of a prompt, rows of its images among them. Raises ApiError of the field `param` for what is no image."""
+    """The tokens of a prompt, with the rows of its images. Raises ApiError for the field `param` if one is no image."""
     model = host.model
     if not images:
         return len(ids)

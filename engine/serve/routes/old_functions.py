@@ -1,4 +1,4 @@
-"""OpenAI's chats as they were before tools: `functions` and `function_call`, told as tools and their calls.
+"""OpenAI's chats as they were before tools: `functions` and `function_call`, converted to tools and their calls.
 
 Source: OpenAI's API reference, "chat completions", fields marked deprecated.
 """
@@ -12,7 +12,7 @@ from quengine.serve.schemas.reading import shown
 
 
 def with_tools(body: ChatRequest | TemplateRequest) -> tuple[Any, Any, bool | None]:
-    """`tools`, `tool_choice` and `parallel_tool_calls` of a body; of one with functions, theirs, one call an answer.
+    """`tools`, `tool_choice` and `parallel_tool_calls` of a body. Functions become tools, with one call per answer.
 
     Raises ApiError for a body that has both.
     """
@@ -32,7 +32,7 @@ def with_tools(body: ChatRequest | TemplateRequest) -> tuple[Any, Any, bool | No
 
 
 def with_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose `function_call` is a tool call, and the function's message after it the tool's."""
+    """The messages with each `function_call` as a tool call, and the function's message after it as the tool's."""
     given: list[dict[str, Any]] = []
     waiting: str | None = None
     for number, message in enumerate(messages):

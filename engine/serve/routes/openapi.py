@@ -42,7 +42,7 @@ _SLOT: Schema = {"type": "integer", "minimum": 0, "maximum": 10**9 - 1}
 def document(
     routes: Sequence[OfModel | OfServer], settings: ServerSettings, vocab_size: int | None = None
 ) -> dict[str, Any]:
-    """The document of a server with these settings; `vocab_size` of its model, None while there is none."""
+    """The document of a server with these settings. vocab_size: its model's; None while there is no model."""
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         keyed = bool(settings.api_keys) and not route.keyless

@@ -52,8 +52,8 @@ async def read_prompts(
     """The ids of every prompt in the field `key` of a request, checked against the limits. Raises ApiError.
 
     ended: prompts that end with text are whole texts, and get EOS where the model wants it. notes: prompts that do not
-        fit the context lose their end, and a line about it is added here. images: the images of each prompt are added
-        here, which has markers for them; None: images are an error.
+        fit the context lose their end, and a line about it is added here. images: the images of each prompt, which has
+        markers for them, are added here; None: images are an error.
     """
     values = _separate(given, key)
     host.check_inputs(len(values), key)
@@ -177,10 +177,11 @@ def template_variables(
     thinking: bool | None = None,
     defaults: Mapping[str, Any] = NOTHING,
 ) -> Mapping[str, Any]:
-    """chat_template_kwargs with `effort`, the field `param`, and whether to reason; None: as the effort says.
+    """chat_template_kwargs (`given`), with the variables for `effort`, the field `param`, and for `thinking`: whether
+    to reason (None: as the effort says).
 
-    defaults: the server's own variables. An effort that the template does not have becomes the nearest that it has, or
-    is passed over, and counts as an ignored field. Raises ApiError where the template takes no such value.
+    defaults: the server's own variables. An effort that the template lacks becomes the nearest that it has, or is
+    ignored, and counts as an ignored field. Raises ApiError where the template takes no such value.
     """
     form, template = model.answer_format, model.template
     if effort is not None and (nearest := nearest_effort(form, template, effort)) != effort:
@@ -279,7 +280,7 @@ def read_messages(body: ChatRequest | TemplateRequest) -> tuple[list[dict[str, A
 
 
 def spoken(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose refusal is its text; one of the user's, an answer, or a tool's result of null has none."""
+    """A message with its refusal as its text, and empty text for null in a user's message, answer or tool result."""
     if message.get("role") == "user" and message.get("content", "") is None:
         return {**message, "content": ""}
     if message.get("role") not in ("assistant", "tool"):
@@ -298,7 +299,7 @@ def spoken(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def template_message(value: dict[str, Any], content: Content | None) -> dict[str, Any]:
-    """A message as templates read it, with all else that it has; parts of its content are joined by line breaks."""
+    """A message as templates read it, with its other fields; the parts of its content are joined by line breaks."""
     role = "system" if value["role"] == "developer" else value["role"]
     given = {key: part for key, part in value.items() if part is not None}
     urls = image_urls(content) if isinstance(content, list) else []

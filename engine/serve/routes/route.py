@@ -96,7 +96,7 @@ class Route(Generic[H]):
 
 
 def alternatives(kind: Any) -> Iterator[Any]:
-    """The types of a union, with those of the answers of an `AnswerForm`; none of what is no JSON."""
+    """The types of a union, and the types of the answers of an `AnswerForm`; nothing for what is no JSON."""
     if get_origin(kind) in (Union, UnionType):
         for each in get_args(kind):
             yield from alternatives(each)
@@ -108,12 +108,12 @@ def alternatives(kind: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class OfServer(Route[Models]):
-    """Of no model: its function is called with all of them."""
+    """A route that needs no model: its function is called with all models."""
 
 
 @dataclass(frozen=True)
 class OfModel(Route[ModelHost]):
-    """Of the model that a request names: its function is called with the host, and cancelled when the client leaves."""
+    """A route of the model that a request names: its function gets the host, and is cancelled if the client leaves."""
 
     errors: tuple[int, ...] = COMPUTES
     apps: bool = True

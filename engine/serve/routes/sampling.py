@@ -71,7 +71,7 @@ async def sampling_params(
 
 
 def adapter_scales(given: Sequence[LoraAdapter], model: ServedModel) -> dict[int, float]:
-    """The scales of adapters by number; those that are not given are 0. Raises ApiError for one that there is not."""
+    """The scales of adapters by number; adapters that are not given have 0. Raises ApiError for an unknown adapter."""
     scales = {number: scale for number, scale in {each.id: each.scale for each in given}.items() if scale}
     try:
         model.adapters.of(scales)
@@ -104,8 +104,8 @@ def requests_of(
     slot: int = -1,
     images: Sequence[tuple[bytes, ...]] = (),
 ) -> list[GenerationRequest]:
-    """`n` completions of each prompt, in order; all under one seed. `slot`: of the first of each prompt. `images`: of
-    each prompt; empty: there are none."""
+    """`n` completions of each prompt, in order, all with one seed. slot: for the first completion of each prompt.
+    images: those of each prompt; empty: there are none."""
     seeded = params.with_seed()
     return [
         GenerationRequest(
@@ -119,7 +119,7 @@ def requests_of(
 
 
 def _too_many(name: str, count: int, limit: int, flag: str) -> ApiError:
-    """A limit was passed; `flag` is the server's flag that sets it."""
+    """The error for a limit that was exceeded. flag: the server's flag that sets it."""
     return bad_request(
         f"{name}: {shown(count)} given, this server takes at most {limit} ({flag})", name, "over_limit"
     )
@@ -132,7 +132,7 @@ def _max_tokens(body: Generation, unlimited: int, default: int | None) -> int | 
 
 
 def _seed(body: Generation) -> int | None:
-    """-1 draws one. OpenAI's seeds are signed: another negative one stands for the 64-bit number of its bits."""
+    """The seed; None: to be drawn, also for -1. Other negative seeds, as OpenAI's may be, count as unsigned 64 bits."""
     if body.seed is not None and body.seed > MAX_SEED:
         raise wrong_value(type(body), "seed", body.seed)
     return None if body.seed is None or body.seed == -1 else body.seed % 2**64
@@ -140,7 +140,7 @@ def _seed(body: Generation) -> int | None:
 
 def _stops(name: str, given: str | list[str] | None, limits: Limits) -> tuple[str, ...] | None:
     stops = [given] if isinstance(given, str) else given
-    stops = stops and [stop for stop in stops if stop]  # empty ones, which llama-server passes over
+    stops = stops and [stop for stop in stops if stop]  # llama-server ignores empty ones
     if stops is not None and len(stops) > limits.stops:
         raise _too_many(name, len(stops), limits.stops, "--max-stops")
     return None if stops is None else tuple(stops)
@@ -155,7 +155,8 @@ def _stop_ids(ids: list[Any] | None, limits: Limits, model: ServedModel) -> tupl
 
 
 def _biases(value: Any, limits: Limits, model: ServedModel) -> dict[int, float] | None:
-    """OpenAI's {"id": bias}, llama-server's {text: bias} and [[id or text, bias or false]]: each token of a text."""
+    """Token -> bias of OpenAI's {"id": bias} or llama-server's {text: bias} and [[id or text, bias or false]]. The bias
+    of a text applies to each of its tokens."""
     if value is None:
         return None
     if isinstance(value, dict):

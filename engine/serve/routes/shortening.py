@@ -1,6 +1,6 @@
 """Prompts that do not fit the context, made shorter: the oldest turns go first, then the text of the longest message.
 
-Nothing of it is silent: every shortening is a note, which the log, the header X-Quengine-Notes and /metrics have.
+No shortening is silent: each gives a note in the log and the header X-Quengine-Notes, and counts in /metrics.
 """
 
 import logging
@@ -30,10 +30,10 @@ _LEAST_KEPT = 16  # characters
 async def fitted(
     given: G, compute: Callable[[G], Awaitable[T]], shorter: Callable[[G, float], G | None], reserved: int = 0
 ) -> tuple[T, G]:
-    """The result of `compute(given)`, and `given` as `shorter` has left it, where its prompt did not fit.
+    """The result of `compute(given)`, and `given`, both after `shorter` has cut it if its prompt did not fit.
 
-    shorter: cuts to a share of the text; None: nothing more can go. reserved: tokens of the context that the prompt
-        must leave free once it is cut. Raises ApiError.
+    shorter: cuts `given` to a share of its text; returns None if nothing more can go. reserved: tokens of the context
+        that a shortened prompt must leave free. Raises ApiError.
     """
     for _ in range(_MOST_TRIES - 1):
         try:
@@ -47,7 +47,7 @@ async def fitted(
 
 
 def _kept_share(error: ApiError, reserved: int) -> float | None:
-    """The share of a prompt that fits, less `reserved` tokens; None where the length is not what is wrong."""
+    """The share of a prompt that fits, less `reserved` tokens; None if the error is not about its length."""
     if error.code != CONTEXT_EXCEEDED:
         return None
     share: float = (error.details["n_ctx"] - reserved) / error.details["n_prompt_tokens"]
@@ -55,9 +55,9 @@ def _kept_share(error: ApiError, reserved: int) -> float | None:
 
 
 def without_oldest(messages: Sequence[Message], keep: float) -> list[Message] | None:
-    """The messages without as many turns as leaves the share `keep` of their text, and without at least one.
+    """The messages without their oldest turns, at least one, so that the share `keep` of their text is left.
 
-    A turn begins with a message of the user's; what stands before the first stays. None where there is one turn only.
+    A turn begins with a user's message; messages before the first turn stay. None if there is only one turn.
     """
     turns = [n for n, message in enumerate(messages) if message["role"] == "user"]
     if len(turns) < 2:
@@ -71,7 +71,7 @@ def without_oldest(messages: Sequence[Message], keep: float) -> list[Message] | 
 def with_longest_cut(messages: Sequence[Message], keep: float) -> list[Message] | None:
     """The messages with the longest text cut at its beginning, so that the share `keep` of all text is left.
 
-    A message of the system's is cut where no other is long enough. None where nothing is left to cut.
+    A system message is cut only if no other is long enough. None if nothing is left to cut.
     """
     total = sum(map(_length, messages))
     surplus = total - int(keep * _SPARE * total)
@@ -92,7 +92,7 @@ def _length(message: Message) -> int:
 
 
 def tell(path: str, notes: Sequence[str], answer: Response) -> None:
-    """Say the notes of a request in its answer's header and in the log."""
+    """Writes the notes of a request to its answer's header and to the log."""
     if notes:
         answer.headers[NOTES] = _header(notes)
         logger.info("%s: %s", path, answer.headers[NOTES])
@@ -105,7 +105,7 @@ def shortened(notes: list[str], note: str) -> None:
 
 
 def _header(notes: Sequence[str]) -> str:
-    """As a header: ASCII, in one line."""
+    """The notes as a header: ASCII, in one line."""
     more = [f"{len(notes) - _MOST_NOTES} more"] if len(notes) > _MOST_NOTES else []
     text = "; ".join([*notes[:_MOST_NOTES], *more])
     return "".join(char if " " <= char <= "~" else "?" for char in text)

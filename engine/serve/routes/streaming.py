@@ -43,7 +43,7 @@ class AnswerForm(ABC):
 
     @abstractmethod
     def whole(self, outputs: Sequence[tuple[Part, End]]) -> Any:
-        """The answer that is not streamed: each completion as one part, and its end."""
+        """The answer without a stream. outputs: each completion as one part, and its end."""
 
     def begin(self) -> bytes:
         return b""
@@ -93,7 +93,7 @@ async def whole_answers(form: AnswerForm) -> list[tuple[Part, End]]:
 async def answered(
     host: ModelHost, requests: Sequence[GenerationRequest], gathered: Callable[[Handle], Awaitable[T]]
 ) -> T:
-    """What `gathered` makes of the events of the requests; they are cancelled where it fails. Raises ApiError."""
+    """The result of `gathered` for the events of the requests, which are cancelled if it fails. Raises ApiError."""
     handle = host.submit(requests)
     try:
         return await gathered(handle)
@@ -103,8 +103,8 @@ async def answered(
 
 
 async def streamed(form: AnswerForm) -> Response:
-    """Stream the completions. The answer begins with the first token, so that what fails before has a status of its
-    own; where that takes long, with comments. Raises ApiError.
+    """Streams the completions. The answer begins with the first token, so that an earlier failure has its own status;
+    if the first token takes long, the answer begins with comments. Raises ApiError.
     """
     host, answers = form.host, form.answers
     handle = host.submit(form.requests)
@@ -139,7 +139,7 @@ async def streamed(form: AnswerForm) -> Response:
 
 @dataclass
 class _Late:
-    """A stream that has begun with a comment. Its parts are written directly (`began`) once the first one has been."""
+    """A stream that has begun with a comment. Once its first part is written, parts are written directly (`began`)."""
 
     first: asyncio.Future[bytes]
     chunks: AsyncGenerator[bytes, None]
@@ -169,7 +169,7 @@ class _Late:
 
 
 async def _left(first: asyncio.Future[bytes], chunks: AsyncGenerator[bytes, None]) -> None:
-    """Free what a stream holds, also while its first part is waited for."""
+    """Frees what a stream holds, even while it waits for its first part."""
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
     await chunks.aclose()

@@ -27,7 +27,7 @@ async def embed(
 ) -> tuple[list[Vector], int]:
     """The vector of each prompt of a body, and how many tokens the prompts have. Raises ApiError.
 
-    notes: prompts that do not fit lose their end, and it gets a line that says so.
+    notes: prompts that do not fit lose their end, and a line about it is added here.
     """
     host.check_model_name(body.model)
     pooling, width = chosen_pooling(host, body.pooling), host.model.facts["n_embd"]
@@ -44,7 +44,8 @@ async def embed(
 
 
 def chosen_pooling(host: ModelHost, asked: Pooling | None) -> Pooling:
-    """The request's, the server's, or the model's own. Raises ApiError where the last is not supported."""
+    """The pooling that the request, or else the server, or else the model sets. Raises ApiError if the model's is not
+    supported."""
     try:
         return asked or host.settings.pooling or default_pooling(host.model.pooling)
     except EngineError as failure:
@@ -52,7 +53,7 @@ def chosen_pooling(host: ModelHost, asked: Pooling | None) -> Pooling:
 
 
 def _task_prefix(host: ModelHost, task: str | None) -> str:
-    """What texts begin with that are embedded for a task. Raises ApiError where the model has no adapter for it."""
+    """The prefix of texts that are embedded for a task. Raises ApiError where the model has no adapter for it."""
     try:
         return task_prefix(host.model.tasks, task)
     except EngineError as failure:
@@ -60,7 +61,7 @@ def _task_prefix(host: ModelHost, task: str | None) -> str:
 
 
 def _begun(given: Any, prefix: str) -> Any:
-    """Inputs with a prefix before each text; token ids, and ids and texts in turns, stay as they are."""
+    """Inputs with a prefix before each text. Token ids, and arrays of both ids and texts, stay as they are."""
     if isinstance(given, str):
         return prefix + given
     if isinstance(given, list) and all(isinstance(each, str) for each in given):
@@ -75,8 +76,8 @@ async def embedded(
     key: str,
     task: str | None = None,
 ) -> list[Vector]:
-    """The vector of each prompt of the field `key`, embedded for `task`; with pooling `none` its rows, one after
-    the other, with `rank` the outputs of the model's head.
+    """The vector of each prompt in the field `key`, embedded for `task`. With pooling `none` it has the prompt's rows
+    one after the other, with `rank` the outputs of the model's head.
 
     Raises ApiError.
     """
@@ -95,7 +96,7 @@ async def embedded(
 
 
 def as_json(value: Any) -> msgspec.Raw:
-    """A part of an answer that is written at once: its numbers are never all Python objects."""
+    """A part of an answer, encoded at once, so that its numbers are never all Python objects."""
     return msgspec.Raw(to_json(value))
 
 

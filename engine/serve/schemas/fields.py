@@ -21,35 +21,35 @@ Schema = dict[str, Any]
 
 @cache
 def without_last_collection() -> None:
-    """Spare this process the collection with which Python ends.
+    """Spares this process the garbage collection at Python's exit.
 
-    Once msgspec 0.22 has looked into these bodies' types, that collection crashes in about every second process. Where
-    nothing is collected at the end, nothing is left undone.
+    Once msgspec 0.22 has inspected these bodies' types, that collection crashes in about every second process. Without
+    it nothing is left undone.
     """
     atexit.register(collector.ending)
 
 
 def component(name: str, rule: str | None = None) -> Meta:
-    """A type whose schema is a component of the document; `rule`: for errors."""
+    """Marks a type whose schema is a component of the document. rule: its rule in words, for errors."""
     return Meta(
         extra_json_schema={"$ref": REF.format(name=name)}, extra=None if rule is None else {"rule": rule}
     )
 
 
 def only(*values: Any) -> Meta:
-    """A field whose effect is not supported: only values that switch it off pass."""
+    """Marks a field whose effect is not supported: only these values, which switch it off, pass."""
     schema: dict[str, Any] = {"enum": list(values)} if values else {"type": "null"}
     words = " or ".join(map(json.dumps, values))  # typing keeps equal annotations once, and 0 == False
     return Meta(extra={"only": values, "words": words}, extra_json_schema=schema)
 
 
 def without_effect(*values: Any) -> Meta:
-    """A field that changes nothing here: another value than these counts as an ignored field."""
+    """Marks a field that changes nothing here: any other value than these counts as an ignored field."""
     return Meta(extra={"without_effect": values}, extra_json_schema={})
 
 
 def in_range(name: str) -> Meta:
-    """A number in the range that the engine's parameter of this name has."""
+    """Marks a number that must be in the range of the engine's parameter of this name."""
     allowed = RANGES[name]
     if allowed.above is not None:
         return Meta(gt=allowed.above, le=allowed.high, description=_ABOUT[name])
@@ -326,7 +326,7 @@ class Generation(Sampling, frozen=True):
 
     @property
     def reports(self) -> bool:
-        """Whether events tell of the prompt before there are tokens of the answer."""
+        """Whether events report on the prompt before the answer has tokens."""
         return self.stream and (self.return_progress or self.timings_per_token)
 
 

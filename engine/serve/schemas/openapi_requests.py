@@ -46,8 +46,8 @@ def request_schemas(
     model_names: tuple[str, ...],
     vocab_size: int | None = None,
 ) -> dict[str, Schema]:
-    """Every schema of these bodies and of their parts, by component name. `model_names` are the only ones that may be
-    given, where there are any; `vocab_size` is None while there is no model."""
+    """Every schema of these bodies and of their parts, by component name. model_names: the only names that a request
+    may give, if there are any. vocab_size: None while there is no model."""
     without_last_collection()
     unions: list[Any] = [Message, InputItem]
     made, components = msgspec.json.schema_components((*unions, *bodies), ref_template=REF)
@@ -110,8 +110,8 @@ def _limit(fields: dict[str, Schema], limits: Limits, model_names: tuple[str, ..
 
 
 def _tidied(schema: Any) -> Any:
-    """A schema of msgspec's without titles and defaults. A part with a component of its own refers to that alone, and
-    what is optional in a body may be null."""
+    """A schema from msgspec without titles and defaults. A part with its own component becomes a reference to it, and
+    optional fields of a body may be null."""
     if isinstance(schema, list):
         return [_tidied(each) for each in schema]
     if not isinstance(schema, dict):
@@ -186,7 +186,7 @@ def _logit_bias(limits: Limits) -> Schema:
 
 
 def _fields(properties: dict[str, Any], *required: str) -> Schema:
-    """An object with these fields, which may have others; without any `required` all of them must be there."""
+    """An object with these fields, and possibly others. required: the fields it must have; none given: all of them."""
     return {"type": "object", "required": list(required or properties), "properties": properties}
 
 
@@ -215,7 +215,7 @@ def _function_name() -> Schema:
 
 
 def _of_function(nested: Schema, **beside: Any) -> Schema:
-    """What a function is said by: `nested` in the field `function`, or fields `beside` the type."""
+    """The schema of a function: `nested` in the field `function`, or fields `beside` the type."""
     kind = {"type": {"const": "function"}}
     flat = _fields({**kind, **beside, "function": False}, "type", "name")
     return {"anyOf": [_fields({**kind, "function": nested}), flat]}

@@ -56,7 +56,7 @@ def read_part(kind: Callable[..., T], value: object, name: str) -> T:
 
 
 def wrong_value(kind: type[Fields], key: str, value: object, rule: str | None = None) -> ApiError:
-    """The error of a field's value that its type in the struct lets through; `rule`: another than that of the type."""
+    """The error about a field's value that the struct's type accepts. rule: a rule in place of the type's."""
     return _wrong((key,), value, rule or _rule(_at(inspect.type_info(kind), (key,), None)))
 
 
@@ -162,7 +162,7 @@ def _converted(kind: Callable[..., T], value: object, at: Path) -> T:
 
 
 def _explained(error: msgspec.ValidationError, kind: Any, value: Any, at: Path) -> ApiError:
-    """msgspec's error as this server writes it."""
+    """msgspec's error as an ApiError of this server."""
     found = _ERROR.fullmatch(str(error))
     assert found is not None
     message, place = found[1], (found[2] or "").partition("[...]")[0]  # a value of an object with any keys
@@ -212,7 +212,7 @@ def _at(info: inspect.Type, steps: Path, value: Any) -> inspect.Type:
 
 
 def _members(info: inspect.Type, step: str | int, value: Any) -> Iterator[inspect.Type]:
-    """The types of a member; where the value's tag says which of several structs it is, those of that one."""
+    """The types of a member; if the value's tag selects one of several structs, only those in that struct."""
     structs = [each for each in _alternatives(info) if isinstance(each, inspect.StructType)]
     if isinstance(value, dict):
         tagged = [each for each in structs if each.tag_field and value.get(each.tag_field) == each.tag]

@@ -24,8 +24,8 @@ def written_schemas(kinds: Iterable[Any]) -> tuple[list[Schema], dict[str, Schem
 
 
 def _tidied(schema: Any) -> Any:
-    """A schema of msgspec's without titles and defaults: a field with a default is always written, unless it is UNSET,
-    which has none in a schema."""
+    """A schema from msgspec without titles and defaults. A field with a default is always written, except for UNSET,
+    which schemas do not show as a default."""
     if isinstance(schema, list):
         return [_tidied(each) for each in schema]
     if not isinstance(schema, dict):

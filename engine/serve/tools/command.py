@@ -1,8 +1,8 @@
-"""Runs programs for tools: with a time limit, a limit on their output, few environment variables, and all that they
-started ended with them. `exec_shell_command` is the tool.
+"""Runs programs for tools, with limits on time and output and with few environment variables. When a program ends, so
+does all that it started. `exec_shell_command` is the tool.
 
-A command without anything that a shell would interpret is run without one. On Linux a process of `confine` keeps it,
-and confines it unless the server was started with --no-confine-commands.
+A command without anything for a shell to interpret runs without one. On Linux a process of `confine` supervises it, and
+confines it unless the server was started with --no-confine-commands.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ _PLAIN = re.compile(r"""[\w@%+:,./\- '"=]+""", re.ASCII)
 
 @dataclass(frozen=True)
 class Ended:
-    """`code` is -N for signal N, None where the time was over; `cut`: the output was longer."""
+    """The result of a program. code: -N for signal N; None: its time was over. cut: its output was longer than kept."""
 
     output: bytes
     code: int | None
@@ -148,8 +148,8 @@ async def run_program(
 ) -> Ended:
     """Run a program until it ends, its time is over, or the caller is cancelled; then its process group is killed.
 
-    `most` bytes of output and errors are kept, and told to `write` as they come; `given` is its standard input. One
-    that is `kept` is asked to end first, with all that it has started in other groups.
+    `most` bytes of output and errors are kept, and passed to `write` as they come. given: its standard input. kept: the
+    program supervises others (`confine`), so it is first asked to end, with all that it has started in other groups.
 
     Raises:
         ToolError: it cannot be started.
@@ -207,7 +207,8 @@ class _Output:
 
 
 async def _read(process: asyncio.subprocess.Process, output: _Output) -> None:
-    """Until the process has ended, and a moment more for what it wrote: what it started may hold its output open."""
+    """Reads until the process has ended, and a moment longer for its last output. Programs that it started may keep the
+    output open."""
     assert process.stdout is not None
     polls = 0
     while polls * _POLL_SECONDS < _LAST_SECONDS:

@@ -37,8 +37,8 @@ class _File(Struct):
 
 @dataclass(frozen=True)
 class McpServer:
-    """A server that is started (`command`, with `env` over a few variables of this process), or that is reached at
-    `url` with `headers`. `seconds`: what a call may take."""
+    """A server that is started (`command`, with `env` over a few variables of this process), or reached at `url` with
+    `headers`. seconds: the time limit of a call."""
 
     name: str
     command: tuple[str, ...] = ()
@@ -50,12 +50,12 @@ class McpServer:
 
     @property
     def prefix(self) -> str:
-        """What the names of its tools begin with; functions of chat completions have no other characters."""
+        """The prefix of its tools' names, with only those characters that names of functions may have."""
         return re.sub(r"[^a-zA-Z0-9_-]", "_", self.name)
 
 
 def mcp_servers(options: ToolsOptions) -> list[McpServer]:
-    """Raises EngineError for a file that cannot be read, or what is no list of servers."""
+    """The servers of the options. Raises EngineError for a file that cannot be read or is no list of servers."""
     texts = []
     if options.mcp_config is not None:
         flag = "--mcp-servers-config"

@@ -1,8 +1,9 @@
 """The stdio transport of the Model Context Protocol: a server as a child process, one JSON-RPC message a line
 (https://modelcontextprotocol.io/specification/2025-11-25/basic/transports).
 
-The process leads a group of its own, which ends with the transport: its standard input is closed, then come SIGTERM and
-SIGKILL. The SDK's own transport leaves what such a server has started running where the server ends by itself.
+The process leads its own process group, which ends with the transport: its standard input is closed, then it gets
+SIGTERM and SIGKILL. When a server ends by itself, the SDK's own transport would leave the programs that it started
+running.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ _POLL_SECONDS = 0.01
 
 
 class McpProcess:
-    """`last_words`: the newest lines of its standard error; `ended`: nothing comes from it any more."""
+    """The process of a server. last_words: the newest lines of its standard error. ended: it sends nothing more."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server

@@ -1,5 +1,5 @@
-"""A session with an MCP server: begun at the first need, begun again where the server has ended, ended when it has been
-idle for long. The protocol is the SDK's (the package `mcp`, an optional requirement), which is imported at that need.
+"""A session with an MCP server: it begins at the first use, begins again if the server has ended, and ends when it has
+been idle for long. The SDK (the package `mcp`, an optional requirement) does the protocol; the first use imports it.
 
 https://modelcontextprotocol.io/specification
 """
@@ -65,7 +65,7 @@ class McpSession:
         return [self._tool(each) for each in listed]
 
     def _tool(self, listed: Any) -> ServerTool:
-        """One that does not say that it only reads is taken to change things."""
+        """The tool for an entry of the server's list. It counts as changing things unless declared read-only."""
 
         async def run(call: ToolInput) -> Answer:
             return await self.call(listed.name, call.arguments)
@@ -79,7 +79,7 @@ class McpSession:
         )
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Answer:
-        """Raises ToolError where there is no answer."""
+        """The answer to a call of a tool. Raises ToolError where there is none."""
         client = await self._connected()
         result = await self._asked(
             client.call_tool(name, arguments, read_timeout_seconds=self.server.seconds)
@@ -92,7 +92,7 @@ class McpSession:
         return {"error": text or "the tool failed"} if result.is_error else {"plain_text_response": text}
 
     async def _asked(self, work: Any) -> Any:
-        """What the server answers. Raises ToolError where it does not, or with an error."""
+        """The server's answer to `work`. Raises ToolError where there is none, or it is an error."""
         self._calls += 1
         try:
             async with asyncio.timeout(
@@ -186,7 +186,7 @@ class McpSession:
         return streamable_http_client(self.server.url, http_client=http)
 
     async def _idle_or_left(self) -> None:
-        """Until `close`, or until nobody has called for a while."""
+        """Waits until `close`, or until nobody has called for a while."""
         while self._calls or time.monotonic() < self._used_at + _IDLE_SECONDS:
             try:
                 async with asyncio.timeout(_IDLE_SECONDS / 10):
@@ -220,7 +220,7 @@ class McpSession:
 
 
 def _text_of(part: Any) -> str:
-    """Of what is no text, its kind alone."""
+    """The text of a part of an answer; for other parts, only their kind."""
     text = getattr(part, "text", None)
     return text if isinstance(text, str) else f"[{part.type}]"
 

@@ -80,7 +80,7 @@ def find(folder: int, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def lines_of(descriptor: int) -> list[str]:
-    """None of a file that is large or no text."""
+    """The lines of a file; none if it is too large or no text."""
     with os.fdopen(descriptor, "rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES or b"\0" in content[:8192]:
@@ -89,7 +89,7 @@ def lines_of(descriptor: int) -> list[str]:
 
 
 def files_of(folder: int, given: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Each file's path with its descriptor; the only one has that of the caller."""
+    """Each file's path and descriptor. A single file has the caller's descriptor."""
     if stat.S_ISREG(os.fstat(folder).st_mode):
         yield given["path"], folder
         return

@@ -23,7 +23,7 @@ A = TypeVar("A", bound=msgspec.Struct)
 
 
 class ToolError(EngineError):
-    """What the caller of a tool is told, in one line."""
+    """A tool's failure; the message, in one line, is for its caller."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class ToolRequest(Body, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class ServerTool:
-    """`changes`: it may change something, so that a person is asked before it is called. `streams`: it has output
-    while it runs."""
+    """A tool that can be called. changes: it may change something, so a person is asked before it is called. streams:
+    it has output while it runs."""
 
     name: str
     title: str
@@ -113,7 +113,7 @@ def schema_of(arguments: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def read_arguments(kind: type[A], call: ToolInput) -> A:
-    """Raises ToolError for arguments that are not of the struct's form."""
+    """The arguments of a call as the struct `kind`. Raises ToolError if they do not have its form."""
     try:
         return msgspec.convert(call.arguments, kind, strict=False)
     except msgspec.ValidationError as error:

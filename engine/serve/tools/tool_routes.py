@@ -1,7 +1,7 @@
 """GET and POST /tools, as llama-server has them: the tools that a model can be given, and a call of one.
 
-The answer to a call is the tool's, also where it failed ("error"): a model is told either. With `stream` it is
-server-sent events, {"chunk": "..."} and at last {"done": true}. The header X-Tool-Cwd names the folder that
+The answer to a call is the tool's, even if it failed ("error"): a model is told either. With `stream` it is
+server-sent events, {"chunk": "..."} and at the end {"done": true}. The header X-Tool-Cwd names the folder that
 relative paths start from, within --tools-dir.
 """
 
@@ -108,7 +108,7 @@ def check_page(request: Request) -> None:
 
 
 def _check_runtime(runtime: str) -> None:
-    """Tools run where the server does: a request cannot send them into a container or to another machine."""
+    """Raises ApiError for a runtime other than this machine: requests cannot send tools to a container or elsewhere."""
     scheme, _, target = runtime.partition(":")
     if not runtime:
         return

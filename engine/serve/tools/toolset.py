@@ -29,7 +29,7 @@ class NoArguments(Struct):
 
 
 class Toolset:
-    """`say`: called with lines for the terminal.
+    """The tools of a server. say: called with lines for the terminal.
 
     Raises:
         EngineError: the MCP servers' configuration is wrong, the SDK is not there, or commands cannot be confined.
@@ -85,8 +85,8 @@ class Toolset:
         await asyncio.gather(*map(ask, missing))
 
     async def tools(self, wanted: str = "") -> dict[str, ServerTool]:
-        """By name; of several of one name there is the first. MCP servers that have not been listed yet are waited for,
-        unless the tool that is `wanted` is there. Raises ApiError (403) where there are none."""
+        """The tools by name; of several with one name, the first. Waits for MCP servers that have not been listed yet,
+        unless the tool `wanted` is there. Raises ApiError (403) where there are no tools."""
         if not self._own and not self._sessions:
             raise ApiError(403, "this server was started without --tools and --mcp-servers-config")
         if wanted in (tools := self._listed()):
@@ -109,7 +109,7 @@ class Toolset:
         return self._workspace.folder(path) if self._workspace is not None and path else None
 
     async def call(self, tool: ServerTool, call: ToolInput) -> Answer:
-        """What a tool answers, {"error": ...} where it fails. It is ended where the caller is cancelled."""
+        """A tool's answer, {"error": ...} where it fails. The tool is ended if the caller is cancelled."""
         task = asyncio.create_task(self._run(tool, call))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)

@@ -1,8 +1,8 @@
 """The folder that file tools are confined to.
 
 A path is resolved with all its links, and must then lie in the folder. It is opened component by component from the
-folder's descriptor without following any link (openat, O_NOFOLLOW), so that a link which appears between the two leads
-nowhere. What lies in a folder named `.git` is not written: git runs programs that are named there.
+folder's descriptor without following any link (openat, O_NOFOLLOW), so that a link that appears in between leads
+nowhere. Files in a folder named `.git` are never written: git runs programs that are named there.
 """
 
 import os
@@ -63,7 +63,7 @@ class Workspace:
             raise ToolError(f"{path}: {error.strerror}") from None
 
     def read(self, path: Path) -> bytes:
-        """Raises ToolError for what is no regular file, or larger than MAX_FILE."""
+        """The content of a file. Raises ToolError if it is no regular file, or larger than MAX_FILE."""
         with os.fdopen(self._regular(path, os.O_RDONLY), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_FILE:

@@ -60,8 +60,8 @@ class ParameterForm:
         separators: the text between key and value, by the value's JSON type.
         quote: the quote of strings; other values then end where they are complete. "": strings have no quotes.
         bare: keys within values have no quotes, and strings within values have `quote`.
-        item: values that are objects or arrays are elements as the parameters themselves, those of an array of this
-            name; empty where values are JSON.
+        item: the name of an array's elements, where objects and arrays are written as elements like the parameters;
+            "" where they are JSON.
     """
 
     head: str
@@ -97,7 +97,7 @@ class CallForm:
         as_text: the template reads arguments as JSON text.
         id_length: how many letters and digits an id must have; 0 where any is taken.
         shows_tools: whether the template writes the tools of a request into the prompt.
-        writes_calls: whether it writes an answer's calls, which else become its text.
+        writes_calls: whether it writes an answer's calls; else they become text of the answer.
         takes_system: whether it takes a system message.
     """
 
@@ -121,7 +121,7 @@ class CallForm:
 
     @property
     def starts_marked(self) -> bool:
-        """Whether the beginning of a call is unlike text: it has more than white space, brackets and quotes."""
+        """Whether a call begins unlike text: with more than white space, brackets and quotes."""
         return bool(re.search(r"[^\[{(\"\s]", self.open + self.head.partition("{")[0]))
 
     @property
@@ -175,8 +175,8 @@ class CallForm:
 
 
 class CallGrammar:
-    """The grammar of an answer that must be calls. literal: the expression of a text of the form, with its control
-    tokens."""
+    """The grammar of an answer that must be calls. literal: turns a text of the form, with its control tokens, into an
+    expression."""
 
     def __init__(self, form: CallForm, literal: Callable[[str], str]) -> None:
         self._form = form
@@ -239,7 +239,7 @@ class CallGrammar:
     def _alternatives(
         self, schema: Mapping[str, Any], form: ParameterForm, inner: ParameterForm, prefix: str
     ) -> Iterator[str]:
-        """The alternatives of `_values`; `form` has the tail of this key, `inner` that of any."""
+        """The alternatives of `_values`. `form` has this key's tail, `inner` the tail of any key."""
         types = types_of(schema)
         tail = self._text(form.tail)
         if "string" in types:

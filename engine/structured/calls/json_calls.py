@@ -1,7 +1,7 @@
 """Reads tool calls from a text as it comes: the base of the parsers of all forms, and calls that are JSON objects.
 
-A call's name and arguments are emitted as soon as they are certain. A tag, or the possible beginning of one, is never
-emitted as text; what turns out to be no call is. How the text is cut into pieces changes only where the deltas are cut.
+A call's name and arguments are emitted as soon as they are certain. A tag, or the possible beginning of one, is emitted
+as text only once it turns out to be no call. How the text is cut into pieces changes only where the deltas are cut.
 White space before a call and after the last one belongs to the form.
 
 Llama 3 writes {"name": ..., "parameters": ...} as the whole answer, and what `<|python_tag|>` begins: calls in JSON,
@@ -31,7 +31,7 @@ class ToolCallParser(AnswerParser):
         names: the tools that may be called. A call without a tag must name one of them, since `{"name": ...` may be an
             answer in JSON. After a tag any name is a call: models call unknown functions, too.
         new_id: makes the id of a call.
-        only_calls: the text is held to calls, so that what is none is one that was cut off: it is not given back.
+        only_calls: the text is constrained to calls. Text that is no call is then one that was cut off, and is dropped.
     """
 
     def __init__(self, names: frozenset[str], new_id: Callable[[], str], only_calls: bool = False) -> None:
@@ -42,7 +42,7 @@ class ToolCallParser(AnswerParser):
         self._only_calls = only_calls
         self._first = True  # nothing has been read but white space
         self._after_call = False
-        self._given = False  # a call of what is being read went out: it cannot be given back as text
+        self._given = False  # part of what is being read was emitted as a call: it cannot become text
         super().__init__()
 
     def push(self, text: str) -> list[Delta]:

@@ -190,8 +190,8 @@ def _around(probe: _Probe, text: str, calls: Sequence[_Call]) -> CallForm:
 def _header(probe: _Probe, before: str) -> int:
     """The length of the turn's beginning, in the text before a call's name; the rest belongs to the call.
 
-    The turn's beginning is what the prompt of an answer has too, and, where the template writes text before a call,
-    all up to the end of that text.
+    The turn's beginning is what the prompt of an answer also has and, where the template writes text before a call,
+    everything up to the end of that text.
     """
     header = _border(before, len(_common_prefix(before, probe.prompt())))
     try:

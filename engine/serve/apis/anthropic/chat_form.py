@@ -91,7 +91,7 @@ def _stops(body: MessagesRequest, limits: Limits) -> list[str] | None:
 
 
 def _system(content: TextContent | None) -> list[Message]:
-    """The system message, without Claude Code's header block. That may differ in each request, and at the beginning of
+    """The system message, without Claude Code's header block. The block may differ in each request; at the beginning of
     the prompt it would keep a conversation from being found in the prefix cache."""
     if isinstance(content, list):
         content = [part for part in content if not part.text.startswith(_BILLING_HEADER)]
@@ -172,7 +172,7 @@ def _passage(block: TextBlock | DocumentBlock | SearchResultBlock) -> str:
 
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
-    """The messages, in which successive ones of the user, or of the assistant, are joined into one."""
+    """The messages, with successive ones of one role, user or assistant, joined into one."""
     joined: list[Message] = []
     for message in messages:
         last: Message = joined[-1] if joined else {"role": None}

@@ -54,8 +54,8 @@ async def native_form(host: ModelHost, body: Native, prompt: Any, parse_special:
 def native_result(
     host: ModelHost, answer: Answer, end: Finished, text: str, tokens: Sequence[int]
 ) -> NativeCompletion:
-    """llama-server's own answer for one completion. The newest token is not in the cache. `truncated`: the context was
-    full, and ended the text or was shifted; no prompt is ever cut."""
+    """llama-server's own answer for one completion. The newest token is not in the cache. `truncated`: a full context
+    ended the text or was shifted; no prompt is ever cut."""
     model, request = answer.model, answer.request
     prompt, generated = prompt_tokens(request, end), end.timings.generated_tokens
     held = prompt + generated - end.timings.discarded_tokens
@@ -83,7 +83,7 @@ def native_result(
 def verbose_result(
     host: ModelHost, answers: Sequence[Answer], outputs: Sequence[tuple[Part, End]]
 ) -> dict[str, Any]:
-    """What `verbose` adds to an answer in OpenAI's form: llama-server's own one; an array of several completions."""
+    """What `verbose` adds to an answer in OpenAI's form: llama-server's own, an array for several completions."""
     results = [
         native_result(host, answer, end.finished, part.piece.text, part.piece.tokens)
         for answer, (part, end) in zip(answers, outputs, strict=True)
@@ -92,12 +92,12 @@ def verbose_result(
 
 
 def verbose_chunk(host: ModelHost, answer: Answer, end: Finished) -> dict[str, Any]:
-    """The same for the last chunk of a stream's completion, whose text has been sent."""
+    """As `verbose_result`, for the last chunk of a streamed completion, whose text has been sent."""
     return {"verbose": native_result(host, answer, end, "", ())}
 
 
 def _chosen(answer: NativeCompletion, fields: Sequence[str]) -> NativeCompletion | NativeFields:
-    """The fields of an answer that response_fields names, a/b for b in a; all of them where it names none."""
+    """The fields of an answer that response_fields names (a/b stands for b in a), or all where it names none."""
     if not fields:
         return answer
     chosen, built = {}, msgspec.to_builtins(answer)
@@ -111,7 +111,7 @@ def _chosen(answer: NativeCompletion, fields: Sequence[str]) -> NativeCompletion
 
 
 class NativeForm(AnswerForm):
-    """One completion or several, or the chunks of a stream, of which the last has the fields of a whole answer."""
+    """One completion or several, or the chunks of a stream; the last chunk has the fields of a whole answer."""
 
     def __init__(self, host: ModelHost, answers: Sequence[Answer], body: Native) -> None:
         super().__init__(host, answers, body.stream)
@@ -176,7 +176,7 @@ class NativeForm(AnswerForm):
 def generation_settings(
     params: SamplingParams, model: ServedModel | None, seed: int | None = None
 ) -> GenerationSettings:
-    """The sampling parameters as llama-server names them, `seed` as it was drawn. Without a model: of several."""
+    """The sampling parameters as llama-server names them, with the `seed` that was drawn. model: None for several."""
     unlimited = (None, MAX_COUNT, None if model is None else model.ctx_size)
     max_tokens = -1 if params.max_tokens in unlimited else params.max_tokens
     seed = params.seed if seed is None else seed

@@ -1,8 +1,7 @@
 """POST /v1/rerank: documents by how near they are to a query.
 
-The score is what the trained head of a ranking model gives for the pair, or of another model the cosine of the
-embeddings of query and document; which of them, the answer says in its header X-Rerank-Method and, where it is an
-object, in `method`.
+A ranking model scores a pair by its trained head, any other model by the cosine of the embeddings of query and
+document. The answer says which in its header X-Rerank-Method and, if it is an object, in `method`.
 """
 
 from collections.abc import Sequence
@@ -102,7 +101,7 @@ async def _by_head(host: ModelHost, query: str, texts: list[str], key: str) -> t
 
 
 async def _encoder_pairs(host: ModelHost, query: str, texts: list[str], key: str) -> list[list[int]]:
-    """Each document after the query and what the model has between the two, without the token that begins a text."""
+    """The tokens of each pair: the query, what the model puts between the two, and the document without its BOS."""
     first, *documents = await _read(host, query, texts, key)
     begin = host.model.bos_id
     first = first + host.model.pair_gap

@@ -74,7 +74,7 @@ async def metrics(models: Models, request: Request) -> Response:
 
 
 def metrics_text(models: Models, host: ModelHost | None) -> bytes:
-    """Prometheus' text of a model, with the server's own where it is the only one; None: of the server and all."""
+    """Prometheus' text of a model, with the server's own if it is the only one. host: None for the server and all."""
     if host is None:
         return models.metrics.text({each.name: each.metrics for each in models.hosts})
     own = models.metrics.text({}) if host.alone else b""

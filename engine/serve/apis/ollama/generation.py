@@ -54,7 +54,7 @@ async def _answered(
 
 async def _fitting(host: ModelHost, body: ChatRequest | CompletionRequest, notes: list[str]) -> list[Answer]:
     """The completion of a body. If it does not fit the context, its oldest messages or the beginning of its text are
-    left out, so that a part of the context is free for the answer, and a line is added to `notes`. Raises ApiError.
+    left out, so that part of the context is free for the answer; `notes` gets a line about it. Raises ApiError.
     """
     asked, context = body.max_tokens, host.model.ctx_size
     reserved = min(context // 4, asked if asked is not None and asked > 0 else context)

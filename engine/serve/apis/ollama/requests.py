@@ -31,7 +31,7 @@ def chat_request(host: ModelHost, body: OllamaChatRequest) -> ChatRequest:
 
 
 def generate_request(host: ModelHost, body: OllamaGenerateRequest) -> ChatRequest | CompletionRequest:
-    """A chat whose user message is the prompt; or a completion: of a gap, with `suffix`, or of the plain prompt, where
+    """A chat whose user message is the prompt; or a completion: of a gap if there is a `suffix`, of the plain prompt if
     it is `raw` or the model has no chat template.
 
     Raises ApiError for what this model cannot do.
@@ -65,7 +65,7 @@ def _chat(
     elif body.think is not None:
         if body.think and not host.model.answer_format.reasons:
             access_log.current().ignored.append("think")
-        elif host.model.answer_format.efforts is None:  # which reason less or more, and always
+        elif host.model.answer_format.efforts is None:  # models with efforts reason less or more, but always
             fields["enable_thinking"] = body.think
     return ChatRequest(
         messages=messages, tools=tools, logprobs=body.logprobs, top_logprobs=body.top_logprobs, **fields
@@ -111,8 +111,8 @@ def _content(text: str, images: Sequence[str] | None) -> str | list[dict[str, An
 
 
 def openai_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """The messages in OpenAI's form. Ollama's calls have no ids: a result belongs to the first call without a result
-    whose name is its `tool_name`, or to the first call without a result."""
+    """The messages in OpenAI's form. Ollama's calls have no ids: among the calls without a result, a result belongs to
+    the first with the name `tool_name`, or else to the first."""
     given: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []
     for number, message in enumerate(messages):
@@ -135,7 +135,7 @@ def openai_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _answered(message: OllamaMessage, waiting: list[tuple[str, str]]) -> dict[str, str]:
-    """Name and id of the call to which a result belongs. The call is removed from `waiting`, those without a result."""
+    """Name and id of the call to which a result belongs. The call is removed from `waiting`, the calls without one."""
     name, given = message.tool_name, message.tool_call_id
     call = next((each for each in waiting if given == each[1] or (given is None and name == each[0])), None)
     if call is None and waiting and given is None and name is None:

@@ -10,8 +10,8 @@ from quengine.serve.processes.shared_model import ServedModel
 def completion_logprobs(
     entries: Sequence[TokenLogprobs], model: ServedModel, offset: int
 ) -> tuple[TextScores, int]:
-    """As in completions: parallel arrays. `offset` is where the first token begins in the text, in characters;
-    the second value is where the next one would."""
+    """The parallel arrays of completions, and the offset of the next token. `offset`: where the first token begins in
+    the text. Both are in characters."""
     tokens, offsets = [], []
     for entry in entries:
         tokens.append(_name(entry.token, model))
@@ -32,7 +32,7 @@ def completion_logprobs(
 def echoed_logprobs(
     prompt: Sequence[int], entries: Sequence[TokenLogprobs], model: ServedModel
 ) -> tuple[TextScores, int]:
-    """`completion_logprobs` of a prompt that is given back: nothing comes before its first token, which has none.
+    """`completion_logprobs` of an echoed prompt, whose first token has no log-probability.
 
     `entries` are those of prompt[1:].
     """

@@ -33,9 +33,9 @@ class ResponseForm(AnswerForm):
     """One response.
 
     Args:
-        body: the request, `answer` its completion.
-        tools: those of the request; the functions among them are those of `answer`.
-        conversation: the items of the input and all before it; stored with those of the output.
+        body: the request. answer: its completion.
+        tools: the request's tools; the functions among them are the tools of `answer`.
+        conversation: the items of the input and all before it; stored with the items of the output.
     """
 
     def __init__(

@@ -54,11 +54,11 @@ def messages_of(
     notes: list[str] | None = None,
     sees: bool = False,
 ) -> list[Item]:
-    """The messages of a conversation: of `earlier` items, which a stored response had, and of a request's.
+    """The messages of a conversation: of `earlier` items, from a stored response, and of the request's items.
 
-    Calls belong to the assistant's message before them, or make one; reasoning to the one after it. What an earlier
-    answer gave its items beside their content (id, status) means nothing here. `notes` gets a line for each item that
-    is skipped. sees: the model reads images, and those that tools gave too. Raises ApiError for an item that is wrong.
+    Calls belong to the assistant's message before them, or make one; reasoning belongs to the message after it. The
+    other fields of an earlier answer's items (id, status) mean nothing here. `notes` gets a line for each item that is
+    skipped. sees: the model reads images, also those that tools gave. Raises ApiError for an item that is wrong.
     """
     conversation = _Conversation(sees)
     conversation.add(earlier, [])
@@ -72,7 +72,7 @@ def sealed(text: str) -> str:
 
 
 def _unsealed(content: str | None) -> str | None:
-    """None for what another server made."""
+    """The reasoning in `encrypted_content`; None for content that another server made."""
     if content is None or not content.startswith(_SEAL):
         return None
     try:
@@ -96,7 +96,7 @@ class _Conversation:
             kind = value["type"] if isinstance(value, dict) else None
             if isinstance(kind, str) and kind not in KINDS:
                 notes.append(f"input[{i}] skipped: {shown(kind, 40)}")
-                # In its place, so that errors name those of the others.
+                # It keeps its place, so that errors name the right places of the others.
                 known[i] = {"type": "item_reference", "id": ""}
         known = [spoken(each) if each.get("type") == "message" else each for each in known]
         for i, item in enumerate(read_part(list[InputItem], known, "input")):
@@ -145,7 +145,8 @@ class _Conversation:
         self.messages.append(result)
 
     def _part(self, part: OutputPart, at: str, notes: list[str]) -> ContentPart:
-        """A part of a tool's output. The model is told of what it cannot be shown: it may have asked for it."""
+        """A part of a tool's output. A part that the model cannot read becomes a text about it, as it may have asked
+        for that part."""
         if part.type in _TEXT:
             return ContentPart("text", part.text)
         if self._sees and part.type == "input_image" and isinstance(part.image_url, str):
@@ -162,7 +163,7 @@ def _call_id(item: LocalShellCallItem | LocalShellCallOutputItem, at: str) -> st
 
 
 def _thought(item: ReasoningItem, at: str, notes: list[str]) -> str:
-    """What was thought: the content, that in `encrypted_content`, or else the summary."""
+    """The reasoning of an item: its content, or the one in `encrypted_content`, or else the summary."""
     if item.content:
         return "\n\n".join(part.text for part in item.content)
     if (opened := _unsealed(item.encrypted_content)) is not None:
