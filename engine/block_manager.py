@@ -78,7 +78,7 @@ def _key(before: bytes, tokens: Seq[int]) -> bytes:
 
 
 class _Beginning(NamedTuple):
-    """A cached block that later prompts may share the first tokens of: its key, and its tokens."""
+    """A cached block whose first tokens later prompts may share: its key, and its tokens."""
 
     key: bytes
     tokens: Seq[int]
@@ -137,8 +137,8 @@ class BlockManager:
 
         `keys`: the keys of the prompt's full blocks. `tokens`: the prompt's tokens, of which `most` may come from the
         cache; a cached block that begins with the tokens after the shared blocks is copied. In a group with a window
-        the table covers as much as the first steps need. Returns None, with no block allocated, if fewer than `reserve`
-        blocks of a pool would be left free (of a pool of states: fewer than 0).
+        the table covers as much as the first steps need. Returns None, with no block allocated, if a pool has too few
+        free blocks, or would be left with fewer than `reserve` (pools of states need no reserve).
         """
         found = _match(self._pools, keys)
         held = _match(self._paged, keys) if self._states else found
@@ -229,7 +229,7 @@ class BlockManager:
 
     def take_checkpoint(self, key: bytes) -> list[int]:
         """Takes blocks for the checkpoint at the end of the block with this key, which the next step writes. Returns
-        one block per group, 0 for groups without a state; nothing if the key is known or no block is free.
+        one block per group, 0 for groups without a state; an empty list if the key is known or no block is free.
 
         The caller owns the blocks until `give_checkpoint`. Least recently used checkpoints make room.
         """
@@ -375,7 +375,7 @@ class BlockManager:
 
     def discard(self, keys: Seq[bytes], tokens: Seq[int] = ()) -> None:
         """Removes the blocks with these keys from the prefix cache. `tokens`: the tokens of which these are the keys;
-        if given, blocks that are registered by a beginning of the tokens after a key are removed, too."""
+        if given, blocks registered by some of the first tokens, or of those after one of the keys, are removed, too."""
         removed = [*keys]
         for index, before in enumerate((b"", *keys) if tokens else ()):
             own = tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]

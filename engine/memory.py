@@ -329,8 +329,8 @@ def image_room(kind: str, free: int, host_mib: int) -> int:
 
 
 def cold_slab(size: int) -> int:
-    """Chooses how many states of `size` bytes (1 to 8) are allocated in host memory at once. The number wastes the
-    least memory: torch's caching allocator rounds pinned memory up to powers of two."""
+    """Chooses how many states, 1 to 8, of `size` bytes each are allocated in host memory at once: the number that
+    wastes the least memory, since torch's caching allocator rounds pinned memory up to powers of two."""
 
     def used(count: int) -> float:
         return count * size / _pinned(count * size)
@@ -467,7 +467,7 @@ def draft_step_bytes(config: ModelConfig, layer: ModelConfig, parallel: int, row
     logits = 4 * rows * config.vocab_size + _DRAFT_LOGIT_BYTES * (parallel + 1) * layer.vocab_size
     tokens = 4 * (parallel + 1) * context
     net, waiting = config.gated_delta, 0
-    if net is not None:  # the inputs, of all layers, over which states advance once they are accepted
+    if net is not None:  # inputs of all layers, over which states advance once the tokens are accepted
         each = 4 * (2 * net.channels + 2 * net.value_heads)
         waiting = len(config.recurrent_layers) * rows * each
     return logits + tokens + waiting + _DRAFT_POOL

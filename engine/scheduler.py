@@ -525,7 +525,8 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _remove(self, sequence: Sequence, keeps: bool = True) -> None:
-        """Removes a running sequence and frees its blocks. `keeps`: its states are kept, unless the sequence failed."""
+        """Removes a running sequence and frees its blocks. `keeps`: its states are kept, unless the sequence failed:
+        what a failed one has computed is not to be shared."""
         ahead = 0 if sequence in self.prefilling else self._ahead + sequence.slot.drafted
         (self.prefilling if sequence in self.prefilling else self.decoding).remove(sequence)
         self.states.end(sequence, keeps and sequence.error is None, ahead)

@@ -79,7 +79,7 @@ class StepPlan:
         slots: the slot of each sequence when the step was planned. A sequence with another slot by now was preempted or
             cancelled meanwhile, and its result is dropped.
         starts: the position of each sequence's first row; -1: the device alone knows it.
-        changed: the indices of the sequences whose inputs the device may lack.
+        changed: the indices of the sequences of which the device may lack something: blocks, an input, or settings.
         chunks: in prefill, the rows of each sequence. In decode `rows` gives them.
         drafting: in a decode step that drafts on the device, the limits of each sequence's draft; else empty.
 

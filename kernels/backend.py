@@ -213,7 +213,7 @@ class Backend(Protocol[WeightT]):
         ...
 
     def embed(self, batch: ForwardBatch, weight: WeightT, scale: float = 1.0) -> Hidden:
-        """Rows `batch.token_ids` of a one-part weight times `scale`, with rows of `batch.embeds` in place: [T, K]."""
+        """Rows `batch.token_ids` of a one-part weight times `scale`, or as `batch.embeds` gives them: [T, K]."""
         ...
 
     def row_table(self, table: QuantTensor) -> WeightT:

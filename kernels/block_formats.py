@@ -248,7 +248,7 @@ def dequantize(fmt: BlockFormat, data: Tensor) -> Tensor:
 
 
 def with_tensor_scale(data: Tensor, scales: Tensor) -> Tensor:
-    """NVFP4 rows, uint8 [R, row_bytes], as NVFP4_SCALED rows. scales: fp32 [R], of the tensor that each row is of.
+    """NVFP4 rows, uint8 [R, row_bytes], as NVFP4_SCALED rows. scales: fp32 [R], of each row's tensor.
 
     Raises ValueError for rows that are not whole blocks of 256 weights.
     """

@@ -32,7 +32,8 @@ class ChildProcess(Generic[T]):
         quiet: drop the program's standard error. Its standard output is always dropped.
 
     Attributes:
-        channel: this process's end of it. When closed, the program ends by itself, unless it waits for something else.
+        channel: this process's end of the channel to the program. When it is closed, the program ends by itself, unless
+            it waits for something else.
 
     Raises:
         OSError: no process can be started.
@@ -103,7 +104,7 @@ class ChildProcess(Generic[T]):
 
 
 def import_path() -> dict[str, str]:
-    """This process's environment, in which another Python finds the same modules, except in the working folder."""
+    """The environment in which another Python finds this process's modules, except those in the working folder."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 

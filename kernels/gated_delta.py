@@ -103,7 +103,8 @@ def gated_delta(
 
 @dataclass(frozen=True)
 class PendingMemory:
-    """The states of a step that verifies drafts; `advance` makes them of the step's rows x [T, sum of spec.widths]."""
+    """The states of a step that verifies drafts. `advance` computes them from the accepted rows of x [T, sum of
+    spec.widths]."""
 
     batch: ForwardBatch
     x: Tensor
@@ -120,7 +121,7 @@ class PendingMemory:
 
 
 def _of_sequence(x: Tensor, start: int, spec: GatedDeltaSpec, history: Tensor, memory: Tensor) -> Tensor:
-    """`gated_delta` of one sequence's rows, from position `start` on. history, memory: those of its slot."""
+    """`gated_delta` of one sequence's rows, from position `start` on. history and memory: its slot's."""
     qkv, z, b, a = torch.split(x, list(spec.widths), dim=1)
     convolved = causal_conv(qkv, start, spec.conv, history)
     heads = convolved.view(len(x), -1, spec.head_dim)

@@ -98,7 +98,7 @@ def mamba2(batch: ForwardBatch, x: Tensor, spec: Mamba2Spec, history: Tensor, me
 
 
 def _of_sequence(x: Tensor, start: int, spec: Mamba2Spec, history: Tensor, memory: Tensor) -> Tensor:
-    """`mamba2` of one sequence's rows, from position `start` on. history, memory: those of its slot."""
+    """`mamba2` of one sequence's rows, from position `start` on. history and memory: its slot's."""
     z, inputs, dt = torch.split(x, list(spec.widths), dim=1)
     convolved = causal_conv(inputs, start, spec.conv, history, spec.conv_bias)
     of_b = spec.groups * spec.state_dim

@@ -25,8 +25,8 @@ def end_at_once(code: int) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, but flush its output first. That of C libraries, too, would be lost in files and
-    pipes."""
+    """End this process at once, but flush its output first, that of C libraries too: else what goes to files and pipes
+    would be lost."""
     try:
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):  # nothing reads it, or it is closed

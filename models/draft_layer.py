@@ -2,7 +2,7 @@
 
 It is a model of one layer over the target's embedding and output matrix. From a token and the hidden row of the
 position before it, after the final norm, it makes `eh_proj [rms(embedding, enorm) | rms(hidden row, hnorm)]`. A layer
-of the architecture follows, which attends to these rows of all earlier positions. Then come its own norm and the output
+of the architecture follows, which attends to these rows of all positions so far. Then come its own norm and the output
 matrix, whose logits are of the token after the next. Drafts after the first read this layer's own rows instead of
 hidden rows. Sources: DeepSeek-AI 2024, "DeepSeek-V3", section 2.2; llama.cpp's graphs of qwen35; vLLM's Qwen3NextMTP.
 
@@ -37,8 +37,8 @@ VOCABULARY_UNIT = 128
 
 
 def layer_config(config: ModelConfig, vocabulary: int = 0) -> ModelConfig:
-    """The first layer that drafts, as a model of one layer. vocabulary: it drafts from this many first tokens, rounded
-    up, which are the most frequent in a vocabulary made by merges; 0: from all."""
+    """The first layer that drafts, as a model of one layer. vocabulary: the number of first tokens, rounded up,
+    that it drafts from; in a vocabulary made by merges they are the most frequent. 0: from all."""
     first = -(-vocabulary // VOCABULARY_UNIT) * VOCABULARY_UNIT or config.vocab_size
     return replace(
         config,

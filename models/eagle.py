@@ -1,4 +1,4 @@
-"""EAGLE-3 draft models: the configuration in a file or folder, and whether it fits the model that it drafts for.
+"""EAGLE-3 draft models: the configuration in a file or folder, and whether one fits the model that it drafts for.
 
 Such a model is one layer over hidden rows of another model, the target. `fc` joins the inputs of three of the target's
 layers at a position to one row g. A row of the draft is a token and the g of the position before it: query, key and

@@ -53,7 +53,7 @@ class BidirectionalMixer(MixerLayer):
 
 
 class BidirectionalLayer:
-    """A decoder's layer with attention to both sides: norms in front of its parts, also on results if declared."""
+    """A decoder's layer with attention to both sides: norms in front of its parts and, if declared, on results."""
 
     def __init__(self, block: Block, tensors: LayerTensors, turn: tuple[Tensor, Tensor] | None) -> None:
         assert isinstance(block.mixer, BidirectionalAttention) and isinstance(block.feed_forward, FeedForward)
@@ -188,7 +188,7 @@ class Encoder:
         ]
 
     def use_task(self, task: str | None) -> None:
-        """Embeds the texts of the next steps for this task, which must have an adapter; None: for no task."""
+        """Sets the task that the texts of the next steps are embedded for. It must have an adapter; None: no task."""
         self._task = task
 
     def hidden(self, batch: ForwardBatch, _cache: Sequence[LayerState] = ()) -> Tensor:
@@ -247,7 +247,7 @@ class Encoder:
 
     def _positions(self, batch: ForwardBatch) -> Tensor:
         """Each token's row in the table: int64 [T]. If texts begin at row `first_position` > 0, a token whose id is the
-        row before that one is padding: it has that row, and does not count as a position."""
+        number of the row before is padding: it has that row, and does not count as a position."""
         assert self.config.encoder is not None
         padding = self.config.encoder.first_position - 1
         if padding < 0:

@@ -103,8 +103,8 @@ class MixtureOfExperts:
 def _joined_shared(
     declared: Experts, tensors: LayerTensors, experts: Sequence[Sequence[QuantTensor] | None]
 ) -> list[QuantTensor]:
-    """The gate (if any), up and down matrices of a shared expert that is computed like the others; `experts` has the
-    others' matrices by kind. Empty if there is no shared expert, or if it has another size or format, reads other rows,
+    """The gate (if any), up and down matrices of a shared expert that is computed as one of the others, whose matrices
+    by kind are `experts`. Empty if there is no shared expert, or if it has another size or format, reads other rows,
     or is divided among ranks in another way."""
     sizes, each = declared.experts, declared.each
     if (

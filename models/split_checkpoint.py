@@ -34,7 +34,7 @@ class SplitCheckpoint(PartOfCheckpoint):
         self.weights = sum(weights for _, _, weights in sizes)
 
     def changes(self, changes: Mapping[str, LowRank]) -> dict[str, LowRank]:
-        """The rank's part of a LoRA adapter's changes, by the declared tensors of the layers."""
+        """The part of a LoRA adapter's changes that applies to the tensors of this rank or stage."""
         if self._split is not None:
             return {name: self._split.change(name, change) for name, change in changes.items()}
         held = {name for name in changes if name in self.tensors or holder_of(name) in self.tensors}

@@ -1,7 +1,7 @@
 """Functions that parity, bench and the self-test share.
 
-They open, load and greedily run a model, and compare results with those of the definition, or of another side, and a
-limit.
+They open, load and greedily run a model, compare results with those of the definition, or of another side, and hold
+the difference against a limit.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -131,7 +131,8 @@ def part_rows(base: Base, llm: "LLM", chunk: ScoredTokens, ids: list[int], first
 
 
 def check_finite(rows: TokenRows, chunk: int, first: int) -> None:
-    """Raises EngineError where a value is not finite. chunk: its number. first: the position of the first token."""
+    """Raises EngineError where a value of a chunk is not finite. chunk: its number, from 0. first: the position of its
+    first scored token."""
     import numpy as np
 
     for values in (rows.nll_a, rows.nll_b, rows.kl):

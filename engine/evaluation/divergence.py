@@ -50,7 +50,7 @@ class TokenRows:
 
 
 def rows_of_logits(a: "Tensor", b: "Tensor", targets: Seq[int]) -> TokenRows:
-    """The values of tokens `targets`, given the logits before them, fp32 [n, vocab], which are overwritten."""
+    """The values of tokens `targets`, given both models' logits for them, fp32 [n, vocab], which are overwritten."""
     import torch
 
     ids = torch.tensor(targets, device=b.device)[:, None]
@@ -127,7 +127,7 @@ class FileDivergence:
 
     @property
     def correlation(self) -> float:
-        """The correlation of the log-probabilities in both."""
+        """The correlation of the log-probabilities of both models."""
         a, b = self.tokens.nll_a, self.tokens.nll_b
         deviation = float(a.std() * b.std())
         covariance = float(((a - a.mean()) * (b - b.mean())).mean())

@@ -34,8 +34,8 @@ class ImatrixRun:
     Attributes:
         chunks, total_chunks: chunks done, and all chunks of the run; both include those of a resumed run.
         begun: chunks that an earlier run has done.
-        tensors: the number of tensors with values; 0 if nothing was written after this chunk. untouched: experts of all
-            layers that no token was routed to.
+        tensors: the number of tensors with values; 0 if nothing was written after this chunk. untouched: the number of
+            experts, in all layers, that no token was routed to; 0 before the last chunk.
         seconds: time of the computation, without loading.
     """
 
@@ -85,8 +85,8 @@ def collect(
         save_every: write the file after each so many chunks; 0: only at the end.
 
     Raises:
-        EngineError: the file to resume is of other texts; `before` is of another model; activations are not finite;
-            or the file's folder is missing.
+        EngineError: the file to resume is of other texts; sums to add to are of another model; activations are not
+            finite; or the file's folder is missing.
         CannotRunError: too little free disk.
     """
     check_disk(path, 0)  # before the computation

@@ -140,7 +140,7 @@ class QuengineLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
 
 def _params(settings: dict[str, Any]) -> SamplingParams:
-    """A task's `generation_kwargs`. Raises EngineError for an unknown one that would change a text."""
+    """A task's `generation_kwargs`. Raises EngineError for an unknown one, as it may change a text."""
     given = dict(settings)
     until = given.pop("until", None) or []
     limits = [given.pop(name) for name in _LIMITS if name in given]

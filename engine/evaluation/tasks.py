@@ -109,7 +109,7 @@ class Accuracy:
 def read_tasks(kind: TaskKind, data: bytes, count: int | None = None) -> list[ChoiceTask]:
     """The tasks of a file; with `count`, those that llama-perplexity draws from it, in its order.
 
-    count: the number of tasks; None: 400 for HellaSwag, else all.
+    count: the largest number of tasks; None: 400 for HellaSwag, else all.
 
     Raises:
         EngineError: the file is not of this format; the message names the task or the line.

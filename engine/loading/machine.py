@@ -503,7 +503,8 @@ def _graph_rows(config: EngineConfig, drafts: bool) -> int:
     rows = draft_rows(config, "cuda")
     if drafts and config.draft_on_device:
         return 1  # only its prefill steps run by themselves; the others are part of the model's steps
-    # At most one draft job per sequence, and per row that checks drafts. Its first step has up to MOST_ROWS rows.
+    # There are at most as many draft jobs as sequences, and as rows that check drafts. A job's first step has up to
+    # MOST_ROWS rows.
     rows = MOST_ROWS * min(config.parallel, rows) if drafts else max(config.parallel, rows)
     return min(DECODE_ROWS[-1], rows)
 

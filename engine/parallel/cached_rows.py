@@ -67,7 +67,7 @@ def write_cached(runner: ModelRunner, start: int, end: int, rows: Sequence[Tenso
 
 
 def send_cached(runner: ModelRunner, start: int, end: int) -> None:
-    """Does the part of `read_cached` of a rank other than rank 0."""
+    """Does the part in `read_cached` of a rank other than rank 0."""
     for _ in _gathered(runner, list(_stored(runner, start, end)), end - start):
         pass
 

@@ -142,7 +142,7 @@ class PeerMemory(NamedTuple):
 
 class CudaCommunicator:
     """Exchanges over peer memory, where devices have such access, and over NCCL. Few values are pushed to all ranks
-    (kernels/cuda/ranks/push.py), those of many rows to their owners (two_shot.py); NCCL moves the rest. NVLink
+    (kernels/cuda/ranks/push.py), the values of many rows to their owners (two_shot.py); NCCL moves the rest. NVLink
     multicast is not used.
 
     Raises:
@@ -221,7 +221,7 @@ class CudaCommunicator:
 
     def _await_kernel(self, key: str) -> None:
         """Waits until a kernel is in the cache on disk, or rank 0 compiles none any more. If the kernel does not come
-        in _OWN_AFTER seconds, since rank 0 lacks its shape or no folder is shared, this rank waits for no other.
+        in _OWN_AFTER seconds, since rank 0 lacks its shape or no folder is shared, this rank waits for no further one.
         """
         from quengine.kernels.cuda.launch import triton_cache
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ObservedInputs:
-    """Sums over what the matrices of a rank's decoder, made of `tensors`, read. The sums of each run begin at 0."""
+    """Sums over the inputs of the matrices of a rank's decoder, made of `tensors`. The sums of each run begin at 0."""
 
     def __init__(
         self,

@@ -97,7 +97,7 @@ class CompileNotice:
 
 
 def announce_compilation(device_name: str) -> None:
-    """Has the user told of the first kernel from now on that is not found on disk; once per process."""
+    """From now on, tells the user of the first kernel that is not found on disk; once per process."""
     import triton
 
     if not isinstance(triton.knobs.compilation.listener, CompileNotice):

@@ -36,7 +36,8 @@ def begin(model: str) -> None:
 
 
 def end(looked_for: bool) -> None:
-    """To be called once the model is loaded. looked_for: its missing kernels, if any, are being compiled."""
+    """Ends the process, if it still waits, once the model is loaded. looked_for: the model's missing kernels, if any,
+    are being compiled; the note is written."""
     compiler_process.drop()
     while _notes:
         note = _notes.pop()

@@ -133,7 +133,7 @@ class SamplingParams:
         dry_penalty_last_n: how many of the last tokens are searched for repetitions; -1: all.
         dry_sequence_breakers: texts that end a repetition.
         xtc_probability: XTC: how often the tokens at or above `xtc_threshold` are dropped, but for the least likely.
-        xtc_threshold: the probability from which on XTC counts a token; above 0.5: off.
+        xtc_threshold: the least probability of the tokens that XTC considers; above 0.5: off.
         mirostat: version 1 or 2, which keeps the surprise of tokens near a target, with no other sampler but the
             temperature; 0: off.
         mirostat_tau: the target surprise of `mirostat`, in bits.
@@ -416,7 +416,7 @@ def _strings(name: str, value: object) -> tuple[object, ...]:
 
 
 def _texts(name: str, value: object, about: str) -> tuple[str, ...]:
-    """Checks for one or several non-empty strings that tokens can write, and returns them."""
+    """The strings of `value`, one or several. Raises EngineError for an empty one, or one that no token can write."""
     strings = list[str]()
     for string in _strings(name, value):
         if not isinstance(string, str) or not string:

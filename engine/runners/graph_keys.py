@@ -43,8 +43,8 @@ WHOLE_CAPTURED_AT = 8
 """
 
 MOST_PADDING = 1024
-"""The most padding rows, over all its occurrences, for which a step of an uncaptured size runs in a larger captured
-one: a row takes some 0.03 ms, a capture 30. While sequences join or leave, a size occurs for a step or two.
+"""The most padding rows, over all occurrences of an uncaptured size, with which its steps run in larger captured ones:
+a row takes some 0.03 ms, a capture 30. While sequences join or leave, a size occurs for a step or two.
 """
 
 EXACT_CPU_ROWS = 16

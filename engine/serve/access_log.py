@@ -24,8 +24,8 @@ _current: ContextVar["RequestRecord | None"] = ContextVar("request_record", defa
 
 @dataclass
 class RequestRecord:
-    """The log line of one HTTP request. Token counts are sums over its completions. `ignored`: fields of its body that
-    no route has or that have no effect here. `shortened`: the number of its prompts that were cut to fit the context.
+    """The log line of one HTTP request. Token counts cover all its completions. `ignored`: fields of its body that no
+    route has or that have no effect here. `shortened`: the number of its prompts that were cut to fit the context.
     `began`, `first_token` and `last_token` are `perf_counter` times."""
 
     scope: Scope
@@ -42,7 +42,7 @@ class RequestRecord:
     last_token: float | None = None
 
     def submitted(self, requests: Sequence[GenerationRequest], model: str) -> None:
-        """Notes the model and the prompt tokens of its completions. A prompt of several is counted once."""
+        """Notes the model, the prompt tokens and whether it has images. A prompt of several completions counts once."""
         self.model = model
         self.prompt_tokens = sum(len(request.prompt) for request in requests if request.index == 0)
         self.has_images = any(request.images for request in requests)

@@ -1,9 +1,10 @@
 """ASGI middleware that checks the Host header, the Origin of a browser's page, and the API key.
 
 If keys are set, pages of any origin may use the server unless the settings name origins: a page needs the key, which
-DNS rebinding does not give it. Browsers add no key by themselves: the chat page asks for one, and keeps it. If neither
-keys nor origins are set, apps of this machine may generate. All else that apps do, and pages of the web, need an origin
-that is named. The reason for a refusal is logged.
+DNS rebinding does not give it. If requests may call tools or change models, any origin means any of this machine.
+Browsers add no key by themselves: the chat page asks for one, and keeps it. If neither keys nor origins are set, apps
+of this machine may generate. All else that apps do, and pages of the web, need an origin that is named. The reason for
+a refusal is logged.
 """
 
 import hashlib
@@ -54,7 +55,7 @@ def admits_apps(settings: ServerSettings) -> bool:
 
 
 def check_may_change(scope: Scope, what: str) -> None:
-    """Refuses a change to an app that may only generate. what: the change in words, such as "load a model".
+    """Refuses a change if the request is from an app that may only generate. what: such as "load a model".
 
     Raises:
         ApiError: 403; the reason is logged.
@@ -70,7 +71,7 @@ def is_limited(scope: Scope) -> bool:
 
 
 def _is_page_file(path: str) -> bool:
-    """Whether it is a file of the chat page. Any origin may fetch it, as that of the page's frame is "null"."""
+    """Whether it is a file of the chat page. Any origin may fetch it, as the page's frame has the origin "null"."""
     return path.startswith("/page/")
 
 
@@ -134,7 +135,8 @@ class Guard:
             self._check_key(headers)
 
     def _check_host(self, headers: Headers) -> None:
-        """Refuses pages whose host name points at this machine (DNS rebinding). Browsers always send a Host header."""
+        """Refuses a host name that is not this server's: the name of a page's host may be made to point at this machine
+        (DNS rebinding). Browsers always send a Host header."""
         allowed = self.settings.allowed_hosts
         if "*" in allowed or "host" not in headers:  # HTTP/1.0, as in health checks
             return

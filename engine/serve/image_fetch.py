@@ -51,7 +51,8 @@ class _Room:
 async def fetch_images(urls: Sequence[str]) -> dict[str, bytes]:
     """The contents of images by their addresses, each fetched once.
 
-    Raises EngineError for an address that is not allowed, has no image, or takes too much time or too many bytes.
+    Raises EngineError for an address that is not allowed or not there, which the message names by its host, and for
+    images that are too many or take too much time or too many bytes.
     """
     room, turns = _Room(MAX_BYTES), asyncio.Semaphore(MOST_AT_ONCE)
 

@@ -1,7 +1,7 @@
 """Connections to hosts that a request names: only to public addresses, unless others are allowed.
 
-The addresses of a name are checked when the connection is made, and it goes to one of these: the name cannot change
-its address between check and connection (DNS rebinding).
+The addresses of a name are checked when the connection is made, and it goes to one of these. The name is not resolved
+again, so it cannot lead elsewhere between check and connection (DNS rebinding).
 """
 
 import asyncio
@@ -32,8 +32,8 @@ class PrivateAddressError(EngineError):
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Whether an address is on the internet: not in a private network, on this machine, a cloud's metadata, or a
-    multicast group."""
+    """Whether an address is one of the internet, and not of a private network, this machine, a cloud's metadata service
+    or a multicast group."""
     if isinstance(address, IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(address.ipv4_mapped)

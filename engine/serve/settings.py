@@ -134,8 +134,9 @@ class ServerSettings:
 
     Answers call the model by the first of `model_names`. Any of `api_keys`, to which the keys in `api_key_file` are
     added, opens every route; without keys none is needed. "*" allows any host, or any origin; "localhost" allows the
-    origins of this machine. Without origins, CORS is on for all of them if a key is needed; else apps of this machine
-    may generate. `pooling`, `chat` and `defaults` apply where a request names no other.
+    origins of this machine. Without `cors_origins`, CORS is on for all origins if a key is needed (for those of this
+    machine only, if requests may call tools or change models), and else for apps of this machine, which may generate.
+    `pooling`, `chat` and `defaults` apply where a request names no other.
 
     Raises:
         EngineError: a value is out of range, the keys cannot be read, or the address is not loopback and there is no

@@ -178,7 +178,7 @@ class DraftModel:
                 self._follow_step(left)
 
     def _follow_step(self, ends: Mapping[Sequence, int]) -> None:
-        """Computes one step with chunks of these sequences, as many as fit the most tokens of a step."""
+        """Computes one step with chunks of these sequences, filled up to the most tokens of a step."""
         room, chunks = self._runner.decoder.chunk_size, dict[Sequence, SequenceRows]()
         for sequence, end in ends.items():
             progress = self._progresses[sequence]

@@ -10,7 +10,7 @@ go on; how the tokenizer itself would have cut the text does not matter. End tok
 
 llguidance bounds most of the work of compiling, but not the work for regexes that are joined by "and": a few patterns
 under `allOf` keep a thread busy for hours, and no thread can be stopped. Such a grammar is first compiled by a process
-of its own, over a vocabulary of bytes, with limits of time and memory; if that does not end, it is refused.
+of its own, over a vocabulary of bytes, with limits of time and memory; if it exceeds them, the grammar is refused.
 
 llguidance compiles by recursion: each rule or schema definition in a chain of references takes stack, and a full stack
 ends the process. So a grammar is compiled on a thread whose stack grows with the grammar's length.
@@ -72,7 +72,7 @@ if not matcher.is_error():
 
 
 def needs_probe(lark: str, own: bool) -> bool:
-    """Whether compiling may not end: several regexes can be joined, or a user's Lark grammar can join them.
+    """Whether compiling may not end: several regexes may be joined, one is long, or a user's Lark grammar joins some.
 
     own: the grammar is made here of schemas and regexes; it is not the user's.
     """

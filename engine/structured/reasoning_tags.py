@@ -92,8 +92,8 @@ def reasoning_in(message: Mapping[str, Any]) -> str:
 
 
 def switches(source: str, on: bool) -> dict[str, Any]:
-    """The `SWITCHES` that a template's source has as variables, not as keys or within words. Also MiniMax M3's variable
-    of three values, whose default lets the model decide."""
+    """Variables to values: `on` for the `SWITCHES` that a template's source has as variables, not as keys or within
+    words. Without `on`, also MiniMax M3's variable of three values as "disabled": its default lets the model decide."""
     found = {word: on for word in SWITCHES if re.search(rf"(?<![\w.'\"]){word}(?![\w'\"])", source)}
     return found if on or not _MODE.search(source) else {**found, "thinking_mode": "disabled"}
 
@@ -114,7 +114,7 @@ def _rendered(render: Render) -> ReasoningTags | None:
 
 
 def _split(before: str, between: str, prompt: str) -> ReasoningTags | None:
-    """The tags in three texts: before an answer's reasoning, between reasoning and text, and at a prompt's end."""
+    """The tags in three texts: before an answer's reasoning, between it and the answer's text, and a prompt's end."""
     first = _FIRST_TAG.match(between)
     if first is None:
         return None

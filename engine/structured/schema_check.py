@@ -1,7 +1,7 @@
 """Whether a finished text is valid under its schema, which a grammar enforces as far as it can (`schema_grammar`).
 
 Some values of `format` are enforced token by token, some are checked at the end, and others only describe: a format
-that a validator does not know is an annotation (JSON Schema 2020-12, Validation, section 7.2.1), and programs write
+that is unknown to a validator is an annotation (JSON Schema 2020-12, Validation, section 7.2.1), and programs write
 many of their own: `password`, `path`, `binary` (pydantic), `int32`, `double` (OpenAPI).
 """
 

@@ -157,7 +157,8 @@ def filter_calls(keep_metadata: bool, keeper: int | None) -> None:
 
     Args:
         keep_metadata: refuse changes of files' mode, owner, times and attributes by path as well, and chattr's in any
-            way. On an open file, which Landlock has judged, all others stay allowed, but not to root: it opens /etc.
+            way. On an open file, which Landlock has judged, the others stay allowed, except to root, as it may open
+            files of /etc.
         keeper: the id of a process that may be sent no signals and set no limits.
     """
     _install(program(_MACHINES[platform.machine()], keep_metadata, os.geteuid() == 0, keeper))

@@ -782,7 +782,7 @@ class CudaBackend:
 
     @property
     def rooms_left(self) -> int:
-        """How often a larger buffer of many rows replaced a smaller one. Graphs captured before must not run again."""
+        """How often a larger buffer of many rows replaced a smaller one. Graphs from before that must not run again."""
         return self._room().rooms_left
 
     def _quantization_scratch(self) -> QuantizationScratch:
@@ -811,5 +811,5 @@ def begun_norm(norm: Norm | None) -> RMSNorm | None:
 
 
 def exact(batch: ForwardBatch) -> bool:
-    """Whether a matmul of few rows rounds weights once, as one of many rows does: in prefill, not in batched decode."""
+    """Whether few rows round weights once, as many rows do (MatmulMode): in prefill, not in batched decode."""
     return batch.phase == "prefill"

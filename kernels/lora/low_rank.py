@@ -129,7 +129,7 @@ def stacked(changes: Sequence[Sequence[LowRank | None]], rows: Sequence[int], co
 
 
 def add_changes(y: Tensor, x: Tensor, changes: Changes, scales: Tensor) -> Tensor:
-    """y [T, N], the product of x [T, K], plus the changes of the matrix. scales [M, T]: of each adapter for each row.
+    """y [T, N], the product of x [T, K], plus the changes of the matrix. scales [M, T]: each adapter's for each row.
 
     Computed in the dtype of x.
     """

@@ -65,7 +65,7 @@ class _Fit:
     square: Tensor
 
     def or_else(self, other: "_Fit", better: Tensor) -> "_Fit":
-        """This fit for the groups where `better`, bool [M], is true, and the other fit elsewhere."""
+        """This fit in the groups where `better`, bool [M], is true, and the other fit elsewhere."""
         return _Fit(
             *(torch.where(better, a, b) for a, b in zip(self._tensors(), other._tensors(), strict=True))
         )
@@ -142,7 +142,7 @@ def as_books(fmt: BlockFormat, found: BookFits, count: int) -> Groups:
 def fit_books(
     fmt: BlockFormat, rows: Tensor, importance: Tensor | None, entries: NearestEntries = nearest_entries
 ) -> BookFits:
-    """Searches for fp32 rows [R, K]. importance: of their weights, fp32 [R or 1, K], `floored`; None: all alike."""
+    """Finds entries and scales for fp32 rows [R, K]. importance: fp32 [R or 1, K], `floored`, or None (`weighted`)."""
     x, weights = weighted(fmt, rows, importance)
     groups = _Groups(fmt, x.flatten(1), weights.flatten(1), entries)
     fit, d, sub = _block_fits(fmt, groups, _group_fits(groups), x.shape[1])

@@ -83,7 +83,7 @@ def as_ranges(fmt: BlockFormat, found: RangeFits, count: int) -> Groups:
 
 
 def fit_ranges(fmt: BlockFormat, rows: Tensor, importance: Tensor | None) -> RangeFits:
-    """Searches for fp32 rows [R, K]. importance: of their weights, fp32 [R or 1, K], `floored`; None: all alike."""
+    """Finds scales and minimums for fp32 rows [R, K]. importance: fp32 [R or 1, K], `floored`, or None (`weighted`)."""
     x, weights = weighted(fmt, rows, importance)
     fit = fit_of((1 << fmt.bits) - 1, x, weights)
     scale, low = _group_fits(fit, widenings(fmt))
@@ -135,7 +135,7 @@ def _solved(fit: RangeFit, sum_q: Tensor, sum_qq: Tensor, sum_qx: Tensor) -> tup
 
 
 NEIGHBOURS = ((1, 0), (-1, 0), (0, 1), (0, -1))
-"""Steps of (d, dmin), in units of the last bit of fp16, that are tried around the solution of least squares."""
+"""Steps of (d, dmin), in units of fp16's last bit, tried around the least-squares solution of blocks of one group."""
 LARGEST_BITS = 0x7BFF
 """The bits of the largest finite fp16."""
 
@@ -202,7 +202,7 @@ def common_unit(values: Tensor, weights: Tensor, limit: int) -> Tensor:
 
 
 def unit_tops(limit: int) -> tuple[float, ...]:
-    """Trial units: the multiple of the unit, not always whole, that the largest value of a block is."""
+    """For each trial unit, the multiple of it, not always whole, that the largest value of a block is."""
     return (limit - 0.4, limit - 0.2, limit, limit + 0.2, limit + 0.4, limit + 0.6)
 
 

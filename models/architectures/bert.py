@@ -96,7 +96,7 @@ def layer_norm_keys(keys: Keys) -> Keys:
 
 
 def both_sides(keys: Keys) -> Keys:
-    """config.json of an encoder with `is_causal` true. Raises EngineError where tokens see only earlier ones."""
+    """config.json of an encoder with `is_causal` true, as decoders have it. Raises EngineError for a decoder's."""
     for key in ("is_decoder", "add_cross_attention", "is_causal"):
         if keys.get(key):
             raise config_error(key, f"{keys[key]!r} is not implemented, only False is")
@@ -121,7 +121,7 @@ def _jina_keys(keys: Keys) -> Keys | None:
 
 
 def _roberta_keys(keys: Keys) -> Keys:
-    """config.json less the table's rows up to the padding token's, which stand for no position."""
+    """config.json with `max_position_embeddings` less the rows up to the padding token's, which are no positions."""
     rows = integer(keys, "max_position_embeddings", 1, 1 << 30)
     first = integer(keys, "pad_token_id", 0, rows - 2) + 1
     return {**_common_keys(keys), "max_position_embeddings": rows - first, "first_position": first}
@@ -165,7 +165,7 @@ def sizes_of(encoder: EncoderSizes) -> Callable[[ModelConfig], Fields]:
 
 
 def encoder_sizes(file: GGUFFile, config: ModelConfig, rotates: bool = False) -> EncoderSizes:
-    """The encoder's sizes by a file's tensors and metadata. Raises GGUFError where attention is causal."""
+    """The encoder's sizes by a file's tensors and metadata. Raises GGUFError unless attention is to both sides."""
     a = config.architecture
     if file.get_bool(f"{a}.{CAUSAL}") is not False:
         raise file.error(

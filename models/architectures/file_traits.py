@@ -26,7 +26,7 @@ _NORMS = frozenset({"attn_q_norm.weight", "attn_k_norm.weight"})
 
 
 def tensor_kinds(file: GGUFFile) -> frozenset[str]:
-    """The names of a file's layer tensors, without the layer."""
+    """The names of a file's tensors below their layers, such as "attn_q.weight"."""
     return frozenset(name.split(".", 2)[-1] for name in file.tensors)
 
 

@@ -1,6 +1,6 @@
 """Gemma 3, the text model: norms on both sides of a block, GeGLU, and five layers with a window to one without.
 
-Layers with a window have their own rotary base, which is never scaled. The embedding is multiplied by the square root
+Layers with a window have their own rotary base and no rotary scaling. The embedding is multiplied by the square root
 of its width, rounded to fp32 as in llama.cpp and in `transformers` with fp32 weights (with bf16 weights `transformers`
 rounds to bf16). Hugging Face folders store norm weights minus one. The output matrix is the embedding.
 """

@@ -83,7 +83,7 @@ def _fields(keys: Keys, config: ModelConfig) -> Fields:
 
 
 def _layer_input(keys: Keys, config: ModelConfig) -> LayerInputSizes:
-    """The table of per-layer embeddings. Tokens of images and sounds, which lie beyond it, have its first row."""
+    """The sizes of per-layer embeddings. Tokens beyond the table, of images and sounds, have its first row."""
     length = integer(keys, "hidden_size_per_layer_input", *LIMITS["embedding_length"])
     rows = integer(keys, "vocab_size_per_layer_input", *LIMITS["vocab_size"])
     if rows > config.vocab_size:

@@ -150,7 +150,7 @@ def _own_sizes_of_layer(given: Any) -> Mapping[str, int]:
 
 
 def _of_sizes(config: ModelConfig, sizes: Sequence[LayerSizes], windowed: Sequence[bool]) -> dict[str, Any]:
-    """The fields that follow from the layers' sizes. The model's own are the largest; it rotates as global layers."""
+    """The fields that follow from the layers' sizes: the largest of each, and the `rope_dim` of the global layers."""
     full = [size.head_dim for size, is_local in zip(sizes, windowed, strict=True) if not is_local]
     local = [size.head_dim for size, is_local in zip(sizes, windowed, strict=True) if is_local]
     return {
@@ -209,7 +209,8 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 
 def windows_of_gguf(file: GGUFFile, config: ModelConfig, shared: int) -> Fields:
-    """Which layers have the window, and their sizes. shared: the number of last layers without keys of their own."""
+    """The fields of a file with windows: their layers, all layers' sizes, `keys_as_values`. shared: the number of last
+    layers without keys of their own."""
     prefix = config.architecture
     for suffix in (PATTERN, *_LOCAL_SIZES, LOCAL_BASE, "rope.freq_base"):
         if f"{prefix}.{suffix}" not in file.metadata:

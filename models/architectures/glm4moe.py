@@ -47,7 +47,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
     kinds = tensor_kinds(file)
     block = with_biases(config.block, kinds).with_attention(qk_norm="head" if has_head_norms(kinds) else None)
     assert config.experts is not None
-    # Without the key a file's weights are not normalized, as in llama.cpp; a folder's are.
+    # Without the key a file's weights are not normalized, as in llama.cpp. A folder's are, unless it says otherwise.
     normalized = bool(file.get_bool("glm4moe.expert_weights_norm"))
     router = replace(config.experts.router, normalized=normalized)
     return {

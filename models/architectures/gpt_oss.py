@@ -5,7 +5,7 @@ and without a window have the same YaRN, whose limits are not rounded (`truncate
 so, and llama.cpp rounds them; here they are not rounded for GGUF files either, as the model was trained.
 
 In folders the gate and up rows of an expert alternate in one tensor: packed as MXFP4 in released folders, transposed
-and not packed where `transformers` saves them otherwise.
+and not packed in others that `transformers` saves.
 """
 
 from collections.abc import Sequence

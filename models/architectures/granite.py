@@ -55,7 +55,7 @@ def _scaled(
 
 
 def multipliers(keys: Keys, config: ModelConfig) -> Fields:
-    """A missing multiplier is 1. If attention's is null, the usual scale applies, as in `transformers`."""
+    """A folder's multipliers; a missing one is 1. A null one of attention means the usual scale (`transformers`)."""
     scales = {name: number(keys, key, 1.0) for name, key in HF_SCALES.items()}
     fields = _scaled(config, scales, lambda name, problem: config_error(HF_SCALES[name], problem))
     null = keys.get(HF_SCALES[_ATTENTION], 1.0) is None
@@ -69,7 +69,7 @@ def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
 
 
 def gguf_multipliers(file: GGUFFile, config: ModelConfig) -> Fields:
-    """A multiplier that is 0 or missing is 1; if attention's is, the usual scale applies."""
+    """A file's multipliers; one that is 0 or missing is 1, and for attention means the usual scale."""
     prefix = config.architecture
     given = {name: file.get_float(f"{prefix}.{name}") for name in HF_SCALES}
     scales = {name: scale or 1.0 for name, scale in given.items()}

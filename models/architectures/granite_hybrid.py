@@ -3,8 +3,8 @@
 It has Granite's four multipliers (granite.py); the norm within Mamba2 does not read the residual stream, and keeps the
 epsilon of the file. Attention is rotated only where a folder has `position_embedding_type` "rope", or where a GGUF file
 does not deny it by `rope.scaling.finetuned`. A folder's `shared_mlp` is the shared expert, or the feed-forward of a
-model without experts. As in llama.cpp's converter, folders of models with attention in every layer and no experts
-(350M, 1B, Micro) are read as Granite. Sources: `GraniteMoeHybridModel` in `transformers`; llama.cpp's converter.
+model without experts. As in llama.cpp's converter, folders with rotated attention in every layer and no experts (350M,
+1B, Micro) are read as Granite. Sources: `GraniteMoeHybridModel` in `transformers`; llama.cpp's converter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,7 @@ def _size_fields(config: ModelConfig) -> Fields:
 
 
 def _common_keys(keys: Keys) -> Keys:
-    """config.json in common keys; without experts the feed-forward has the shared length. Raises EngineError."""
+    """config.json in common keys; without experts the feed-forward is the shared expert. Raises EngineError."""
     kinds = keys.get("layer_types")
     kinds = keys.get("layers_block_type") if kinds is None else kinds
     if kinds is not None and not isinstance(kinds, list):

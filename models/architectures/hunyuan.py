@@ -43,7 +43,7 @@ def _raised(keys: Keys, given: Keys, base: float) -> float:
 
 
 def _common_keys_of_mixture(keys: Keys) -> Keys:
-    """config.json with one number of experts for all layers, whatever its key and even if it is a list by layer."""
+    """config.json with one number of experts per token for all layers, in place of a list by layer or another key."""
     used = keys.get("num_experts_per_tok", keys.get("moe_topk"))
     if isinstance(used, list):
         blocks = integer(keys, "num_hidden_layers", *LIMITS["block_count"])

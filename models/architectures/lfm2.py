@@ -2,7 +2,7 @@
 
 In GGUF files a layer without key and value heads is a convolution, and the norm in front of the output matrix has the
 name `token_embd_norm`. Experts are chosen by sigmoid scores, in most models with a bias per expert; the first layers
-are dense. `transformers` adds 1e-6 to the sum that normalizes the experts' weights, below fp32's resolution. Source:
+are dense. `transformers` adds 1e-6 to the sum that normalizes the experts' weights, which is not done here. Source:
 "LFM2 Technical Report", Liquid AI 2025; `Lfm2Model` and `Lfm2MoeModel` in the `transformers` library.
 """
 

@@ -30,7 +30,7 @@ _WITHOUT_NORMS = 128
 
 
 def _layers(config: ModelConfig) -> Sequence[Block]:
-    """Attention and a feed-forward in each layer; queries grow with the position in layers that do not rotate."""
+    """Attention and a channel mixer in each layer; queries grow with the position only in layers that do not rotate."""
     found = []
     for i in range(config.block_count):
         attention = attention_of(config, i)
@@ -41,7 +41,7 @@ def _layers(config: ModelConfig) -> Sequence[Block]:
 
 
 def _common_keys(keys: Keys) -> Keys:
-    """config.json with the lengths in common keys: `intermediate_size` here is the experts', not the dense one."""
+    """config.json with its lengths in common keys. Its own `intermediate_size` is the length of experts."""
     lengths = {
         "moe_intermediate_size": keys["intermediate_size"],
         "intermediate_size": keys["intermediate_size_mlp"],
@@ -129,8 +129,8 @@ def _size_fields(config: ModelConfig) -> Fields:
 
 
 def _gguf_fields(file: GGUFFile, config: ModelConfig) -> Fields:
-    """The dense layers of a file. Raises GGUFError for a chunk length, at the key for windows, that is not the usual
-    one; 0, with which llama.cpp rotates in all layers, is not implemented."""
+    """The dense layers of a file. Raises GGUFError for a chunk length, at the key of windows, other than the usual one:
+    also for 0, with which llama.cpp rotates in all layers."""
     window = file.get_int(f"llama4.{_WINDOW}")
     if window not in (None, _CHUNK):
         raise file.error(f"llama4.{_WINDOW}", f"{window}: only chunks of {_CHUNK} positions are implemented")

@@ -2,8 +2,9 @@
 
 Its layers are a decoder's with LayerNorms without biases in front, GELU or SiLU with a gate, and attention to both
 sides. Every third layer, from the first on, attends to the whole text; the others attend to nearby positions, with
-their own rotary base. The first layer's attention has no norm of its own in front. Source: Warner et al. 2024,
-"ModernBERT"; `ModernBertModel` in the `transformers` library; llama.cpp's converter for the names of GGUF files.
+their own rotary base. The first layer's attention reads the embeddings, which are normed, without a norm of its own.
+Source: Warner et al. 2024, "ModernBERT"; `ModernBertModel` in the `transformers` library; llama.cpp's converter for
+the names of GGUF files.
 """
 
 from collections.abc import Mapping, Sequence

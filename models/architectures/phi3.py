@@ -2,7 +2,7 @@
 
 LongRoPE has one set of frequency factors for sequences of up to `original_max_position_embeddings` tokens, and one for
 longer ones. `transformers` chooses by the sequence, and computes its cache anew when a sequence outgrows the first set.
-llama.cpp chooses by the context that a run is given; so does `ModelConfig.rope`, because cached keys are rotated
+llama.cpp chooses by the context that a run is given; so does `Rotation.spec`, because cached keys are rotated
 already. The attention factor applies to both sets. All layers have the window of config.json, as in `transformers`;
 llama.cpp ignores it.
 """

@@ -70,7 +70,8 @@ def _recurrent(blocks: int, interval: int) -> tuple[int, ...]:
 
 
 def _size_fields(config: ModelConfig) -> Fields:
-    """The layers of a synthetic model, with attention at least in the last, and default sizes of gated delta nets."""
+    """The layers of a synthetic model, with attention in the last if there are fewer than four; gated delta nets have
+    default sizes if it gives none."""
     recurrent = _recurrent(config.block_count, min(_INTERVAL, config.block_count))
     by_key_head = config.architecture == "qwen3next"
     sizes = config.gated_delta or GatedDeltaSizes(2, 4, 128, 4, not by_key_head, by_key_head)
@@ -82,7 +83,7 @@ def _size_fields(config: ModelConfig) -> Fields:
 def _common_keys(keys: Keys) -> Keys:
     if keys.get("attn_output_gate") is False:
         raise config_error("attn_output_gate", "false is not implemented: the attention's output is gated")
-    if keys.get("intermediate_size") is None and "moe_intermediate_size" in keys:  # all layers have experts
+    if keys.get("intermediate_size") is None and "moe_intermediate_size" in keys:  # no layer need be dense
         keys = {**keys, "intermediate_size": keys["moe_intermediate_size"]}
     return keys
 

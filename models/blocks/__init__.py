@@ -1,4 +1,4 @@
-"""The layers of models, declared: mixers, feed-forwards, norms and other parts."""
+"""The layers of models, declared: mixers, feed-forwards, norms and other parts; here the forms of these parts."""
 
 from quengine.models.blocks.attention import AttentionForm
 from quengine.models.blocks.block_form import BlockForm

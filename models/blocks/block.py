@@ -110,7 +110,7 @@ class SlotState:
 
     Ranks divide the channels of a part [rows, channels], and the first dimension of a part [heads, ...].
 
-    rewinds: from how many positions before its newest one a sequence can still continue with the same state.
+    rewinds: how many positions a sequence can go back from its newest one and still continue with the same state.
     sections: for each part, the relative lengths of the sections of the divided dimension: (2, 1) are two thirds and
         one third. A rank has its share of each section. (): no part has sections.
     """

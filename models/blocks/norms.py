@@ -1,4 +1,4 @@
-"""The norms of a layer, declared: their kind and places."""
+"""The norms in front of and after a layer's parts, declared: their kind and places."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -55,8 +55,8 @@ def _base_config(adapter: PeftAdapter, base: Path | None) -> ModelConfig:
 
 
 def alpha_of(changes: Iterable[LowRank]) -> float:
-    """The most common product of scale and rank among the changes, at least one of which has a scale other than 0.
-    (In files an alpha of 0 stands for a scale of 1.)"""
+    """The most common product of scale and rank among the changes with a scale other than 0, of which there must be
+    one: in files an alpha of 0 stands for a scale of 1."""
     found = Counter(change.scale * change.rank for change in changes if change.scale)
     return found.most_common(1)[0][0]
 

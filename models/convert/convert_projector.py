@@ -92,7 +92,7 @@ class ProjectorFile:
         PARTS[self._projector.name](ProjectorSource(writer, settings, read_config(self.folder)))
 
     def _forced(self, name: str) -> str | None:
-        """The type that a tensor must have, whatever type the others get; None: it has theirs."""
+        """The type that this projector's tensor must have, whatever type the others get; None: it may have any."""
         own = self._projector.name
         if own == "gemma3" and name == "mm.input_projection.weight":
             return "F16"

@@ -196,8 +196,8 @@ def _tensor(config: ModelConfig, held: HFTensors, name: str, parts: list[str], k
 
 
 def _in_file_order(config: ModelConfig, name: str) -> Callable[[Tensor], Tensor] | None:
-    """The function that puts a folder's value heads, which are side by side, in the order of files, tiled over the key
-    heads, or that drops the table's rows for no position; None: neither is needed."""
+    """The function that reorders value heads, which a folder has side by side and a file tiled over the key heads, or
+    that drops the position table's rows of no position; None: the tensor needs neither."""
     if name == "position_embd.weight" and config.encoder is not None and config.encoder.first_position:
         first = config.encoder.first_position
         return lambda values: values[first:]

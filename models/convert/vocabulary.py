@@ -293,7 +293,7 @@ def pre_tokenizer_name(path: Path, parts: Mapping[str, Any]) -> str:
 
 @cache
 def _cuts_by(patterns: tuple[str, ...], text: str) -> bytes:
-    """The cuts of `text` by these patterns. Cached, as names share patterns and folders are compared with the same."""
+    """The cuts of `text` by `patterns`. Cached: names share patterns, and all folders are compared with the same."""
     from tokenizers import Regex, pre_tokenizers
 
     splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in patterns]

@@ -115,7 +115,7 @@ _OTHER_FILES: Mapping[str, str] = {
 def read_gguf_config(file: GGUFFile, given: Architecture | None = None) -> ModelConfig:
     """The configuration in a GGUF file's metadata; needs no tensor data beyond `rope_freqs.weight`.
 
-    given: the architecture, for models that do not generate by themselves (draft models).
+    given: the architecture, for a draft model whose architecture is not in `DECLARED` (EAGLE-3).
 
     Raises:
         GGUFError: a value is missing, of the wrong type, out of range or at odds with another.
@@ -263,7 +263,7 @@ def _uniform_int(
 
 
 def _feed_forward_length(file: GGUFFile, declared: Architecture) -> int:
-    """The feed-forward length; if all layers have experts, a file may only have the experts' length."""
+    """The feed-forward length; if all layers have experts, a file may have only the experts' length."""
     only = None if declared.may_be_dense else file.get_int(f"{declared.name}.expert_feed_forward_length")
     zeros = declared.has_lone_parts
     return _uniform_int(file, declared.name, "feed_forward_length", default=only, but_zeros=zeros)

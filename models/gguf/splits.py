@@ -63,7 +63,8 @@ def _value_text(entry: Entry) -> str:
 
 
 def _check_siblings(shards: list[Shard]) -> None:
-    """Raises GGUFError unless each shard is the one its name says, and all hold the tensors that the first counts."""
+    """Raises GGUFError unless each shard is the one its name says, and together they hold as many tensors as the first
+    declares."""
     first = shards[0]
     declared = _split_value(first, SPLIT_TENSORS)
     names: dict[str, Shard] = {}

@@ -21,8 +21,8 @@ PARTIAL = ".partial"
 
 @contextmanager
 def beside(path: Path) -> Iterator[BinaryIO]:
-    """A file next to `path` to be written. It is locked, so that nobody takes it for the rest of a dead process. At the
-    end of the block it is renamed to `path`; after an error it is removed."""
+    """A file next to `path` to be written. It is locked, so that nobody takes it for the leftover of a dead process. At
+    the end of the block it is renamed to `path`; after an error it is removed."""
     partial = _partial(path)
     try:
         with partial.open("wb") as file:

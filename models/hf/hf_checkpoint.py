@@ -174,13 +174,14 @@ class HFCheckpoint:
 class HFTensors(Mapping[str, QuantTensor]):
     """GGUF name -> tensor of a checkpoint, made when read.
 
-    `stored`: the header of each tensor. `heads`: the heads of a permuted tensor
-    (`TensorSpec.rotated`). `changes`: the function from the stored values to GGUF's, where they differ. `parts`: the
-    expert and its first row, if one tensor holds all experts. `within`: tensors that lie within others. `drafts`: the
-    checkpoint's tensors of draft layers. `unused`: its tensors outside the text model.
+    Attributes, all but the last two by GGUF name. stored: the header of each tensor. heads: the heads of a permuted
+    tensor (`TensorSpec.rotated`). changes: the function from the stored values to GGUF's, where they differ. parts: the
+    expert and its first row, if one tensor holds all experts. within: tensors that lie within others. stacks: the names
+    of matrices that are one tensor here. rows: the rows of a matrix that make up a tensor. drafts: the checkpoint's
+    tensors of draft layers. unused: its tensors outside the text model.
 
-    stacks: the names of matrices that are one tensor here. rows: the rows of a matrix that make up a tensor. names: the
-    names of the layer that drafts, if only that layer is read. changes: tensors that others read (`FolderAdapters`).
+    Arguments. names: the names of the layer that drafts, if only that layer is read. changes: tensors that others read
+    (`FolderAdapters`).
     """
 
     def __init__(

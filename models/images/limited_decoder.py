@@ -107,7 +107,7 @@ def _line(error: object) -> str:
 
 @cache
 def _warn_unsealed(why: str) -> None:
-    """Warns, once, that the processes could not give up all system calls."""
+    """Warns, once for each reason, that the processes could not give up system calls."""
     logger.warning("the process that decodes image files has limits, but may open files and sockets: %s", why)
 
 

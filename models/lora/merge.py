@@ -43,8 +43,8 @@ def merge(
     """Adds the adapters' changes to the weights of the GGUF file `source`, and writes it as the file `target`.
 
     Each changed tensor is dequantized, scale * alpha / r * B A of every adapter is added in fp32, and the sum is
-    quantized to the tensor's type, which rounds again. All other tensors keep their bytes. It takes memory for the
-    adapters and some pieces of tensors.
+    quantized to the tensor's type, which rounds again. Other tensors keep their bytes unless `type` gives them another
+    type. It takes memory for the adapters and some pieces of tensors.
 
     Args:
         source: the file; any file of a split one.

@@ -1,7 +1,7 @@
 """Importance matrices: for each tensor the mean square of the activations that meet its columns.
 
 llama.cpp's llama-imatrix has two formats. Both are read, the first is written. The first is a GGUF file with tensors
-NAME.in_sum2 [experts, columns] and NAME.counts [experts]. The older `.dat` has a u32 count of entries, then for each a
+NAME.in_sum2 [experts, columns] and NAME.counts [experts]. The older `.dat` has an i32 count of entries, then for each a
 name, the number of calls, and values: sums divided by tokens and multiplied by calls. The number of chunks and the
 dataset's name follow.
 """
@@ -53,7 +53,7 @@ class ImatrixSums:
 
     chunk_size: tokens of a chunk; 0: the file has the older format, which lacks it; a chunk then counts as one row.
     first: chunks of the last text that were skipped before the first counted one.
-    added: how many of `chunks` are from other files, not consecutive ones of the last text from `first` on.
+    added: how many of `chunks` are not consecutive chunks of the last text from `first` on: those of added files.
     """
 
     sums: Mapping[str, Sums]
@@ -91,7 +91,8 @@ class Imatrix:
     def of(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32] | None:
         """The importance of a tensor of this shape, [experts or 1, columns], or None where the file has none.
 
-        Raises EngineError where the file's has another shape, except for an embedding, which is only looked up: None.
+        Raises EngineError where the file has another number of values for it; None for the token embedding then, as
+        it is a look-up.
         """
         values = self.values.get(name)
         if values is None:

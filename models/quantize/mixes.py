@@ -146,9 +146,9 @@ def needs_importance(name: str, kind: str, mix: str) -> bool:
 class Overrides:
     """The user's choices of types.
 
-    output, token_embedding: types of output.weight and of the token embedding. patterns: regular expressions, each
-    with a type, to search names for; the first match decides. pure: every matrix gets the mix's type, without its
-    rules.
+    output, token_embedding: types of output.weight and of the token embedding. patterns: regular expressions that are
+    searched for in names, each with a type; the first one found decides. pure: every matrix gets the mix's type,
+    without its rules.
     """
 
     output: str | None = None
@@ -187,7 +187,7 @@ def choose_types(
     type to use instead where rows are not whole blocks.
 
     Raises:
-        EngineError: a pattern matches no name.
+        EngineError: a pattern is found in no name.
     """
     rules = _Rules(mix, traits, has_imatrix, _count_value_matrices(tensors), _is_tied(tensors))
     types = {tensor.name: _type_of(tensor, mix, overrides, rules) for tensor in tensors}

@@ -86,7 +86,7 @@ Progress = Callable[[QuantizedTensor, int, int], None]
 class Plan:
     """What to write.
 
-    deltas: what adapters add to tensors, which are then quantized from the sums.
+    deltas: what adapters add to tensors, whose bytes are then made of the sums.
     wanted: for tensors whose rows are not whole blocks of the type chosen for them, that type.
     """
 
@@ -129,7 +129,7 @@ def quantize(
         target: path of the result, which appears only when complete; None: only plan, with sizes.
         type: a mix (`mixes.MIXES`), such as "Q4_K_M".
         imatrix: importances of columns, a file of llama-imatrix in either format.
-        tensor_types: "PATTERN=TYPE", for tensors whose name the regular expression matches; the first match decides.
+        tensor_types: "PATTERN=TYPE", for tensors in whose name the regular expression is found; the first one decides.
         output_type: tensor type of output.weight.
         token_embd_type: tensor type of the token embedding.
         pure: the mix's type for every matrix.
@@ -175,7 +175,7 @@ def _override(text: str) -> tuple[re.Pattern[str], str]:
 
 
 def plan_mix(file: GGUFFile, mix: Mix, overrides: Overrides, imatrix: Imatrix | None) -> Plan:
-    """The plan for the file's tensors in the types of a mix. Raises EngineError: a pattern matches no name."""
+    """The plan for the file's tensors in a mix's types. Raises EngineError: a pattern of `overrides` is in no name."""
     order = sorted(file.tensors.values(), key=lambda tensor: file_order(tensor.name))
     chosen = choose_types(order, mix, _traits(file), overrides, imatrix is not None)
     types = {tensor.name: fitting(tensor, chosen[tensor.name]) for tensor in order}
@@ -236,7 +236,7 @@ def _check(plan: Plan, mix: Mix, allow_requantize: bool, target: str | Path | No
 
 
 def check_importances(plan: Plan, mix: str) -> None:
-    """Raises EngineError where a tensor's type needs importances and the imatrix has none for it."""
+    """Raises EngineError where a tensor's new type needs importances and there are none for it. mix: its name."""
     for name in _needing_importance(plan, mix):
         kind = plan.types[name]
         if plan.imatrix is None:
@@ -334,8 +334,8 @@ def _importance(plan: Plan, tensor: GGUFTensor, kind: str, merged: bool) -> NDAr
     """The importance of each column of a tensor, fp32 [experts or 1, columns]; None: llama.cpp's weights for the
     type (kernels/quantize/quantize.py).
 
-    Without an imatrix, a tensor that is already quantized gets equal importances: the plain formula goes by a block's
-    extremes and would miss the grid of the weights (2% more error for Q5_1 made of Q4_1).
+    Without importances in a file, a tensor that is already quantized gets equal ones: the plain formula goes by a
+    block's extremes and would miss the grid of the weights (2% more error for Q5_1 made of Q4_1).
     """
     found = None if plan.imatrix is None else plan.imatrix.of(tensor.name, tensor.shape)
     on_grid = FORMATS[tensor.type_name].is_quantized and not merged

@@ -146,7 +146,7 @@ def _model_is_bounded(model: Any) -> bool:
 
 
 def _unigram_is_bounded(vocab: Any) -> bool:
-    """Whether a Unigram model is bounded: its pieces are short. At each place of a text it tries all that match."""
+    """Whether a Unigram model is bounded by few, short pieces: at each place of a text it tries all that match."""
     return (
         isinstance(vocab, list)
         and len(vocab) <= MAX_TOKENS

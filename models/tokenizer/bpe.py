@@ -52,8 +52,8 @@ def merge_model(
 
 
 def _byte_alphabet() -> list[str]:
-    """GPT-2's character for each byte: printable Latin-1 bytes are themselves, the other 68 are code points 256, 257,
-    ... in order."""
+    """GPT-2's character for each byte: printable Latin-1 bytes stand for themselves, the other 68 for code points 256,
+    257, ... in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     rest = (b for b in range(256) if b not in printable)
     stand_in = {b: chr(256 + n) for n, b in enumerate(rest)}

@@ -18,7 +18,7 @@ _LABEL, _HAS_VALUE, _VALUE = (1 << 31) | 0xFF, 1 << 8, (1 << 31) - 1
 
 
 def charsmap_problem(raw: bytes) -> str | None:
-    """What is wrong with a map: it leads outside of itself, or a replacement is too long. None: nothing."""
+    """What is wrong with a map, such as that it leads outside of itself or a replacement is too long; None: nothing."""
     size = int.from_bytes(raw[:4], "little")
     if len(raw) > MOST_BYTES:
         return f"{len(raw)} bytes, more than {MOST_BYTES}"
@@ -35,7 +35,7 @@ def charsmap_problem(raw: bytes) -> str | None:
 
 
 def _trie_problem(units: NDArray[np.int64], replacements: bytes) -> str | None:
-    """What is wrong with the first bad unit that some text leads to; None: nothing."""
+    """What is wrong with a unit that some text leads to; None: nothing."""
     starts = np.frombuffer(replacements, np.uint8) & 0xC0 != 0x80  # where a character begins
     seen = np.zeros(len(units), np.bool_)
     found = np.zeros(1, np.int64)

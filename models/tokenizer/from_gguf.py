@@ -37,7 +37,7 @@ _ROLES = {
 }
 # SentencePiece's own ids for the roles, for files that do not give them.
 _SCORED_ROLES = {"unk": 0, "bos": 1, "eos": 2}
-# T5's own places, likewise.
+# T5's own ids, likewise.
 _UNIGRAM_ROLES = {"pad": 0, "eos": 1, "unk": 2}
 _CHARSMAP = _PREFIX + "precompiled_charsmap"
 # BERT's own places, likewise.
@@ -157,7 +157,7 @@ def _pair_gap(file: GGUFFile, vocabulary: Vocabulary, by_default: bool) -> tuple
 
 
 def _charsmap(file: GGUFFile) -> bytes:
-    """The map of normalizations, b"" if there is none. Raises GGUFError for a map that `charsmap_problem` rejects."""
+    """The map of normalizations; b"": none. Raises GGUFError: it is not bytes, or `charsmap_problem` rejects it."""
     given = file.get_ints(_CHARSMAP)
     if given is None or not len(given):
         return b""
@@ -168,7 +168,7 @@ def _charsmap(file: GGUFFile) -> bytes:
 
 
 def _word_pieces(file: GGUFFile) -> TokenizerParts:
-    """A WordPiece tokenizer. A text stands between two special tokens with their own keys, here BOS and EOS."""
+    """A WordPiece tokenizer. A text stands between two special tokens, whose own keys give BOS and EOS here."""
     checked = check_vocabulary(file)
     begin = file.get_int(_PREFIX + "cls_token_id", high=(1 << 32) - 1)
     end = file.get_int(_PREFIX + "seperator_token_id", high=(1 << 32) - 1)

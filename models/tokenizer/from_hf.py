@@ -68,7 +68,7 @@ class LimitedEngine:
 
 
 class WholeTextEncoder:
-    """tokenizer.json as an encoder. A lock guards the library's object, whose state says if control tokens match."""
+    """tokenizer.json as an encoder. It needs a lock: whether control tokens match is set on the library's object."""
 
     def __init__(self, engine: TokenizerEngine, origin: Path) -> None:
         self._engine = engine
@@ -95,7 +95,7 @@ class Described:
 
 
 def engine_for(path: Path, parts: Mapping[str, Any]) -> TokenizerEngine:
-    """The engine for the tokenizer.json `parts`, with control tokens made special where the file does not.
+    """The engine for the tokenizer.json `parts`. Marks known control tokens as special where the file does not.
 
     Raises TokenizerError: the library refuses the file.
     """
@@ -138,7 +138,8 @@ _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def read_hf_tokenizer(folder: Path) -> TokenizerParts:
-    """A folder's tokenizer. Raises EngineError for a file that is missing or no JSON, TokenizerError if it fails."""
+    """A folder's tokenizer. Raises EngineError for a file that is no JSON, TokenizerError for a tokenizer.json that is
+    missing or does not work."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(f"{folder} has no tokenizer.json; convert its tokenizer with transformers first")

@@ -16,7 +16,7 @@ from typing import Any
 
 from quengine.models.template.limited_worker import LimitedWorker
 
-# A tenth of the speed on a slow machine.
+# A tenth of the library's speed on a slow machine.
 CHARS_PER_SECOND = 100_000
 # The largest tokenizer in use is built and described in 3 seconds; an ordinary text is encoded in milliseconds.
 BUILDING = 10

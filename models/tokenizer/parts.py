@@ -85,7 +85,7 @@ class TokenizerParts:
     Attributes:
         vocabulary: the tokens.
         make_encoder: builds the merging engine, which takes time.
-        length: computes the bound on how much of a text one token can stand for; None: there is no bound.
+        length: returns the bound on how much of a text one token can stand for, or None where there is no bound.
         space_prefix: the encoder puts a space before a text.
     """
 

@@ -34,7 +34,7 @@ class Unigram:
         merges_spaces: bool,
         space_prefix: bool,
     ) -> None:
-        # Words contain no spaces, and are never tokens of another type.
+        # Words have no spaces, so a text with a space keeps tokens of other types from being matched.
         kinds = zip(vocabulary.texts, vocabulary.types, strict=True)
         texts = [text if kind in _MATCHED else f" {i}" for i, (text, kind) in enumerate(kinds)]
         matched = [score for score, kind in zip(scores, vocabulary.types, strict=True) if kind in _MATCHED]

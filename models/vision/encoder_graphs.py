@@ -45,7 +45,8 @@ class EncoderGraphs:
     """An encoder on a CUDA device, captured for a number and size of units once these come a second time.
 
     One thread at a time may use it, always on the same stream. On the default stream, where nothing can be captured, it
-    launches kernel by kernel. After a capture runs out of memory, it captures no others."""
+    launches kernel by kernel. After a capture runs out of memory, it captures no others.
+    """
 
     def __init__(self, encoder: ImageEncoder, device: torch.device) -> None:
         self._encoder, self._device = encoder, device

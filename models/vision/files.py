@@ -34,7 +34,7 @@ class TensorSource(Protocol):
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """Tensor `name`, which must exist, in its float type, or in fp32 if it is stored in blocks."""
+        """Tensor `name`, which must exist, in its own float type or in fp32; blocks are dequantized to fp32."""
         ...
 
     def stored(self, name: str) -> Matrix:

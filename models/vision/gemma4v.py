@@ -1,4 +1,4 @@
-"""Gemma 4 (E2B, E4B, 26B-A4B, 31B): images of any ratio in a set number of rows, tables of positions, axial rotation.
+"""Gemma 4 (E2B, E4B, 26B-A4B, 31B): images of any ratio in a bounded number of rows, position tables, axial rotation.
 
 Definition: `transformers` models/gemma4 (Gemma4ImageProcessor, Gemma4VisionModel, Gemma4MultimodalEmbedder). Scores are
 not scaled; matrices of E2B and E4B clamp inputs and outputs. The 12B model has no encoder (gemma4uv.py).

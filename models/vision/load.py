@@ -22,7 +22,7 @@ from quengine.models.vision.vision_model import VisionModel
 def find_vision(model_path: Path) -> Path | None:
     """The mmproj*.gguf beside a model's GGUF file, or the model's folder if this package computes its vision part.
 
-    `choose_projector` picks one of several files.
+    `choose_projector` picks one of several files. None: there is no such file, or no such part.
     """
     if model_path.is_dir():
         path = model_path / "config.json"
@@ -32,7 +32,7 @@ def find_vision(model_path: Path) -> Path | None:
 
 
 def load_processor(path: Path) -> ImageProcessor:
-    """The preprocessing of the projector in `path`, without weights. Starts the process that decodes images.
+    """The preprocessing of the projector in `path`, without weights. Also starts the process that decodes images.
 
     Raises:
         EngineError: no supported projector, or a damaged file.

@@ -1,6 +1,7 @@
 """A matrix of a vision encoder in its file's type, expanded for each product into the product's type.
 
-Expanding takes a hundredth of the time of a product with the thousands of rows of an image."""
+Expanding takes a hundredth of the time of a product with the thousands of rows of an image.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -46,7 +46,7 @@ class Projector:
     have several. gguf, folder: read the settings; folder is given config.json, its vision_config and the image
     processor's configuration. vision_defaults, processor_defaults: what `transformers` takes for absent keys of the
     latter two. hf_names, hf_changes, hf_parts, hf_ignored: see `files.FolderSource`. gguf_ignored: tensors that a GGUF
-    file may have and nothing needs. arrange: RGB image -> pixels and layout. encoder: makes the encoder of weights.
+    file may have and nothing needs. arrange: RGB image -> pixels and layout. encoder: makes the encoder from weights.
     bidirectional: rows of an image attend to one another both ways in the text model. deepstack: extra vectors per row.
     """
 

@@ -11,7 +11,7 @@ from quengine.models.vision.pixels import resized
 def tile_counts(width: int, height: int, tile: int, least: int, most: int) -> tuple[int, int]:
     """(columns, rows), `least` to `most` tiles in all, with the ratio of sides nearest to the image's.
 
-    Of two equally near ones, the one with more tiles is taken if the image has over half of its pixels.
+    Of two equally near ones, the one with more tiles is taken if the image has over half as many pixels as these.
     """
     ratio, best, distance = width / height, (1, 1), float("inf")
     every = [(cols, rows) for cols in range(1, most + 1) for rows in range(1, most + 1)]

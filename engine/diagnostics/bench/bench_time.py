@@ -97,7 +97,7 @@ def _repeated(
 
 def _time_requests(llm: LLM, test: BenchTest, batch: int) -> tuple[float, list[Completion]]:
     """Seconds of `batch` whole requests, after their depth. With a prompt, each generates one token more than the test
-    counts."""
+    counts: the one that the prompt gives."""
     prompts = random_prompts(llm, batch, test.depth + max(1, test.prompt))
     count = test.generate + (1 if test.prompt else 0)
     llm.scheduler.reset()

@@ -98,8 +98,8 @@ def locate(a: LLMSide, b: LLMSide, report: ParityReport, progress: Callable[[str
     """Compares a prefill chunk and a decode step, each at the place where the report's phase was worst.
 
     That place comes from the greedy texts if only they fail, or if no others were run. A chunk of one token is decode,
-    and left out of prefill. Returns nothing if a side has several ranks, or experts in host memory: no operation then
-    has all values (`LLMSide.watchable`).
+    and left out of prefill. Returns an empty list if a side has several ranks, or experts in host memory: no
+    operation then has all values (`LLMSide.watchable`).
     """
     if not (a.watchable and b.watchable):
         return []

@@ -45,7 +45,7 @@ class Workload:
 
 
 def built_in_texts(count: int | None = None) -> list[str]:
-    """The first `count` of the built-in texts, followed by one text of all of them joined; None: every one."""
+    """The first `count` of the built-in texts, the last of which is all others joined into one; None: every one."""
     texts = [text for _, text in TEXTS]
     return [*texts, "\n\n".join(texts)][:count]
 

@@ -307,7 +307,8 @@ class ModelHost:
                 waiter.set_exception(error())
 
     def load_error(self, problem: BaseException | str) -> Callable[[], ApiError]:
-        """Makes the error of waiting requests after a failed load. For want of memory they may try again later."""
+        """A function that makes the error of waiting requests after a failed load. CannotRunError becomes a 503 to be
+        tried again, since more memory may be free later."""
         short = isinstance(problem, CannotRunError)
         message = f"the model {self.name} could not be loaded: {problem}"
         status, again = (503, 30) if short else (500, None)
@@ -362,7 +363,7 @@ class ModelHost:
 
     @property
     def most_prompt_tokens(self) -> int:
-        """The most tokens of one prompt: the server's limit, or what leaves the context room for one token."""
+        """The most tokens of one prompt: the server's limit, but no more than leave the context room for one token."""
         limit, room = self.limits.prompt, self.model.ctx_size - 1
         return room if limit is None else min(limit, room)
 

@@ -122,7 +122,7 @@ def find_specs(settings: ServerSettings, config: EngineConfig) -> list[ModelSpec
 
 
 def read_presets(file: Path) -> dict[str, dict[str, Any]]:
-    """The tables of a TOML file. Raises EngineError where it has anything but tables."""
+    """The tables of a TOML file. Raises EngineError if it cannot be read, is no TOML, or has anything but tables."""
     try:
         tables = tomllib.loads(read_text(file, "--models-preset: cannot read"))
     except tomllib.TOMLDecodeError as error:

@@ -54,7 +54,7 @@ class _Pull:
         self._reported = 0.0
 
     async def fetch(self, name: str) -> Path:
-        """The first file of the model. If a new follower comes while an abandoned pull ends, it goes on."""
+        """The first file of the model. If a new follower comes while an abandoned pull ends, the pull goes on."""
         while True:
             try:
                 return await self._fetch_once(name)

@@ -134,7 +134,7 @@ class Residency:
         return True
 
     async def unload(self, host: ModelHost, still: Callable[[], bool] = lambda: True) -> bool:
-        """Unloads a model after its last request, unless `still` becomes false before. Returns whether it is gone."""
+        """Unloads a model after its last request, unless `still` turns false before. Returns whether it is unloaded."""
         if not host.loaded:
             return True
         if host.state is not State.DRAINING:

@@ -60,7 +60,7 @@ class SharedBlocks:
 
     @property
     def blocks_in_part(self) -> int:
-        """The number of blocks that fit a part, over all groups of layers."""
+        """How many blocks fit a part, each with its keys and values of all groups of layers."""
         layers = self._llm.scheduler.cache.layers
         size = sum(
             prod((BLOCK_SIZE, *tensor.shape[1:])) * tensor.element_size()

@@ -49,7 +49,7 @@ class EngineFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Place:
-    """The part of an engine that is one of several for the same model (replicas/).
+    """What is particular to an engine that is one of several of the same model (replicas/).
 
     Attributes:
         text: another engine's text side, to share; None: it is read.
@@ -71,9 +71,9 @@ class ProcessEngine:
         options: the other arguments of `LLM`, by name; numbers, strings, booleans and None.
         progress: called with a line that says how far the weights are loaded; the last line is repeated every
             PROGRESS_SECONDS until there is another. An exception from it ends the engine's process.
-        make_room: called with the bytes that the model needs, the free bytes and the device, until it returns false:
-            no other model has left the device.
-        place: its part, if it is one of several engines.
+        make_room: called with the bytes that the model needs, the free bytes and the device, until it returns false,
+            because it has unloaded no model from the device.
+        place: what is particular to it, if it is one of several engines.
 
     Raises:
         EngineError: no such model, or its file is wrong.
@@ -168,7 +168,7 @@ class ProcessEngine:
         return events
 
     def stats(self) -> EngineStats:
-        """The statistics of the last message. Raises EngineFailedError where the process has ended."""
+        """The newest statistics that were sent. Raises EngineFailedError where the process has ended."""
         self._receive_all()
         return self._stats
 

@@ -18,8 +18,8 @@ class SlotTable:
         return dict(self._holders)
 
     def take(self, request_id: int, wanted: int, count: int) -> int | None:
-        """Takes a free one of `count` slots. `wanted`: its number, modulo `count` as in llama-server; -1: one that was
-        never taken, or the least recently taken one. None if it is not free."""
+        """Takes a free one of `count` slots and returns its number; None if there is none. wanted: the only slot to
+        take, modulo `count` as in llama-server; -1: one that was never taken, else the least recently taken one."""
         if wanted >= 0:
             free = [wanted % count] if wanted % count not in self._holders else []
         else:

@@ -165,7 +165,7 @@ class _TextProcess(ChildProcess[TextResult]):
             self.channel.send_bytes(_encoder.encode(source.template))
 
     def request(self, message: bytes) -> TextResult:
-        """The answer to a request. Called in a thread. Raises EOFError or OSError if the process ends before it."""
+        """The answer to a request. Called in a thread. Raises EOFError or OSError if the process ends without one."""
         self.channel.send_bytes(message)
         result = self.channel.receive()
         if result.last:

@@ -44,7 +44,7 @@ class Add(msgspec.Struct, tag=True, frozen=True):
 
     @property
     def request(self) -> EngineWork:
-        """The decoded request. Raises msgspec.MsgspecError if `encoded` is none."""
+        """The decoded request. Raises msgspec.MsgspecError if `encoded` is no request."""
         return _request.decode(self.encoded)
 
 

@@ -1,4 +1,4 @@
-"""The Ray Serve application of a model: what a replica takes of a node, and the numbers of replicas and requests.
+"""The Ray Serve application of a model: what a replica takes of a node, how many there are, how many requests each has.
 
 `application` makes it of options by name, for Ray's own configuration files:
 

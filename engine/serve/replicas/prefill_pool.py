@@ -28,8 +28,8 @@ LEAST_TOKENS = 256
 
 @dataclass
 class _Open:
-    """A prompt that is being computed. `target`: the replica with the request, whose cache has its first `known`
-    tokens."""
+    """A prompt that is being computed. `target`: the replica that has the request. `known`: how many tokens at the
+    prompt's beginning are in the cache of `target`."""
 
     routed: Routed
     target: Replica

@@ -41,7 +41,7 @@ class RoutedEngine(Engine, Protocol):
 
 @dataclass(frozen=True)
 class Handed:
-    """A prompt that a prefill engine has computed: the tokens that were in a cache, and the seconds for the rest."""
+    """A prompt that a prefill engine has computed: how many of its tokens were in a cache, and the seconds it took."""
 
     cached_tokens: int
     seconds: float
@@ -178,7 +178,7 @@ class Replica:
         self.engine.add(routed.request)
 
     def drop(self, routed: Routed, moved: bool = False) -> None:
-        """Take a request from it."""
+        """Take a request away from it."""
         self.requests.pop(routed.request.id, None)
         routed.replica = routed.handed = None
         self.counts.moved += moved

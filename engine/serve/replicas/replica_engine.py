@@ -95,7 +95,7 @@ class ReplicaEngine:
                 raise error
 
     def _made(self, replica: Replica) -> None:
-        """Queues a replica whose engine was made, or closes it at the end. Called in the replica's thread."""
+        """Queues a replica for which `start` has ended; closes it after `close`. Called in the replica's thread."""
         with self._lock:
             if not self._closed:
                 self._started.put(replica)
@@ -298,7 +298,7 @@ class ReplicaEngine:
             return replica.stats()
 
     def _look(self) -> None:
-        """Moves requests of which nothing was sent from replicas that no longer answer to others."""
+        """Moves requests away from replicas that no longer answer, unless a part of the answer was sent."""
         if time.monotonic() - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = time.monotonic()
@@ -366,7 +366,7 @@ class ReplicaEngine:
             ) from error
 
     def _take_started(self) -> None:
-        """Take the replicas whose engines were made again."""
+        """Take the engines that were made again; where that failed, try once more."""
         while self._wake.poll():
             self._wake.recv_bytes()
         while not self._started.empty():

@@ -111,7 +111,7 @@ def _media_file(host: ModelHost, url: str) -> Path:
 
 
 async def counted(host: ModelHost, ids: Sequence[int], images: Sequence[bytes], param: str) -> int:
-    """The tokens of a prompt, with the rows of its images. Raises ApiError for the field `param` if one is no image."""
+    """The number of a prompt's tokens and image rows. Raises ApiError for the field `param` if one is no image."""
     model = host.model
     if not images:
         return len(ids)

@@ -55,9 +55,10 @@ def _kept_share(error: ApiError, reserved: int) -> float | None:
 
 
 def without_oldest(messages: Sequence[Message], keep: float) -> list[Message] | None:
-    """The messages without their oldest turns, at least one, so that the share `keep` of their text is left.
+    """The messages without their oldest turns, at least one, so that at most the share `keep` of their text is left.
 
-    A turn begins with a user's message; messages before the first turn stay. None if there is only one turn.
+    A turn begins with a user's message; messages before the first turn stay, and so does the last turn, however long.
+    None if there is only one turn.
     """
     turns = [n for n, message in enumerate(messages) if message["role"] == "user"]
     if len(turns) < 2:

@@ -1,5 +1,5 @@
 """A session with an MCP server: it begins at the first use, begins again if the server has ended, and ends when it has
-been idle for long. The SDK (the package `mcp`, an optional requirement) does the protocol; the first use imports it.
+been idle for long. The SDK (the package `mcp`, an optional requirement) speaks the protocol; the first use imports it.
 
 https://modelcontextprotocol.io/specification
 """

@@ -4,8 +4,8 @@ Two weight rows are taken at once. With one activation row all sums stay in regi
 unpacked once and multiplied with every activation row in turn, whose sums lie in memory between runs. The arithmetic,
 and so the bits, of a row is the same for any number of rows.
 
-Order of the sums: the products of a group, 16 or 32 weights with one scale, add up to an exact integer. Within
-256 weights each group has its own lane, one of 16 or 8: the integer times the scale is added to it, then the minimum
+Order of the sums: the products of a group, 16 or 32 weights with one scale, add up to an exact integer. Of each
+256 weights, each group has its own lane, one of 16 or 8: the integer times the scale is added to it, then the minimum
 times the sum of the activations is subtracted. At the end the lanes are added by halves. Where a row's last weights are
 fewer than 256, the groups of each 64 take the first lanes. The order depends on K and the format alone.
 """

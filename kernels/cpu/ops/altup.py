@@ -119,6 +119,6 @@ def join_launch(y: Tensor, beside: Tensor, out: Tensor) -> Launch:
 
 
 def sparse_gate_launch(gate_up: Tensor, deviations: float, out: Tensor) -> Launch:
-    """out [T, F] = gelu(gates above their cutoff) * up, for gate_up [T, 2F]."""
+    """out [T, F] = gelu_tanh(`above_cutoff` of the gates, see kernels/altup.py) * up, for gate_up [T, 2F]."""
     arguments = _rows(out[None], gate_up, out, factor=deviations)
     return Launch(sparse_gate_kernel(), arguments, len(out), keep=(gate_up, out))

@@ -23,7 +23,7 @@ class LatentStoreArguments(Arguments):
     """q: fp32 rows of heads, `q_stride` bytes apart, [plain | rotated] each; latent: fp32 rows, [rank | rotated].
 
     queries: fp32 [tokens, heads, rank + rotated]. positions, slots: int64, one per row. cos, sin: fp32 tables, `pairs`
-    per position. norm: fp32 [rank]. query_scale: fp32 by position, or 0. rows: the cache's.
+    per position. norm: fp32 [rank]. query_scale: fp32 by position, or 0. rows: of the cache.
     """
 
     q: int

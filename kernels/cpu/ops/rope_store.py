@@ -92,7 +92,7 @@ def rope_store_launches(
             row = qkv[:, column : column + width]
             launches.append(rms_norm_launch(row, norm, spec.eps, row))
         column += width
-    # To compute a head takes less time than to take a task, so many rows are a task each.
+    # To compute a head takes less time than to take a task: with many rows, a task is a whole row.
     row_heads = spec.heads + 2 * kv_heads
     task_heads = row_heads if qkv.shape[0] >= _TASKS * get_threads() else 1
     arguments = RopeStoreArguments(

@@ -85,7 +85,7 @@ class MetaBackend(CudaBackend):
         )
 
     def gather_rows(self, x: Rows | Residual, rows: Tensor) -> Tensor:
-        """Launches nothing. A product of tensors on the meta device would import torch's compiler, for a second."""
+        """Launches nothing. On the meta device, a product of tensors would take a second to import torch's compiler."""
         if isinstance(x, Fp16Operand):
             return empty(len(rows), x.width)
         return super().gather_rows(x, rows)

@@ -6,8 +6,8 @@ product; its 8 columns are 4 query heads, each in two fp16 terms (value and rema
 permuted so that every load is 16 bytes: a sum over columns is the same in any order that both operands share, and the
 output columns are put in order when heads are stored. BITS: bits of a stored value. fp16 is multiplied as loaded. Codes
 of 8 bits are multiplied as fp16, 32 columns with one scale at a time. Codes of 4 bits, of which a load has columns of
-one group, become exact values first. A thread is (warp, r, c), lane 4 r + c; its elements of an operand
-are the last dimension of a tensor [threads, n]. `HEADS`: 4 or 8, the padded group size.
+one group, become exact values first. A thread is (warp, r, c), lane 4 r + c; its elements of an operand are the last
+dimension of a tensor [threads, n]. `HEADS`: 4 or 8, the padded group size.
 """
 
 import triton

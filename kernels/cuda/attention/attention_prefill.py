@@ -271,7 +271,7 @@ def attention_prefill(
 
 
 def stores_wgmma_layout(spec: AttentionSpec, layer: KVLayer, tiles: PrefillTiles) -> bool:
-    """Whether `attention_prefill` can write the WGMMA layout for these chunks. It cannot where a launch of its own
+    """Whether `attention_prefill` can write the WGMMA layout for these chunks. It cannot where a separate launch
     transforms rows (q4_0): these stay row-major."""
     shape = _shape_of(tiles.longest, spec.head_dim, layer.k.device)
     return _takes_wgmma(shape, spec, layer) or not layer.format.hadamard

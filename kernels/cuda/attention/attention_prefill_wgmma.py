@@ -1,10 +1,10 @@
 """Prefill attention with Hopper's warp-group matrix instruction (wgmma): fp16 caches, heads of 128 and 256.
 
-This is the online softmax of attention_prefill.py with specialized warps. A producer warp copies tiles of keys and
-values to shared memory by TMA, ahead of two consumer warp groups that take half of a program's rows each. Producer and
-consumers synchronize by mbarriers alone (full and free), so that one group computes softmax weights while the matrix
-units work for the other. Within a group, the score product of a tile and the value product of the tile before are
-issued together, and only the scores are waited for. Tiles are visited from the last, which the diagonal crosses, to the
+The online softmax of attention_prefill.py, with specialized warps. A producer warp copies tiles of keys and values to
+shared memory by TMA, ahead of two consumer warp groups that take half of a program's rows each. Producer and consumers
+synchronize by mbarriers alone (full and free), so that one group computes softmax weights while the matrix units work
+for the other. Within a group, the score product of a tile and the value product of the tile before are issued
+together, and only the scores are waited for. Tiles are visited from the last, which the diagonal crosses, to the
 first; the mask compares positions. Results may be written in the WGMMA layout (fp16_operand.py): columns that are
 adjacent there belong to one thread, which writes 16 bytes at a time.
 """

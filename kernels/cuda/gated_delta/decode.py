@@ -164,7 +164,7 @@ def decode(
 ) -> None:
     """Computes the newest token of each of B sequences from x, fp32 [B, sum of spec.widths], unit inner stride.
 
-    positions: int32 [B]. block_tables: int32 [B, ...], whose first column has the slots; only slot 0 may occur twice.
+    positions: int32 [B]. block_tables: int32 [B, ...], whose first column has the slots; only slot 0 may repeat.
     out: o fp32 [B, width], before the gated norm, or the result as quantized activations, for heads that `can_norm`
     accepts. With `pdl` the launch overlaps the one before it; `ahead`: the state, the positions and the tables were
     complete before that earlier launch began.

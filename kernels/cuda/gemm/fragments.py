@@ -51,7 +51,8 @@ _IN_CODES = tl.constexpr(12)
 _THREE = tl.constexpr(13)
 
 _E4M3_UNIT = tl.constexpr(128.0)
-"""E4M3's bits, moved to an fp16's, have a number's value / 256. Times this it is half: E2M1's table is doubled."""
+"""E4M3's bits, moved to an fp16's, are a number's value / 256. Times this, they are half of it: E2M1's table is
+doubled."""
 
 # layout.Book.
 _IQ1 = tl.constexpr(1)

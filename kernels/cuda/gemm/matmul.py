@@ -280,8 +280,8 @@ def _dequantize_and_multiply(
     out: Tensor,
     first: int,
 ) -> None:
-    """Multiplies x by a part with cuBLAS, as many weight rows at a time as fit the workspace, into columns `first` on
-    of `out`. Raises ValueError if the workspace is too small."""
+    """Stores x times a part, by cuBLAS, to the columns of `out` from `first` on, plus the same columns of `residual`.
+    It takes as many weight rows at a time as fit the workspace. Raises ValueError if the workspace is too small."""
     at_a_time = workspace.max_weights // part.cols
     if not paired:
         at_a_time = at_a_time // 16 * 16

@@ -113,9 +113,9 @@ class WgmmaProgram:
 
 @dataclass(frozen=True)
 class WgmmaPlan:
-    """One launch. tma_block: rows and columns of x per copy. partial: fp32 of scratch. blocks: the blocks that several
-    programs may share. sharing: for many rows, the number of blocks with one program, the programs of each other block,
-    and their chunks. splits: the programs that share the columns of every block.
+    """One launch. tma_block: rows and columns of x per copy. partial: fp32 of scratch. blocks: the number of blocks
+    that several programs may share. sharing: for many rows, the number of blocks with one program, the programs of each
+    other block, and their chunks. splits: the number of programs that share the columns of every block.
     """
 
     grid: tuple[int, ...]

@@ -73,7 +73,7 @@ class LatentOperations:
         tiles: PrefillTiles | None,
         workspace: MatmulWorkspace,
     ) -> Tensor:
-        """The attention of one token per sequence, or, with `tiles`, of chunks of prompts: fp32 [T, heads * values]."""
+        """The attention of a decode step's tokens, or, with `tiles`, of chunks of prompts: fp32 [T, heads * values]."""
         tokens, tables = len(batch), batch.block_tables_of(spec.cache_group)
         widest = max(spec.rank, spec.values, spec.plain)
         room = _Room(*head_places(tokens, spec.heads, workspace), workspace, widest)

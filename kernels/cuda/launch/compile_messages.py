@@ -9,8 +9,8 @@ from quengine.kernels.cuda.launch.launcher import LauncherSpec
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What is to be compiled; see `CompilePool`. task: its `task`, pickled, for the receiving process to call. cache:
-    Triton's folder."""
+    """What is to be compiled; see `CompilePool`. task: the pool's `task`, pickled, for the receiving process to call.
+    cache: Triton's folder."""
 
     task: bytes
     gpu: Gpu

@@ -6,9 +6,9 @@ them.
     KEY/NAME.json           Triton's metadata of it
 
 KEY is the kernel's folder in Triton's cache: a digest of its source, constants, options, the GPU's capability and
-Triton's own files, so Triton looks up no other. The manifest has the SHA-256 of each file; a digest of
-Triton's files and one of the kernels' modules, for which the pack was built; and the types that launchers are built
-from (launcher.py). A pack is a program: installing one means running its kernels.
+Triton's own files, so Triton looks up no other. The manifest has the SHA-256 of each file; digests of the files of
+Triton and of the kernels' modules, for which the pack was built; and the types that launchers are built from
+(launcher.py). A pack is a program: installing one means running its kernels.
 """
 
 import base64

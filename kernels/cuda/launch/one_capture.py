@@ -3,5 +3,5 @@
 import threading
 
 CAPTURING = threading.Lock()
-"""Held during a capture. Python's collector is off in one, as it may destroy CUDA objects, and the end of another
-capture turns it on."""
+"""Held during a capture. Python's collector is then off, as it may destroy CUDA objects, and the end of another
+capture would turn it on."""

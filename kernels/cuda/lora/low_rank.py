@@ -56,7 +56,7 @@ _FIXED_SPLITS, _FIXED_ROWS = 4, 16
 """Splits, and rows of a program, where a row's bits must not depend on the number of rows: for 64 rows of 16-bit
 factors, another instruction (WGMMA) adds in another order."""
 _PROGRAMS = 128
-"""The most programs of A for one adapter with which its columns are split further."""
+"""The most programs of A for one adapter that splitting the columns may make."""
 _COUNTERS = 1 << 16
 """Counters that a scratch starts with: enough for 2,048 rows and 32,768 ranks."""
 _SUMMED = tl.constexpr(8)

@@ -111,7 +111,7 @@ def decode(
     """Computes the newest token of each of B sequences from x, fp32 [B, sum of spec.widths], unit inner stride. Writes
     y, before the gated norm, to out, contiguous fp32 [B, width].
 
-    positions: int32 [B]. block_tables: int32 [B, ...], whose first column has the slots; only slot 0 may occur twice.
+    positions: int32 [B]. block_tables: int32 [B, ...], whose first column has the slots; only slot 0 may repeat.
     With `pdl` the launch overlaps the one before it; `ahead`: the state, the positions and the tables were complete
     before that earlier launch began.
     """

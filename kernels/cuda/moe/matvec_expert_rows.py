@@ -141,8 +141,8 @@ def _expert_floats_kernel(
 def matvec_expert_rows(
     x: QuantizedActivations, routing: Routing, weights: ExpertWeights, pdl: bool = False
 ) -> Tensor:
-    """Products, with bias, of each row and its k experts, which are not paired: fp32 [T * k, expert_rows]; undefined
-    for experts that are not here.
+    """Products, with bias, of each row with its k experts' unpaired matrices: fp32 [T * k, expert_rows]; undefined for
+    experts that are not here.
 
     x: [T, K], or [T * k, K] with a row for each expert of a row.
     """

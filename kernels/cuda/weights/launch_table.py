@@ -245,8 +245,8 @@ def default_fused(part: PackedPart, token_tiles: int) -> FusedGeometry:
 def default_geometry(part: PackedPart, kind: str) -> Geometry:
     """One tile per program, with up to 8 warps of a chunk or two each; long columns, which take a loop, may
     use more registers. Gate and up use 4 warps or fewer with more chunks each: 2 if codes take long to
-    unpack, so that programs form one wave. Weights of many rows whose chunks are not a multiple of 8 also use
-    fewer warps with more chunks each.
+    unpack, so that programs form one wave. Weights of many rows whose chunks are not a multiple of 8 also use fewer
+    warps with more chunks each.
     """
     if kind == "swiglu":
         return _one_tile(part, 2 if part.layout.table or part.layout.bits < 4 else 4)
@@ -283,8 +283,8 @@ def _one_tile(part: PackedPart, most_warps: int, limits: Sequence[int] = _LIMITS
 
 def _default_experts_add(part: PackedPart, tiles: int, used: int) -> tuple[Geometry, int]:
     """Up to 16 warps per program, experts first, then columns. A warp with few chunks loads them all at once;
-    with many, two programs share a multiprocessor. 9 to 15 experts are taken at once, in the slots of
-    16: some warps then have nothing to do, but in two turns all warps would wait for memory twice.
+    with many, two programs share a multiprocessor. 9 to 15 experts are taken at once, in 16 slots:
+    some warps then have nothing to do, but in two turns all warps would wait for memory twice.
     """
     in_program = 1 if tiles <= 2 * MULTIPROCESSORS else 2
     slots = 16 if in_program == 1 and 8 < used < 16 else 1

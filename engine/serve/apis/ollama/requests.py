@@ -111,8 +111,8 @@ def _content(text: str, images: Sequence[str] | None) -> str | list[dict[str, An
 
 
 def openai_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
-    """The messages in OpenAI's form. Ollama's calls have no ids: among the calls without a result, a result belongs to
-    the first with the name `tool_name`, or else to the first."""
+    """The messages in OpenAI's form. Ollama's calls may have no ids: a result without one belongs to the first
+    unanswered call with the name `tool_name`, or, without that field too, to the first unanswered call."""
     given: list[dict[str, Any]] = []
     waiting: list[tuple[str, str]] = []
     for number, message in enumerate(messages):
@@ -135,7 +135,7 @@ def openai_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
 
 
 def _answered(message: OllamaMessage, waiting: list[tuple[str, str]]) -> dict[str, str]:
-    """Name and id of the call to which a result belongs. The call is removed from `waiting`, the calls without one."""
+    """Name and id of the call that a result answers. The call is removed from `waiting`, the unanswered calls."""
     name, given = message.tool_name, message.tool_call_id
     call = next((each for each in waiting if given == each[1] or (given is None and name == each[0])), None)
     if call is None and waiting and given is None and name is None:

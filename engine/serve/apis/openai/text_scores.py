@@ -10,8 +10,8 @@ from quengine.serve.processes.shared_model import ServedModel
 def completion_logprobs(
     entries: Sequence[TokenLogprobs], model: ServedModel, offset: int
 ) -> tuple[TextScores, int]:
-    """The parallel arrays of completions, and the offset of the next token. `offset`: where the first token begins in
-    the text. Both are in characters."""
+    """Log-probabilities as completions have them, in parallel arrays, and the offset of the token after the last.
+    offset: where the first token begins in the text. Offsets are in characters."""
     tokens, offsets = [], []
     for entry in entries:
         tokens.append(_name(entry.token, model))
@@ -32,7 +32,7 @@ def completion_logprobs(
 def echoed_logprobs(
     prompt: Sequence[int], entries: Sequence[TokenLogprobs], model: ServedModel
 ) -> tuple[TextScores, int]:
-    """`completion_logprobs` of an echoed prompt, whose first token has no log-probability.
+    """`completion_logprobs` of an echoed prompt. Nothing comes before its first token, which has no log-probability.
 
     `entries` are those of prompt[1:].
     """

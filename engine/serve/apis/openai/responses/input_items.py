@@ -56,9 +56,9 @@ def messages_of(
 ) -> list[Item]:
     """The messages of a conversation: of `earlier` items, from a stored response, and of the request's items.
 
-    Calls belong to the assistant's message before them, or make one; reasoning belongs to the message after it. The
-    other fields of an earlier answer's items (id, status) mean nothing here. `notes` gets a line for each item that is
-    skipped. sees: the model reads images, also those that tools gave. Raises ApiError for an item that is wrong.
+    Calls belong to the assistant's message before them, or make one; reasoning belongs to the message after it. Fields
+    that items of an earlier answer have beside their content (id, status) are ignored. `notes` gets a line for each
+    item that is skipped. sees: the model reads images, also those that tools gave. Raises ApiError for a wrong item.
     """
     conversation = _Conversation(sees)
     conversation.add(earlier, [])
@@ -72,7 +72,7 @@ def sealed(text: str) -> str:
 
 
 def _unsealed(content: str | None) -> str | None:
-    """The reasoning in `encrypted_content`; None for content that another server made."""
+    """The reasoning in `encrypted_content`; None if there is no content, or another server made it."""
     if content is None or not content.startswith(_SEAL):
         return None
     try:
@@ -96,7 +96,7 @@ class _Conversation:
             kind = value["type"] if isinstance(value, dict) else None
             if isinstance(kind, str) and kind not in KINDS:
                 notes.append(f"input[{i}] skipped: {shown(kind, 40)}")
-                # It keeps its place, so that errors name the right places of the others.
+                # It keeps its place, so that errors name the right index of the others.
                 known[i] = {"type": "item_reference", "id": ""}
         known = [spoken(each) if each.get("type") == "message" else each for each in known]
         for i, item in enumerate(read_part(list[InputItem], known, "input")):
@@ -145,8 +145,8 @@ class _Conversation:
         self.messages.append(result)
 
     def _part(self, part: OutputPart, at: str, notes: list[str]) -> ContentPart:
-        """A part of a tool's output. A part that the model cannot read becomes a text about it, as it may have asked
-        for that part."""
+        """A part of a tool's output. The model may have asked for a part that it cannot read, so a text in its place
+        says that it is left out."""
         if part.type in _TEXT:
             return ContentPart("text", part.text)
         if self._sees and part.type == "input_image" and isinstance(part.image_url, str):
@@ -163,7 +163,7 @@ def _call_id(item: LocalShellCallItem | LocalShellCallOutputItem, at: str) -> st
 
 
 def _thought(item: ReasoningItem, at: str, notes: list[str]) -> str:
-    """The reasoning of an item: its content, or the one in `encrypted_content`, or else the summary."""
+    """The reasoning of an item: its content, else what its `encrypted_content` holds, else the summary."""
     if item.content:
         return "\n\n".join(part.text for part in item.content)
     if (opened := _unsealed(item.encrypted_content)) is not None:
