@@ -294,7 +294,7 @@ class ModelRunner:
             SequenceRows([token], start + n, tables, adapters=self.adapters) for n, token in enumerate(ids)
         ]
         if self.device_decoder is not None:
-            return torch.cat([self.device_decoder.logits(row) for row in rows])
+            return self.device_decoder.logits(rows)
         return torch.cat([self.forward("decode", [row]).float().cpu().clone() for row in rows])
 
     def _keep_states(self, plan: StepPlan) -> None:

@@ -10,6 +10,9 @@ slots, and are launched ahead too.
 In steps of many rows every row costs the host Python time: nearly all are continued as they are.
 """
 
+from collections.abc import Sequence as Seq
+
+import torch
 from torch import Tensor
 
 from quengine.kernels.kv.cache_types import blocks_for
@@ -56,16 +59,21 @@ class DeviceDecoder:
             plan.tokens, plan.arrived, _ = self._graphs.launch(plan.slots, {}, self._rows.kind)
         return True
 
-    def logits(self, row: SequenceRows) -> Tensor:
-        """Logits fp32 [1, vocab] on the host after a row that belongs to no sequence, computed by the captured step of
-        a single greedy sequence. The row takes the first slot, so no sequence may be running."""
-        slot = Slot(index=0, adapted=row.adapters is not None)
-        self._rows.send_tables(slot, [table[: blocks_for(row.end)] for table in row.block_tables])
+    def logits(self, rows: Seq[SequenceRows]) -> Tensor:
+        """Logits fp32 [T, vocab] on the host after T rows that belong to no sequence, computed one after the other by
+        the captured step of a single greedy sequence. The rows take the first slot, so no sequence may be running.
+
+        rows: of one token each, with the same block tables and adapters."""
+        slot = Slot(index=0, adapted=rows[0].adapters is not None)
         self._graphs.inputs.set_lag(slot.index, 0)
-        self._graphs.set_adapters(slot.index, row.adapters)
-        _, arrived, logits = self._graphs.launch([slot], {0: row}, GREEDY, on_host=[0])
-        arrived.synchronize()
-        return logits[0][None]
+        self._graphs.set_adapters(slot.index, rows[0].adapters)
+        found = list[Tensor]()
+        for row in rows:
+            self._rows.send_tables(slot, [table[: blocks_for(row.end)] for table in row.block_tables])
+            _, arrived, logits = self._graphs.launch([slot], {0: row}, GREEDY, on_host=[0])
+            arrived.synchronize()
+            found.append(logits[0])
+        return torch.stack(found)
 
     def _launch_drafting(self, plan: StepPlan) -> None:
         """Launches a step that drafts on the device, where the host gives what it knows of sequences that join."""

@@ -18,6 +18,7 @@ from quengine.block_pool import CachePool
 from quengine.kernels.cuda import backend as cuda_backend
 from quengine.kernels.cuda.backend import CudaBackend
 from quengine.kernels.cuda.lora.backend import AdaptedCuda
+from quengine.kernels.kv.cache_types import BLOCK_SIZE
 from quengine.kernels.lora.change import LowRank
 from quengine.kernels.ranks.communicator import ONE_RANK, Communicator
 from quengine.kv_cache import KVCache
@@ -208,26 +209,27 @@ def test_two_ranks_choose_the_tokens_of_one(
 
 def test_teacher_forced_decode_steps_are_the_captured_ones(tmp_path: Path) -> None:
     """The logits are those of steps whose operations run one by one, with adapters and on two ranks too, and a request
-    after them has its own tokens and no adapter."""
-    path, ids, scales = write_model(tmp_path, "qwen2"), [5, 6, 7, 8], (1.0,)
+    after them has its own tokens and no adapter. The rows begin in one block and end in the next."""
+    path, ids, start, scales = write_model(tmp_path, "qwen2"), [5, 6, 7, 8], BLOCK_SIZE - 2, (1.0,)
     made = random_adapters(open_checkpoint(path).tensors, ("attn_q", "ffn_down"), (4,)).changes
     lora = [{name: each[0] for name, each in made.items() if each[0] is not None}]
     params = SamplingParams(temperature=0, seed=1, max_tokens=8, ignore_eos=True)
     one, meeting = runner_of(path, lora=lora), Meeting(2)
     wanted = tokens_of(one, params)
     assert isinstance(one.graphs, CudaGraphs)
-    before, rows = one.graphs.captured, [[SequenceRows([token], at, TABLES)] for at, token in enumerate(ids)]
-    plain = one.logits(ids, 0, "decode")
+    before, whole = one.graphs.captured, one.cache.whole_tables
+    rows = [[SequenceRows([token], at, whole)] for at, token in enumerate(ids, start)]
+    plain = one.logits(ids, start, "decode")
     assert decode_key(1, GREEDY) in before and one.graphs.captured == before
     assert plain.equal(torch.cat([one.forward("decode", row, eager=True).cpu().clone() for row in rows]))
     one.adapters = scales
-    assert not one.logits(ids, 0, "decode").isclose(plain, rtol=0, atol=1e-3).all()
+    assert not one.logits(ids, start, "decode").isclose(plain, rtol=0, atol=1e-3).all()
     assert tokens_of(one, params) == wanted
     leader, follower = (runner_of(path, ThreadCommunicator(rank, meeting), lora=lora) for rank in range(2))
     group: Any = ThreadGroup(meeting, partial(run, follower))
     leader.lead(group)
     try:
-        torch.testing.assert_close(leader.logits(ids, 0, "decode"), plain, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(leader.logits(ids, start, "decode"), plain, rtol=2e-3, atol=2e-3)
         assert tokens_of(leader, params) == wanted
     finally:
         group.end()
