@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,8 +174,11 @@ class Port:
 def ports_of(deployed: Deployed) -> list[Port]:
     """All that the server, the cluster and its workers listen on."""
     server = psutil.Process(deployed.process.pid)
-    processes = [server, *server.children(recursive=True)]
-    return [Port(each.name(), *address) for each in processes for address in listening(each)]
+    found = list[Port]()
+    for each in (server, *server.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # it has ended since: it listens on nothing
+            found += [Port(each.name(), *address) for address in listening(each)]
+    return found
 
 
 CALLS = (
